@@ -1,0 +1,312 @@
+"""Fused operations as JAX primitives: autodiff, batching, sharding and the choice of kernel, once for all ops.
+
+An op is written down as plain JAX functions (`FusedOp.reference`, `.keep`, `.tangent`); this file makes three
+primitives of them:
+
+    forward    args -> outs                           native kernel, or the reference
+    tangent    (kept, tangents) -> out tangents       linear in the tangents; runs as plain JAX (forward mode)
+    backward   (kept, cotangents) -> in cotangents    the transpose of `tangent`; native kernel, or the reference
+
+`forward`'s JVP rule emits `tangent`, whose transpose rule emits `backward`, so reverse mode runs the kernels, forward
+mode works as it did before fusing, and autodiff keeps nothing but `kept`. Every derivative beyond the first is taken of
+the reference, as plain JAX. (`jax.custom_vjp` has no forward mode at all; that is why these are primitives.)
+"""
+
+import dataclasses
+import functools
+import string
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+Arrays = tuple[jax.Array, ...]
+
+
+class Kernel(NamedTuple):
+    """One way to run a stage on the CPU.
+
+    `refuse(config, args)` says in words why these arguments cannot be taken (None: they can); `args` need only have
+    shape and dtype. `run(config, args, mesh_axes)` computes the outputs on arrays; `mesh_axes` are the mesh axes over
+    which the batch is sharded, so sums over the batch must be completed by `psum` over them (empty: nothing to do).
+    """
+
+    name: str
+    refuse: Callable[[Any, tuple], str | None]
+    run: Callable[[Any, Arrays, tuple[str, ...]], Arrays]
+
+
+class BatchAxes(NamedTuple):
+    """For each input and output the axis along which a stage works item by item; None: that value has no such axis.
+
+    An output without one, where any input has one, is a sum (or another statistic) over the batch.
+    """
+
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int | None, ...]
+
+
+class Stage:
+    """A primitive with a reference in plain JAX, native kernels in order of preference, and its batch axes.
+
+    `reference(config, *args)` and the kernels return tuples; `config` is hashable and static.
+    """
+
+    def __init__(self, name: str, reference, kernels: tuple[Kernel, ...], batch_axes):
+        self.name, self.reference, self.kernels, self.batch_axes = name, reference, kernels, batch_axes
+        self.primitive = p = Primitive(name)
+        p.multiple_results = True
+        p.def_impl(lambda *args, config: _jitted(self, config)(*args))
+        p.def_abstract_eval(self._abstract_eval)
+        ad.primitive_jvps[p] = self._jvp
+        batching.primitive_batchers[p] = self._batch
+        on_cpu = mlir.lower_fun(lambda *args, config: self._partitioned(config, args), multiple_results=True)
+        elsewhere = mlir.lower_fun(lambda *args, config: reference(config, *args), multiple_results=True)
+        mlir.register_lowering(p, elsewhere)
+        if kernels:
+            mlir.register_lowering(p, on_cpu, platform="cpu")
+
+    def __call__(self, config: Hashable, *args) -> list[jax.Array]:
+        return self.primitive.bind(*_equally_varying(args), config=config)
+
+    def kernel(self, config, args) -> tuple[Kernel | None, str]:
+        """The first kernel that takes these arguments, or (None, why the last one does not)."""
+        reason = "this op has no native kernel"
+        for kernel in self.kernels:
+            reason = kernel.refuse(config, args)
+            if reason is None:
+                return kernel, ""
+        return None, reason
+
+    def run(self, config, args, mesh_axes: tuple[str, ...] = ()) -> Arrays:
+        kernel, _ = self.kernel(config, args)
+        if kernel is None and mesh_axes:
+            raise NotImplementedError(f"{self.name}: no kernel for {args} on a shard")
+        return kernel.run(config, args, mesh_axes) if kernel else self.reference(config, *args)
+
+    def _abstract_eval(self, *avals, config):
+        outs = _out_types(self, config, tuple(_Type(a.shape, a.dtype) for a in avals))
+        varying = getattr(avals[0], "vma", frozenset()) if avals else frozenset()
+        like = jax.core.ShapedArray
+        return [like(t.shape, t.dtype, vma=varying) if varying else like(t.shape, t.dtype) for t in outs]
+
+    def _jvp(self, primals, tangents, *, config):
+        """Derivatives of the reference (for `forward`, FusedOp replaces this rule by a better one)."""
+        return jvp_of(functools.partial(self.reference, config), primals, tangents)
+
+    def _batch(self, args, dims, *, config):
+        """vmap: into the batch axis where every output has one, else one call per item."""
+        axes = self.batch_axes(config, [jnp.ndim(a) - (d is not None) for a, d in zip(args, dims)])
+        size = next(a.shape[d] for a, d in zip(args, dims) if d is not None)
+        mergeable = None not in axes.outputs and all(d is None or ax is not None for d, ax in zip(dims, axes.inputs))
+        if not self.kernels:
+            outs = jax.vmap(functools.partial(self.reference, config), in_axes=tuple(dims))(*args)
+            return outs, [0] * len(outs)
+        if not mergeable:
+            mapped = [a if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(args, dims)]
+
+            def one(items):
+                items = iter(items)
+                return self(config, *[a if d is None else next(items) for a, d in zip(args, dims)])
+
+            outs = jax.lax.map(one, [a for a, d in zip(mapped, dims) if d is not None])
+            return outs, [0] * len(outs)
+        merged = [_merge(a, d, ax, size) for a, d, ax in zip(args, dims, axes.inputs)]
+        outs = self(config, *merged)
+        return [_split(o, ax, size) for o, ax in zip(outs, axes.outputs)], axes.outputs
+
+    def _partitioned(self, config, args):
+        """`run` on every shard of the batch: no all-gather of what is sharded along the batch axis."""
+        axes = self.batch_axes(config, [jnp.ndim(a) for a in args])
+        kernel, _ = self.kernel(config, args)
+        if kernel is None or not any(ax is not None for ax in axes.inputs):
+            return self.run(config, args)
+
+        def shardings(mesh, arg_shapes):
+            """Mesh axes of the batch, and the (input, output) shardings that go with them."""
+            spec = next(
+                (tuple(s.sharding.spec) + (None,) * s.ndim)[ax]
+                for s, ax in zip(arg_shapes, axes.inputs)
+                if ax is not None
+            )
+            names = () if spec is None else (spec,) if isinstance(spec, str) else tuple(spec)
+
+            def along(ax):
+                return NamedSharding(mesh, PartitionSpec(*([None] * ax + [names]) if ax is not None and names else ()))
+
+            return names, tuple(map(along, axes.inputs)), tuple(map(along, axes.outputs))
+
+        def partition(mesh, arg_shapes, result_shape):
+            names, in_shardings, out_shardings = shardings(mesh, arg_shapes)
+            return mesh, lambda *shards: list(self.run(config, shards, names)), list(out_shardings), in_shardings
+
+        def infer(mesh, arg_shapes, result_shape):
+            return list(shardings(mesh, arg_shapes)[2])
+
+        sharded = custom_partitioning(lambda *args: list(self.run(config, args)))
+        outs = _out_types(self, config, tuple(_Type(a.shape, a.dtype) for a in args))
+        sharded.def_partition(
+            partition,
+            infer_sharding_from_operands=infer,
+            sharding_rule=_sharding_rule(axes, [jnp.ndim(a) for a in args], [len(o.shape) for o in outs]),
+        )
+        return tuple(sharded(*args))
+
+
+class FusedOp:
+    """An op from its plain definition.
+
+    reference(config, *args) -> outs       what the op computes; the oracle of its tests and the fallback everywhere
+    keep(config, args, outs) -> kept       what autodiff may keep: inputs, outputs and statistics only
+    tangent(config, kept, tangents)        out tangents of the first outs from `kept`; `None` stands for a zero tangent
+    for_autodiff(config) -> config         the same op, also returning what only `keep` needs (e.g. mask bits), last
+    differentiable(config) -> bool         False: autodiff goes through `decompose(config, *args)`, the same value as
+                                           several ops, because `kept` would not be enough
+    """
+
+    def __init__(self, name, *, reference, keep, tangent, decompose, differentiable, for_autodiff, forward_kernels,
+                 backward_kernels, forward_axes, backward_axes):
+        self.name, self.keep, self.tangent = name, keep, tangent
+        self.decompose, self.differentiable, self.for_autodiff = decompose, differentiable, for_autodiff
+        self.forward = Stage(f"jaxfuse_{name}", reference, forward_kernels, forward_axes)
+        self.tangents = Stage(f"jaxfuse_{name}_tangent", self._tangent_reference, (), lambda *_: BatchAxes((), (None,)))
+        self.backward = Stage(f"jaxfuse_{name}_backward", self._backward_reference, backward_kernels, backward_axes)
+        ad.primitive_jvps[self.forward.primitive] = self._linearize
+        ad.primitive_transposes[self.tangents.primitive] = self._transpose
+
+    def __call__(self, config, *args):
+        return self.forward(config, *args)
+
+    def _linearize(self, primals, tangents, *, config):
+        saving = self.for_autodiff(config)
+        if not self.differentiable(config):
+            return jvp_of(functools.partial(self.decompose, config), primals, tangents)
+        if saving == config and config.saves:  # a second derivative of a call that was already differentiated once
+            return jvp_of(functools.partial(self.forward.reference, config), primals, tangents)
+        outs = self.forward(saving, *primals)
+        n_outs = len(outs) - saving.saves
+        active = tuple(not isinstance(t, ad.Zero) for t in tangents)
+        linear = Linear(saving, active, tuple(_Type(p.shape, p.dtype) for p in primals), 0)
+        kept = self.keep(saving, primals, outs)
+        linear = dataclasses.replace(linear, n_kept=len(kept))
+        out_tangents = self.tangents(linear, *kept, *[t for t, a in zip(tangents, active) if a])
+        return list(outs[:n_outs]), list(out_tangents)
+
+    def _tangent_reference(self, linear: "Linear", *args):
+        kept, given = args[: linear.n_kept], iter(args[linear.n_kept :])
+        tangents = [next(given) if a else None for a in linear.active]
+        return tuple(self.tangent(linear.config, kept, tangents))
+
+    def _transpose(self, cotangents, *args, config: "Linear"):
+        kept, tangents = args[: config.n_kept], args[config.n_kept :]
+        if all(isinstance(ct, ad.Zero) for ct in cotangents):
+            return [None] * len(args)
+        wanted = [ad.is_undefined_primal(t) for t in tangents]
+        of = [i for i, a in enumerate(config.active) if a]
+        narrowed = dataclasses.replace(
+            config, active=tuple(i in of and wanted[of.index(i)] for i in range(len(config.active)))
+        )
+        cotangents = [ad.instantiate_zeros(ct) for ct in cotangents]
+        found = iter(self.backward(narrowed, *kept, *cotangents))
+        return [None] * len(kept) + [next(found) if w else None for w in wanted]
+
+    def _backward_reference(self, linear: "Linear", *args):
+        kept, cotangents = args[: linear.n_kept], args[linear.n_kept :]
+        types = [t for t, a in zip(self._types_here(linear, args), linear.active) if a]
+
+        def tangent_of(*active_tangents):
+            return self._tangent_reference(linear, *kept, *active_tangents)
+
+        return tuple(jax.linear_transpose(tangent_of, *types)(tuple(cotangents)))
+
+    def _types_here(self, linear: "Linear", args):
+        """Types of the op's arguments for the batch size at hand (vmap and sharding change it under the config)."""
+        backward, forward = self.backward.batch_axes, self.forward.batch_axes
+        axes = backward(linear, [len(a.shape) for a in args]).inputs
+        size = next((a.shape[ax] for a, ax in zip(args, axes) if ax is not None), None)
+        own = forward(linear.config, [len(t.shape) for t in linear.types]).inputs
+        return [
+            t if ax is None or size is None else jax.ShapeDtypeStruct((*t.shape[:ax], size, *t.shape[ax + 1 :]), t.dtype)
+            for t, ax in zip(linear.types, own)
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Type:  # not a NamedTuple, which JAX would take for a pytree
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """Config of `tangent` and `backward`: which of the op's arguments have a tangent, and all their types."""
+
+    config: Hashable
+    active: tuple[bool, ...]
+    types: tuple[_Type, ...]
+    n_kept: int
+
+
+def jvp_of(function, primals, tangents):
+    """jax.jvp of a function that returns a tuple, with symbolic zero tangents held fixed."""
+    moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
+
+    def of_moving(*moved):
+        args = list(primals)
+        for i, value in zip(moving, moved):
+            args[i] = value
+        return list(function(*args))
+
+    return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
+
+
+@functools.lru_cache(maxsize=4096)
+def _jitted(stage: Stage, config):
+    return jax.jit(lambda *args: stage.primitive.bind(*args, config=config))
+
+
+@functools.lru_cache(maxsize=4096)
+def _out_types(stage: Stage, config, types: tuple[_Type, ...]):
+    shapes = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types]
+    return jax.eval_shape(lambda *args: tuple(stage.reference(config, *args)), *shapes)
+
+
+def _equally_varying(args):
+    """Inside `shard_map`: mark every argument as varying over the same mesh axes (the transpose is the psum)."""
+    varying = [getattr(jax.typeof(a), "vma", frozenset()) for a in args]
+    everywhere = frozenset().union(*varying)
+    return [
+        jax.lax.pcast(a, tuple(everywhere - v), to="varying") if everywhere - v else a for a, v in zip(args, varying)
+    ]
+
+
+def _merge(arg, dim, axis, size):
+    """Fold the vmapped axis `dim` into the batch axis `axis`; what is not vmapped is repeated along it."""
+    if axis is None:
+        return arg
+    if dim is None:
+        arg = jnp.broadcast_to(jnp.expand_dims(arg, axis), (*arg.shape[:axis], size, *arg.shape[axis:]))
+    else:
+        arg = jnp.moveaxis(arg, dim, axis)
+    return arg.reshape(*arg.shape[:axis], size * arg.shape[axis + 1], *arg.shape[axis + 2 :])
+
+
+def _split(out, axis, size):
+    return out.reshape(*out.shape[:axis], size, out.shape[axis] // size, *out.shape[axis + 1 :])
+
+
+def _sharding_rule(axes: BatchAxes, in_ranks, out_ranks) -> str:
+    """Shardy rule in einsum form: one factor `n` for the batch, a factor of its own for every other dimension."""
+    fresh = (f"{letter}{number}" for number in range(99) for letter in string.ascii_lowercase if letter != "n")
+
+    def dims(ranks, batch):
+        return ", ".join(
+            " ".join("n" if i == ax else next(fresh) for i in range(rank)) for rank, ax in zip(ranks, batch)
+        )
+
+    return f"{dims(in_ranks, axes.inputs)} -> {dims(out_ranks, axes.outputs)}"

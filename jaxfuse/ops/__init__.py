@@ -1,0 +1,7 @@
+"""The fused primitives, usable without `fuse`."""
+
+from jaxfuse.ops.batch_norm import batch_norm
+from jaxfuse.ops.conv import conv
+from jaxfuse.ops.errors import OpError
+
+__all__ = ["OpError", "batch_norm", "conv"]

@@ -1,0 +1,50 @@
+"""The activations that fused ops know: name -> value, derivative, and what the backward pass needs for it."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Activation:
+    """value(x, alpha): the activation. slope(y, alpha): its derivative from the *output* y, where that determines it.
+
+    An activation without `slope` is fused in inference; under autodiff the op is split before it.
+    """
+
+    value: Callable
+    slope: Callable | None = None
+    has_alpha: bool = False
+
+
+def _relu_slope(y, alpha):
+    return (y > 0).astype(y.dtype)
+
+
+TABLE: dict[str, Activation] = {
+    "none": Activation(lambda x, alpha: x, lambda y, alpha: jnp.ones_like(y)),
+    "relu": Activation(lambda x, alpha: jax.nn.relu(x), _relu_slope),
+    # max(x, 0) as JAX differentiates it: half at the tie x == 0, which y == 0 cannot tell from x < 0.
+    "maximum0": Activation(lambda x, alpha: jnp.maximum(x, 0)),
+    "relu6": Activation(lambda x, alpha: jax.nn.relu6(x)),
+    "leaky_relu": Activation(
+        lambda x, alpha: jax.nn.leaky_relu(x, alpha),
+        # jax.nn.leaky_relu takes x >= 0 as the linear side; y has the sign of x only for alpha > 0
+        lambda y, alpha: jnp.where(y >= 0, 1, alpha).astype(y.dtype),
+        has_alpha=True,
+    ),
+    "elu": Activation(
+        lambda x, alpha: jax.nn.elu(x, alpha),
+        lambda y, alpha: jnp.where(y > 0, 1, y + alpha).astype(y.dtype),
+        has_alpha=True,
+    ),
+    "sigmoid": Activation(lambda x, alpha: jax.nn.sigmoid(x), lambda y, alpha: y * (1 - y)),
+    "tanh": Activation(lambda x, alpha: jnp.tanh(x), lambda y, alpha: 1 - y * y),
+    "silu": Activation(lambda x, alpha: jax.nn.silu(x)),
+    "gelu": Activation(lambda x, alpha: jax.nn.gelu(x, approximate=False)),
+    "gelu_tanh": Activation(lambda x, alpha: jax.nn.gelu(x, approximate=True)),
+    "hard_swish": Activation(lambda x, alpha: jax.nn.hard_swish(x)),
+    "softplus": Activation(lambda x, alpha: jax.nn.softplus(x)),
+}

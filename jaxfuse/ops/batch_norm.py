@@ -1,0 +1,332 @@
+"""batch_norm: y = act((x - center)·scale + offset + residual) with per-channel center, scale and offset that are a small
+function of x's own batch statistics (training) or given outright (inference), and its gradients.
+
+Every spelling of batch norm is this one form: `per_channel(mean, var, *parameters) -> (center, scale, offset)` is whatever
+arithmetic the user wrote on `[channels]` vectors. It is tiny, stays with XLA and is differentiated by JAX; the op owns the
+passes over the full-size tensors:
+
+    forward    mean, var = moments(x);  y = act((x - center)·scale + offset + residual)          2 reads of x, 1 write
+    backward   g = dy·act'(z);  Σg, Σg·(x - mean);  dx = scale·g + b·(x - mean) + c              2 reads of dy and x
+               with b = 2·dvar/N, c = dmean/N and (dmean, dvar) from the vjp of per_channel (Ioffe & Szegedy 2015, sec. 3)
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxfuse import ffi
+from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear
+from jaxfuse.ops.activations import TABLE as ACTIVATIONS
+from jaxfuse.ops.errors import one_of, require
+
+
+@dataclasses.dataclass(frozen=True)
+class Standard:
+    """per_channel(mean, var, gamma, beta) of Ioffe & Szegedy 2015: scale = gamma / sqrt(var + epsilon)."""
+
+    epsilon: float
+
+    def __call__(self, mean, var, gamma, beta):
+        return mean, gamma * lax.rsqrt(var + self.epsilon), beta
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchNormConfig:
+    """Everything static. Arguments are x, the residual if there is one, then the parameters of `per_channel`."""
+
+    axis: int  # of the channels, not negative
+    per_channel: Callable  # hashable; (mean, var, *parameters), or (*parameters) if the statistics are given
+    batch_statistics: bool = True
+    has_residual: bool = False
+    activation: str = "none"
+    saving: bool = False  # also return center, scale, offset and, with a residual, the activation's mask bits
+
+    @property
+    def derivative(self) -> str:
+        """Where the backward pass takes act'(z) from: the sign is recomputed from x where no residual went into z."""
+        if self.activation == "none":
+            return "none"
+        return "mask" if self.has_residual else "recompute"
+
+    @property
+    def saves(self) -> int:
+        return (3 + (self.derivative == "mask")) * self.saving
+
+    def unpack(self, args):
+        """(x, residual or None, parameters)"""
+        x, *rest = args
+        return x, rest[0] if self.has_residual else None, tuple(rest[self.has_residual :])
+
+    def unpack_kept(self, kept):
+        """(x, parameters, statistics, (center, scale, offset), mask as a tuple of at most one)"""
+        x, *rest = kept
+        masks = 1 if self.derivative == "mask" else 0
+        small, mask = rest[: len(rest) - masks], tuple(rest[len(rest) - masks :])
+        statistics = 2 * self.batch_statistics
+        n = len(small) - 3 - statistics
+        return x, tuple(small[:n]), tuple(small[n : n + statistics]), tuple(small[n + statistics :]), mask
+
+
+def batch_norm(x, gamma, beta, residual=None, *, activation=None, epsilon=1e-5, axis=-1, mean=None, var=None):
+    """Batch normalisation, residual add and activation in one op.
+
+    y = activation((x - mean) · gamma / sqrt(var + epsilon) + beta + residual)
+
+    Args:
+      x: float array of rank 2 or more; `axis` is its channel axis.
+      gamma, beta: `[channels]`.
+      residual: like x; added before the activation.
+      activation: a name in `jaxfuse.ops.activations.TABLE` or None.
+      epsilon: added to the variance.
+      mean, var: `[channels]` statistics to use (inference); by default those of x over every other axis, the variance
+        biased, in float32 and without E[x²]-E[x]².
+
+    Returns: (y, mean, var); y in x's dtype, the statistics float32 as used.
+    Raises: OpError (a ValueError), at trace time, for shapes, dtypes or options that do not fit.
+    """
+    fits = functools.partial(require, op="batch_norm")
+    fits(x.ndim >= 2, argument="x", came=f"of rank {x.ndim}", expected="rank 2 or more", remedy="add a batch axis")
+    fits(jnp.issubdtype(x.dtype, jnp.floating), argument="x", came=str(x.dtype), expected="a float dtype", remedy="cast it")
+    fits(-x.ndim <= axis < x.ndim, argument="axis", came=str(axis), expected=f"an axis of x, whose rank is {x.ndim}",
+         remedy="give the channel axis")
+    channels = x.shape[axis]
+    for name, value in (("gamma", gamma), ("beta", beta), ("mean", mean), ("var", var)):
+        fits(value is None and name in ("mean", "var") or getattr(value, "shape", None) == (channels,), argument=name,
+             came=f"of shape {getattr(value, 'shape', None)}", expected=f"({channels},), one for each channel of x",
+             remedy="reshape it or check axis")
+    fits((mean is None) == (var is None), argument="mean and var", came="given one without the other",
+         expected="both or neither", remedy="give both to use running statistics, neither to use those of x")
+    if residual is not None:
+        fits(residual.shape == x.shape and residual.dtype == x.dtype, argument="residual",
+             came=f"{residual.dtype}{list(residual.shape)}", expected=f"{x.dtype}{list(x.shape)}, as x is",
+             remedy="broadcast or cast it")
+    config = BatchNormConfig(axis % x.ndim, Standard(float(epsilon)), mean is None, residual is not None,
+                             one_of(activation or "none", ACTIVATIONS, "activation"))
+    given = () if mean is None else (mean, var)
+    outs = OP(config, x, *(() if residual is None else (residual,)), *given, gamma, beta)
+    return tuple(outs) if mean is None else (outs[0], *given)
+
+
+def _wide(x):
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _expand(config: BatchNormConfig, x, *vectors):
+    """Per-channel vectors, shaped to broadcast against x."""
+    others = [d for d in range(x.ndim) if d != config.axis]
+    return [jnp.expand_dims(v, others) for v in vectors]
+
+
+def _mean_over_batch(config: BatchNormConfig, x):
+    return x.mean([d for d in range(x.ndim) if d != config.axis])
+
+
+def _rows(config: BatchNormConfig, x):
+    """x as [rows, channels]."""
+    return jnp.moveaxis(x, config.axis, -1).reshape(-1, x.shape[config.axis])
+
+
+def _coefficients(config: BatchNormConfig, statistics, parameters):
+    """center, scale, offset: [channels], at least float32."""
+    return tuple(_wide(v) for v in config.per_channel(*statistics, *parameters))
+
+
+def _reference(config: BatchNormConfig, *args):
+    x, residual, parameters = config.unpack(args)
+    wide, statistics = _wide(x), ()
+    if config.batch_statistics:
+        mean = _mean_over_batch(config, wide)
+        var = _mean_over_batch(config, jnp.square(wide - _expand(config, x, mean)[0]))
+        statistics = mean, var
+    coefficients = _coefficients(config, statistics, parameters)
+    center, scale, offset = _expand(config, x, *coefficients)
+    z = (wide - center) * scale + offset
+    if residual is not None:
+        z = z + residual
+    y = ACTIVATIONS[config.activation].value(z, 0.0).astype(x.dtype)
+    saved = coefficients if config.saving else ()
+    if config.saving and config.derivative == "mask":
+        saved = *saved, jnp.packbits(_rows(config, y) > 0, axis=-1, bitorder="little")
+    return (y, *statistics, *saved)
+
+
+def _differentiable(config: BatchNormConfig) -> bool:
+    """One bit per element holds relu's derivative, not that of activations with a tie rule of one half."""
+    return config.activation in (("none", "relu") if config.has_residual else ("none", "relu", "relu6", "maximum0"))
+
+
+def _decompose(config: BatchNormConfig, *args):
+    y, *statistics = OP(dataclasses.replace(config, activation="none"), *args)
+    return (ACTIVATIONS[config.activation].value(y, 0.0), *statistics)
+
+
+def _keep(config: BatchNormConfig, args, outs):
+    x, _, parameters = config.unpack(args)
+    return (x, *parameters, *outs[1:])
+
+
+def _slope(config: BatchNormConfig, kept):
+    """act'(z), in float32, or None where it is 1."""
+    x, _, _, coefficients, mask = config.unpack_kept(kept)
+    if config.derivative == "none":
+        return None
+    if mask:
+        bits = jnp.unpackbits(mask[0], axis=-1, count=x.shape[config.axis], bitorder="little")
+        channels_last = jnp.moveaxis(x, config.axis, -1).shape
+        return jnp.moveaxis(bits.reshape(channels_last), -1, config.axis).astype(coefficients[0].dtype)
+    center, scale, offset = _expand(config, x, *coefficients)
+    z = (_wide(x) - center) * scale + offset
+    value = functools.partial(ACTIVATIONS[config.activation].value, alpha=0.0)
+    return jax.jvp(value, (z,), (jnp.ones_like(z),))[1]
+
+
+def _tangent(config: BatchNormConfig, kept, tangents):
+    x, parameters, statistics, coefficients, _ = config.unpack_kept(kept)
+    dx, dresidual, dparameters = config.unpack(tangents)
+    wide = _wide(x)
+    dwide = jnp.zeros_like(wide) if dx is None else dx.astype(wide.dtype)
+    dstatistics = ()
+    if config.batch_statistics:
+        centered = wide - _expand(config, x, statistics[0])[0]
+        dstatistics = _mean_over_batch(config, dwide), 2 * _mean_over_batch(config, centered * dwide)
+    dparameters = [jnp.zeros_like(p) if d is None else d for p, d in zip(parameters, dparameters)]
+    per_channel = functools.partial(_per_channel_of, config, len(statistics))
+    _, dcoefficients = jax.jvp(per_channel, (*statistics, *parameters), (*dstatistics, *dparameters))
+    center, scale, _ = _expand(config, x, *coefficients)
+    dcenter, dscale, doffset = _expand(config, x, *dcoefficients)
+    dz = (dwide - dcenter) * scale + (wide - center) * dscale + doffset
+    if dresidual is not None:
+        dz = dz + dresidual
+    slope = _slope(config, kept)
+    return ((dz if slope is None else dz * slope).astype(x.dtype), *dstatistics)
+
+
+def _per_channel_of(config, n_statistics, *args):
+    return _coefficients(config, args[:n_statistics], args[n_statistics:])
+
+
+def _batch_axis(config: BatchNormConfig) -> int:
+    return 1 if config.axis == 0 else 0
+
+
+def _forward_axes(config: BatchNormConfig, ranks) -> BatchAxes:
+    n = _batch_axis(config)
+    full = 1 + config.has_residual
+    saved = ([None] * 3 + [0] * (config.derivative == "mask")) * config.saving
+    return BatchAxes(
+        (*[n] * full, *[None] * (len(ranks) - full)), (n, *[None] * (2 * config.batch_statistics), *saved)
+    )
+
+
+def _backward_axes(linear: Linear, ranks) -> BatchAxes:
+    config, n = linear.config, _batch_axis(linear.config)
+    mask = config.derivative == "mask"
+    cotangents = (n, *[None] * (2 * config.batch_statistics))
+    inputs = (n, *[None] * (linear.n_kept - 1 - mask), *[0] * mask, *cotangents)
+    own = (*[n] * (1 + config.has_residual), *[None] * len(linear.active))
+    return BatchAxes(inputs, tuple(ax for ax, active in zip(own, linear.active) if active))
+
+
+# --- CPU kernels: our own, channels-last -------------------------------------------------------------------------
+
+_DTYPES = ("float32", "bfloat16")
+_ACTIVATIONS = ("none", "relu", "relu6", "maximum0")
+
+
+def _refuse(config: BatchNormConfig, args) -> str | None:
+    x = args[0]
+    if str(x.dtype) not in _DTYPES:
+        return f"dtype {x.dtype}: the kernel takes {' and '.join(_DTYPES)}"
+    if config.axis != len(x.shape) - 1:
+        return f"channel axis {config.axis} of rank {len(x.shape)}: the kernel takes channels last"
+    if 0 in x.shape:
+        return f"empty array of shape {tuple(x.shape)}"
+    if config.activation not in _ACTIVATIONS:
+        return f"activation {config.activation}: the kernel takes {', '.join(_ACTIVATIONS)}"
+    return ffi.available("jaxfuse_batch_norm_stats")
+
+
+def _vector(channels):
+    return jax.ShapeDtypeStruct((channels,), jnp.float32)
+
+
+def _mask_type(x):
+    channels = x.shape[-1]
+    return jax.ShapeDtypeStruct((x.size // channels, -(-channels // 8)), jnp.uint8)
+
+
+def _run_forward(config: BatchNormConfig, args, mesh_axes):
+    x, residual, parameters = config.unpack(args)
+    channels, statistics = x.shape[-1], ()
+    if config.batch_statistics:
+        mean, var = ffi.call("jaxfuse_batch_norm_stats", [_vector(channels)] * 2, x)
+        if mesh_axes:  # of equally large shards: Var = E[var] + Var[mean]
+            whole = lax.pmean(mean, mesh_axes)
+            mean, var = whole, lax.pmean(var + jnp.square(mean - whole), mesh_axes)
+        statistics = mean, var
+    coefficients = tuple(v.astype(jnp.float32) for v in _coefficients(config, statistics, parameters))
+    save_mask = config.saving and config.derivative == "mask"
+    y, *mask = ffi.call(
+        "jaxfuse_batch_norm_apply",
+        [jax.ShapeDtypeStruct(x.shape, x.dtype), *[_mask_type(x)] * save_mask],
+        x, *coefficients, *(() if residual is None else (residual,)),
+        activation=config.activation, has_residual=config.has_residual, save_mask=save_mask,
+    )
+    return (y, *statistics, *(coefficients if config.saving else ()), *mask)
+
+
+def _run_backward(linear: Linear, args, mesh_axes):
+    config = linear.config
+    kept, (dy, *dstatistics) = args[: linear.n_kept], args[linear.n_kept :]
+    x, parameters, statistics, coefficients, mask = config.unpack_kept(kept)
+    center, scale, _ = coefficients
+    channels, origin = x.shape[-1], statistics[0] if statistics else center
+    slope_from = dict(none=(), mask=mask, recompute=coefficients)[config.derivative]
+    attrs = dict(activation=config.activation, deriv=config.derivative)
+    sum_g, sum_gx = ffi.call(
+        "jaxfuse_batch_norm_bwd_stats", [_vector(channels)] * 2, dy, x, origin, *slope_from, **attrs
+    )
+    if mesh_axes:
+        sum_g, sum_gx = lax.psum((sum_g, sum_gx), mesh_axes)
+    # z = (x - center)·scale + offset: dcenter = -scale·Σg, dscale = Σg·(x - center), doffset = Σg
+    dcoefficients = -scale * sum_g, sum_gx + (origin - center) * sum_g, sum_g
+    per_channel = functools.partial(_per_channel_of, config, len(statistics))
+    coefficient_types, vjp = jax.vjp(per_channel, *statistics, *parameters)
+    dsmall = vjp(tuple(d.astype(t.dtype) for d, t in zip(dcoefficients, coefficient_types)))
+    b = c = jnp.zeros((channels,), jnp.float32)
+    if config.batch_statistics:
+        count = np.float32(x.size // channels) * lax.psum(1, mesh_axes) if mesh_axes else np.float32(x.size // channels)
+        dmean, dvar = [d + ct for d, ct in zip(dsmall, dstatistics)]
+        b, c = 2 * dvar / count, dmean / count
+    want_dx, *rest = linear.active
+    want_dresidual = bool(config.has_residual and rest[0])
+    full = []
+    if want_dx or want_dresidual:
+        like_x = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        full = ffi.call(
+            "jaxfuse_batch_norm_bwd_apply", [like_x] * (1 + want_dresidual),
+            dy, x, origin, scale, b, c, *slope_from, want_dresidual=want_dresidual, **attrs,
+        )
+    grads = (*full[1 - want_dx :], *[None] * (config.has_residual and not want_dresidual), *dsmall[len(statistics) :])
+    wanted = linear.active if want_dx else linear.active[1:]
+    return tuple(g for g, active in zip(grads, wanted) if active)
+
+
+OP = FusedOp(
+    "batch_norm",
+    reference=_reference,
+    keep=_keep,
+    tangent=_tangent,
+    decompose=_decompose,
+    differentiable=_differentiable,
+    for_autodiff=lambda config: dataclasses.replace(config, saving=True),
+    forward_kernels=(Kernel("native", _refuse, _run_forward),),
+    backward_kernels=(Kernel("native", lambda linear, args: _refuse(linear.config, args), _run_backward),),
+    forward_axes=_forward_axes,
+    backward_axes=_backward_axes,
+)

@@ -1,0 +1,282 @@
+"""conv: y = act(scale · conv(x, w) + bias + residual) as one op, and its gradients."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxfuse import ffi
+from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear
+from jaxfuse.ops.activations import TABLE as ACTIVATIONS
+from jaxfuse.ops.errors import one_of, require
+
+Pairs = tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvConfig:
+    """Everything static about a conv. Specs are positions, as in `lax.ConvDimensionNumbers`."""
+
+    window_strides: tuple[int, ...]
+    padding: Pairs
+    rhs_dilation: tuple[int, ...]
+    feature_group_count: int
+    lhs_spec: tuple[int, ...]
+    rhs_spec: tuple[int, ...]
+    out_spec: tuple[int, ...]
+    has_scale: bool = False
+    has_bias: bool = False
+    has_residual: bool = False
+    activation: str = "none"
+    alpha: float = 0.0
+    precision: Any = None
+    saves: int = 0  # nothing beyond inputs and outputs is kept for the backward pass
+
+    def unpack(self, args):
+        """(x, w, scale, bias, residual) from the op's argument list, None for what is absent."""
+        x, w, *rest = args
+        rest = iter(rest)
+        return x, w, *[next(rest) if has else None for has in (self.has_scale, self.has_bias, self.has_residual)]
+
+    def geometry_attrs(self):
+        def ints(values):
+            return np.asarray(values, np.int64)
+
+        return dict(
+            window_strides=ints(self.window_strides),
+            padding_low=ints([low for low, _ in self.padding]),
+            padding_high=ints([high for _, high in self.padding]),
+            rhs_dilation=ints(self.rhs_dilation),
+            feature_group_count=np.int64(self.feature_group_count),
+            lhs_spec=ints(self.lhs_spec),
+            rhs_spec=ints(self.rhs_spec),
+            out_spec=ints(self.out_spec),
+            activation=self.activation,
+            alpha=np.float32(self.alpha),
+        )
+
+
+def conv(x, w, bias=None, residual=None, *, scale=None, activation=None, alpha=0.0, window_strides=None, padding="SAME",
+         rhs_dilation=None, feature_group_count=1, dimension_numbers=None, precision=None):
+    """y = activation(scale · conv(x, w) + bias + residual), one kernel where there is one.
+
+    Args:
+      x: input, float, rank 3 to 5; channels-last by default (NWC, NHWC, NDHWC).
+      w: filter of x's dtype; spatial dims, then input channels per group, then output channels by default (HWIO).
+      bias, scale: `[output channels]`, x's dtype or float32.
+      residual: like the output, in shape and dtype; added before the activation.
+      activation: a name in `jaxfuse.ops.activations.TABLE` or None; `alpha` is the parameter of leaky_relu and elu.
+      window_strides, padding ("SAME", "VALID" or pairs), rhs_dilation, feature_group_count, dimension_numbers, precision:
+        as in `jax.lax.conv_general_dilated`.
+
+    Returns: y in x's dtype. Autodiff keeps x, w and y.
+    Raises: OpError (a ValueError), at trace time, for shapes, dtypes or options that do not fit.
+    """
+    fits = functools.partial(require, op="conv")
+    fits(3 <= x.ndim <= 5, argument="x", came=f"of rank {x.ndim}", expected="rank 3, 4 or 5", remedy="add the missing axis")
+    fits(jnp.issubdtype(x.dtype, jnp.floating), argument="x", came=str(x.dtype), expected="a float dtype",
+         remedy="cast it")
+    fits(w.ndim == x.ndim, argument="w", came=f"of rank {w.ndim}", expected=f"rank {x.ndim}, as x has", remedy="reshape it")
+    fits(w.dtype == x.dtype, argument="w", came=str(w.dtype), expected=f"{x.dtype}, as x is", remedy="cast one of them")
+    spatial = x.ndim - 2
+    if dimension_numbers is None:
+        letters = "DHW"[3 - spatial :]
+        dimension_numbers = (f"N{letters}C", f"{letters}IO", f"N{letters}C")
+    dn = lax.conv_dimension_numbers(x.shape, w.shape, dimension_numbers)
+    strides = tuple(window_strides or (1,) * spatial)
+    dilation = tuple(rhs_dilation or (1,) * spatial)
+    for name, value in (("window_strides", strides), ("rhs_dilation", dilation)):
+        fits(len(value) == spatial and min(value) >= 1, argument=name, came=str(value),
+             expected=f"{spatial} positive integers", remedy="give one for each spatial dimension of x")
+    if isinstance(padding, str):
+        one_of(padding, ("SAME", "VALID"), "padding")
+        reach = [(w.shape[d] - 1) * r + 1 for d, r in zip(dn.rhs_spec[2:], dilation)]
+        padding = lax.padtype_to_pads([x.shape[d] for d in dn.lhs_spec[2:]], reach, strides, padding)
+    padding = tuple((int(low), int(high)) for low, high in padding)
+    fits(len(padding) == spatial, argument="padding", came=str(padding), expected=f"{spatial} pairs",
+         remedy="give one (low, high) pair for each spatial dimension of x")
+    channels, groups = x.shape[dn.lhs_spec[1]], feature_group_count
+    features, per_group = w.shape[dn.rhs_spec[0]], w.shape[dn.rhs_spec[1]]
+    fits(groups >= 1 and channels == per_group * groups and features % groups == 0, argument="w", came=f"of shape {w.shape}",
+         expected=f"{channels}/{groups} input channels per group and a multiple of {groups} output channels",
+         remedy="check w, feature_group_count and dimension_numbers")
+    config = ConvConfig(strides, padding, dilation, groups, dn.lhs_spec, dn.rhs_spec, dn.out_spec, scale is not None,
+                        bias is not None, residual is not None,
+                        one_of(activation or "none", ACTIVATIONS, "activation"), float(alpha), _static(precision))
+    for name, value in (("bias", bias), ("scale", scale)):
+        fits(value is None or value.shape == (features,), argument=name, came=f"of shape {getattr(value, 'shape', None)}",
+             expected=f"({features},), one for each output channel", remedy="reshape it")
+    if residual is not None:
+        plain = dataclasses.replace(config, has_scale=False, has_bias=False, has_residual=False)
+        out = jax.eval_shape(functools.partial(_reference, plain), x, w)[0]
+        fits(residual.shape == out.shape and residual.dtype == out.dtype, argument="residual",
+             came=f"{residual.dtype}{list(residual.shape)}", expected=f"{out.dtype}{list(out.shape)}, as the output is",
+             remedy="broadcast or cast it")
+    present = [a for a in (scale, bias, residual) if a is not None]
+    return OP(config, x, w, *present)[0]
+
+
+def _static(precision):
+    return tuple(precision) if isinstance(precision, list) else precision
+
+
+def _convolve(config: ConvConfig, x, w):
+    dn = lax.ConvDimensionNumbers(config.lhs_spec, config.rhs_spec, config.out_spec)
+    return lax.conv_general_dilated(
+        x, w, config.window_strides, config.padding, rhs_dilation=config.rhs_dilation, dimension_numbers=dn,
+        feature_group_count=config.feature_group_count, precision=config.precision)
+
+
+def _per_channel(config: ConvConfig, vector, like):
+    return jnp.expand_dims(vector, [d for d in range(like.ndim) if d != config.out_spec[1]])
+
+
+def _reference(config: ConvConfig, *args):
+    x, w, scale, bias, residual = config.unpack(args)
+    y = _convolve(config, x, w)
+    wide = jnp.promote_types(y.dtype, jnp.float32) if scale is not None or bias is not None else y.dtype
+    z = y.astype(wide)
+    if scale is not None:
+        z = z * _per_channel(config, scale.astype(wide), z)
+    if bias is not None:
+        z = z + _per_channel(config, bias.astype(wide), z)
+    if residual is not None:
+        z = z + residual.astype(wide)
+    return (ACTIVATIONS[config.activation].value(z, config.alpha).astype(y.dtype),)
+
+
+def _differentiable(config: ConvConfig) -> bool:
+    """From x, w and y alone: no scale (its gradient needs the product), and an activation known from its output."""
+    activation = ACTIVATIONS[config.activation]
+    invertible_sign = config.activation != "leaky_relu" or config.alpha > 0
+    return not config.has_scale and activation.slope is not None and invertible_sign
+
+
+def _decompose(config: ConvConfig, *args):
+    """The same value by ops that are differentiable: scale goes into w (scale·conv(x, w) = conv(x, w·scale)), and the
+    activation comes after the op, so that autodiff keeps what it needs."""
+    x, w, scale, bias, residual = config.unpack(args)
+    if scale is not None:
+        features = [d for d in range(w.ndim) if d != config.rhs_spec[0]]
+        w = (w * jnp.expand_dims(scale, features)).astype(w.dtype)
+    activation = ACTIVATIONS[config.activation]
+    inner = dataclasses.replace(config, has_scale=False)
+    split = not _differentiable(inner)
+    if split:
+        inner = dataclasses.replace(inner, activation="none", alpha=0.0)
+    (y,) = OP(inner, x, w, *[a for a in (bias, residual) if a is not None])
+    return (activation.value(y, config.alpha) if split else y,)
+
+
+def _keep(config: ConvConfig, args, outs):
+    x, w, *_ = args
+    return (x, w) if config.activation == "none" else (x, w, outs[0])
+
+
+def _tangent(config: ConvConfig, kept, tangents):
+    """dy = act'(y) · (conv(dx, w) + conv(x, dw) + dbias + dresidual)."""
+    x, w, *y = kept
+    dx, dw, dscale, dbias, dresidual = config.unpack(tangents)
+    assert dscale is None, "a conv with scale is decomposed before it is differentiated"
+    out_type = jax.eval_shape(functools.partial(_convolve, config), x, w)
+    total = jnp.zeros(out_type.shape, out_type.dtype)
+    if dx is not None:
+        total = total + _convolve(config, dx, w)
+    if dw is not None:
+        total = total + _convolve(config, x, dw)
+    if dbias is not None:
+        total = total + _per_channel(config, dbias.astype(total.dtype), total)
+    if dresidual is not None:
+        total = total + dresidual
+    return (total * ACTIVATIONS[config.activation].slope(y[0], config.alpha) if y else total,)
+
+
+def _forward_axes(config: ConvConfig, ranks) -> BatchAxes:
+    residual = (config.out_spec[0],) if config.has_residual else ()
+    return BatchAxes(
+        (config.lhs_spec[0], None, *[None] * (config.has_scale + config.has_bias), *residual), (config.out_spec[0],)
+    )
+
+
+def _backward_axes(linear: Linear, ranks) -> BatchAxes:
+    config, n = linear.config, linear.config.out_spec[0]
+    inputs = (config.lhs_spec[0], None, *[n] * (len(ranks) - 2))
+    outputs = _forward_axes(config, None).inputs
+    return BatchAxes(inputs, tuple(ax for ax, active in zip(outputs, linear.active) if active))
+
+
+# --- CPU kernel: oneDNN ------------------------------------------------------------------------------------------
+
+_DTYPES = ("float32", "bfloat16")
+
+
+def _refuse_geometry(config: ConvConfig, *arrays) -> str | None:
+    for array in arrays:
+        if str(array.dtype) not in _DTYPES:
+            return f"dtype {array.dtype}: the kernel takes {' and '.join(_DTYPES)}"
+        if 0 in array.shape:
+            return f"empty array of shape {tuple(array.shape)}"
+    if min(min(pair) for pair in config.padding) < 0:
+        return f"negative padding {config.padding}"
+    return None
+
+
+def _refuse_forward(config: ConvConfig, args) -> str | None:
+    x, w, scale, bias, residual = config.unpack(args)
+    if bias is not None and bias.dtype not in (x.dtype, jnp.float32):
+        return f"bias of dtype {bias.dtype} with {x.dtype} input"
+    return ffi.available("jaxfuse_conv_fwd") or _refuse_geometry(config, x, w)
+
+
+def _run_forward(config: ConvConfig, args, mesh_axes):
+    x, w, scale, bias, residual = config.unpack(args)
+    y = jax.eval_shape(functools.partial(_convolve, config), x, w)
+    if scale is not None:
+        scale = scale.astype(jnp.float32)
+    operands = [a for a in (x, w, scale, bias, residual) if a is not None]
+    name = "relu" if config.activation == "maximum0" else config.activation
+    attrs = config.geometry_attrs() | dict(
+        has_scale=config.has_scale, has_bias=config.has_bias, has_residual=config.has_residual, activation=name
+    )
+    return ffi.call("jaxfuse_conv_fwd", [jax.ShapeDtypeStruct(y.shape, y.dtype)], *operands, **attrs)
+
+
+def _refuse_backward(linear: Linear, args) -> str | None:
+    return ffi.available("jaxfuse_conv_bwd") or _refuse_geometry(linear.config, *args)
+
+
+def _run_backward(linear: Linear, args, mesh_axes):
+    config = linear.config
+    x, w, *y, dy = args
+    types = OP._types_here(linear, args)
+    wants = config.unpack(linear.active)
+    want_dx, want_dw, _, want_db, want_dresidual = [bool(want) for want in wants]
+    operands = [*[x] * want_dw, *[w] * want_dx, dy, *y]
+    results = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t, active in zip(types, linear.active) if active]
+    attrs = config.geometry_attrs() | dict(
+        want_dx=want_dx, want_dw=want_dw, want_db=want_db, want_dresidual=want_dresidual
+    )
+    found = ffi.call("jaxfuse_conv_bwd", results, *operands, **attrs)
+    if not mesh_axes:
+        return found
+    whole = _backward_axes(linear, [a.ndim for a in args]).outputs
+    return tuple(f if ax is not None else lax.psum(f, mesh_axes) for f, ax in zip(found, whole))
+
+
+OP = FusedOp(
+    "conv",
+    reference=_reference,
+    keep=_keep,
+    tangent=_tangent,
+    decompose=_decompose,
+    differentiable=_differentiable,
+    for_autodiff=lambda config: config,
+    forward_kernels=(Kernel("onednn", _refuse_forward, _run_forward),),
+    backward_kernels=(Kernel("onednn", _refuse_backward, _run_backward),),
+    forward_axes=_forward_axes,
+    backward_axes=_backward_axes,
+)
