@@ -25,6 +25,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxfuse import private
+
 Arrays = tuple[jax.Array, ...]
 
 
@@ -69,6 +71,7 @@ class Stage:
         elsewhere = mlir.lower_fun(lambda *args, config: reference(config, *args), multiple_results=True)
         mlir.register_lowering(p, elsewhere)
         if kernels:
+            private.needs_devices(p)
             mlir.register_lowering(p, on_cpu, platform="cpu")
 
     def __call__(self, config: Hashable, *args) -> list[jax.Array]:

@@ -1,0 +1,138 @@
+"""What an elementwise function computes, as a table of numbers: two spellings are the same if their tables agree.
+
+The function and its derivative are traced by JAX, so `custom_jvp` rules and the rule of one half at the ties of `max` are
+in the table, and interpreted in float64 on a few hundred points: no compilation, no device, any spelling.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfuse.graph import INLINED, Node
+
+# Dense where activations bend; the ties 0, ±1, ±3, 6 exactly; far out; then the values that must survive.
+FINITE = np.concatenate([np.linspace(-9, 9, 289), [-2.5, 2.5, 5.999, 6.001, -1e-3, 1e-3, -40.0, 40.0]])
+SPECIAL = np.array([np.inf, -np.inf, np.nan])
+CALLS = ("custom_jvp_call", "custom_vjp_call", *INLINED)
+
+_erf = np.vectorize(math.erf, otypes=[np.float64])
+_erfc = np.vectorize(math.erfc, otypes=[np.float64])
+
+
+def _logistic(x):
+    return np.where(x < 0, np.exp(x) / (1 + np.exp(x)), 1 / (1 + np.exp(-x)))
+
+
+def _half(params, x):
+    return np.asarray(x, np.float64) if jnp.issubdtype(params["new_dtype"], jnp.inexact) else x
+
+
+# primitive -> numpy function of (params, *operands)
+RULES = {
+    "add": lambda p, x, y: x + y,
+    "add_any": lambda p, x, y: x + y,
+    "sub": lambda p, x, y: x - y,
+    "mul": lambda p, x, y: x * y,
+    "div": lambda p, x, y: x / y,
+    "max": lambda p, x, y: np.maximum(x, y),
+    "min": lambda p, x, y: np.minimum(x, y),
+    "neg": lambda p, x: -x,
+    "abs": lambda p, x: np.abs(x),
+    "sign": lambda p, x: np.sign(x),
+    "exp": lambda p, x: np.exp(x),
+    "exp2": lambda p, x: np.exp2(x),
+    "expm1": lambda p, x: np.expm1(x),
+    "log": lambda p, x: np.log(x),
+    "log1p": lambda p, x: np.log1p(x),
+    "tanh": lambda p, x: np.tanh(x),
+    "logistic": lambda p, x: _logistic(x),
+    "erf": lambda p, x: _erf(x),
+    "erfc": lambda p, x: _erfc(x),
+    "sqrt": lambda p, x: np.sqrt(x),
+    "rsqrt": lambda p, x: 1 / np.sqrt(x),
+    "square": lambda p, x: x * x,
+    "integer_pow": lambda p, x: np.power(x, float(p["y"])),
+    "pow": lambda p, x, y: np.power(x, np.asarray(y, np.float64)),
+    "clamp": lambda p, low, x, high: np.minimum(np.maximum(x, low), high),
+    "select_n": lambda p, which, *cases: np.select([np.equal(which, i) for i in range(len(cases))], cases),
+    "eq": lambda p, x, y: x == y,
+    "ne": lambda p, x, y: x != y,
+    "lt": lambda p, x, y: x < y,
+    "le": lambda p, x, y: x <= y,
+    "gt": lambda p, x, y: x > y,
+    "ge": lambda p, x, y: x >= y,
+    "and": lambda p, x, y: np.logical_and(x, y),
+    "or": lambda p, x, y: np.logical_or(x, y),
+    "not": lambda p, x: np.logical_not(x),
+    "is_finite": lambda p, x: np.isfinite(x),
+    "convert_element_type": _half,
+    "broadcast_in_dim": lambda p, x: x,  # of a number: everything else has one shape
+    "copy": lambda p, x: x,
+    "stop_gradient": lambda p, x: x,
+    "pvary": lambda p, x: x,
+}
+
+
+def is_elementwise(node: Node) -> bool:
+    """One output, and every element of it computed from the same element of the inputs."""
+    return len(node.outputs) == 1 and not node.eqn.effects and _is_elementwise(node.eqn)
+
+
+def _is_elementwise(eqn) -> bool:
+    if eqn.primitive.name == "broadcast_in_dim":
+        return np.ndim(eqn.invars[0].aval) == 0
+    if eqn.primitive.name == "custom_vjp_call":  # the user's own derivative: not ours to replace
+        return False
+    if eqn.primitive.name in CALLS:
+        return all(map(_is_elementwise, _body(eqn).jaxpr.eqns))
+    shapes = {v.aval.shape for v in (*eqn.invars, *eqn.outvars)} - {()}
+    return eqn.primitive.name in RULES and len(shapes) <= 1
+
+
+def table_of(function, shape, dtype) -> np.ndarray | None:
+    """[2, points]: value and derivative on FINITE then SPECIAL; None if a primitive is unknown."""
+
+    def value_and_slope(x):
+        return jax.jvp(function, (x,), (jnp.ones_like(x),))
+
+    traced = jax.make_jaxpr(value_and_slope)(jax.ShapeDtypeStruct(shape, dtype))
+    points = np.concatenate([FINITE, SPECIAL])
+    try:
+        with np.errstate(all="ignore"):
+            value, slope = _interpret(traced, [points])
+    except KeyError:
+        return None
+    return np.stack([np.broadcast_to(np.asarray(a, np.float64), points.shape) for a in (value, slope)])
+
+
+def same(table: np.ndarray, known: np.ndarray, tolerance: float) -> bool:
+    """Values and derivatives agree on the finite points, and infinities and NaN come out alike."""
+    n = len(FINITE)
+    finite = np.allclose(table[:, :n], known[:, :n], rtol=tolerance, atol=tolerance)
+    return finite and np.array_equal(table[0, n:], known[0, n:], equal_nan=True)
+
+
+def _body(eqn):
+    return eqn.params.get("call_jaxpr") or eqn.params.get("jaxpr")
+
+
+def _interpret(closed, arguments):
+    def read(atom):
+        literal = getattr(atom, "val", None)
+        if literal is None:
+            return environment[atom]
+        return np.asarray(literal, np.float64) if np.asarray(literal).dtype != bool else np.asarray(literal)
+
+    environment = dict(zip(closed.jaxpr.invars, arguments)) | dict(
+        zip(closed.jaxpr.constvars, [np.asarray(c, np.float64) for c in closed.consts])
+    )
+    for eqn in closed.jaxpr.eqns:
+        inputs = [read(v) for v in eqn.invars]
+        if eqn.primitive.name in CALLS:
+            outputs = _interpret(_body(eqn), inputs)
+        else:
+            outputs = [RULES[eqn.primitive.name](eqn.params, *inputs)]
+        environment.update(zip(eqn.outvars, outputs))
+    return [read(v) for v in closed.jaxpr.outvars]

@@ -1,0 +1,150 @@
+"""fuse(fn): trace → graph → match → rewrite. The rest of the package is each of these words in a file of its own."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from jaxfuse import patterns, policy as policies, report as reports
+from jaxfuse.graph import Emission, Graph, Node, evaluate, subprograms
+from jaxfuse.match import Match
+from jaxfuse.signature import Call, Untraceable
+
+
+class Plan(NamedTuple):
+    """What is to be done to a program: which values are computed otherwise, and the sites that led to it."""
+
+    graph: Graph
+    replacements: dict[int, Emission]
+    found: list
+
+    def __call__(self, arguments: list) -> list:
+        return evaluate(self.graph, arguments, self.replacements)
+
+
+def plan(closed: ClosedJaxpr, judge) -> Plan:
+    """Finds every site of the program, the bodies of its loops and branches included."""
+    graph = Graph(closed)
+    replacements: dict[int, Emission] = {}
+    found: list = []
+    claimed: set[int] = set()
+    for pattern in patterns.ORDER:
+        for anchor in pattern.anchors(graph):
+            for result in pattern.match(graph, anchor, claimed, judge):
+                found.append(result)
+                if isinstance(result, Match):
+                    claimed |= {node.index for node in result.nodes}
+                    replacements |= {id(value): result.emission for value in result.defines}
+    for node in graph.nodes:
+        bodies = subprograms(node)
+        if bodies:
+            emission, inner = _enter(node, bodies, judge)
+            found += inner
+            if emission:
+                replacements |= {id(value): emission for value in node.outputs}
+    found.sort(key=lambda result: result.anchor.index)
+    return Plan(graph, replacements, found)
+
+
+def _enter(node: Node, bodies: dict, judge) -> tuple[Emission | None, list]:
+    """The same control-flow node over rewritten bodies; None where nothing in them is rewritten."""
+    found: list = []
+
+    def rewritten(body):
+        if isinstance(body, tuple):
+            return tuple(map(rewritten, body))
+        inner = plan(body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ()), judge)
+        found.extend(inner.found)
+        if not inner.replacements:
+            return body
+        closed = jax.make_jaxpr(lambda *arguments: inner(list(arguments)))(*[v.aval for v in inner.graph.inputs])
+        return closed.jaxpr if isinstance(body, Jaxpr) else closed
+
+    params = {name: rewritten(body) for name, body in bodies.items()}
+    if all(params[name] is body for name, body in bodies.items()):
+        return None, found
+    changed = Node(node.eqn.replace(params=node.params | params), node.index, [], node.name_stack)
+
+    def run(read):
+        return zip(node.outputs, changed.replay([read(v) for v in node.inputs]))
+
+    return Emission(tuple(node.inputs), run), found
+
+
+def fuse(fn, *, policy: str = "measured", strict: bool = False):
+    """`fn` with its convolutions and batch norms, and what follows each, replaced by fused operations.
+
+    Args:
+      fn: a JAX function: a network, a loss, a train step; jitted or not. Takes and returns any pytrees.
+      policy: "measured" rewrites where the fused kernel was measured faster, "always" every correct match, "never" none.
+      strict: raise `FusionError`, with the table of sites, if any site stays unfused.
+
+    Returns: a function of the same signature, compiled on first use for each signature as by `jax.jit`; it can be jitted,
+    differentiated in both modes, vmapped and scanned like `fn`. Derivatives taken of it use the fused backward kernels.
+
+    Raises: ValueError for an unknown policy (here); FusionError if strict, when called.
+    """
+    judge = policies.judge(policy)
+    compiled: dict = {}  # signature -> jitted function of the traced leaves; None: it cannot be traced, runs as it is
+    with_concrete_numbers: set = set()
+
+    @functools.wraps(fn)
+    def fused(*args, **kwargs):
+        call = Call(args, kwargs)
+        if call.key in with_concrete_numbers:
+            call = Call(args, kwargs, concrete=True)
+        if call.key not in compiled:
+            compiled[call.key] = jax.jit(functools.partial(_run, fn, call, judge, strict), donate_argnums=call.donated(fn))
+        function = compiled[call.key]
+        if function is None:
+            return fn(*args, **kwargs)
+        try:
+            return function(*call.leaves)
+        except Untraceable as failure:
+            if call.has_numbers and not call.concrete:
+                with_concrete_numbers.add(call.key)
+                return fused(*args, **kwargs)
+            reports.log(_untraceable(failure))
+            if strict:
+                raise reports.FusionError(str(_untraceable(failure))) from failure
+        compiled[call.key] = None
+        return fn(*args, **kwargs)
+
+    return fused
+
+
+def explain(fn, *args, policy: str = "measured", **kwargs) -> reports.FusionReport:
+    """The sites that `fuse(fn, policy=policy)` finds for these arguments; nothing is compiled or run.
+
+    Arguments may be `jax.ShapeDtypeStruct`s. Raises ValueError for an unknown policy.
+    """
+    judge = policies.judge(policy)
+    for concrete in (False, True):
+        call = Call(args, kwargs, concrete)
+        try:
+            return _report(plan(call.trace(fn, call.leaves)[0], judge))
+        except Untraceable as error:
+            failure = error
+    return _untraceable(failure)
+
+
+def _run(fn, call: Call, judge, strict: bool, *leaves):
+    """Under `jax.jit`: traces fn, plans, and computes the rewritten program."""
+    closed, out_tree = call.trace(fn, leaves)
+    program = plan(closed, judge)
+    report = _report(program)
+    reports.log(report)
+    if strict and report.skipped:
+        raise reports.FusionError(f"{len(report.skipped)} sites stay unfused\n{report}")
+    return jax.tree.unflatten(out_tree, program(list(leaves)))
+
+
+def _untraceable(failure: Untraceable) -> reports.FusionReport:
+    reason = f"the function cannot be traced for these arguments and runs as it is: {failure}"
+    return reports.FusionReport((), (reports.Site("program", "forward", (), (), "unknown", reason=reason),))
+
+
+def _report(program: Plan) -> reports.FusionReport:
+    sites = [(reports.site(found), isinstance(found, Match)) for found in program.found]
+    return reports.FusionReport(tuple(s for s, fused in sites if fused), tuple(s for s, fused in sites if not fused))

@@ -1,0 +1,236 @@
+"""The traced program as a graph: values with their producer and users, nested `jit`s inlined, equal nodes merged.
+
+Knows nothing of any op. A `Node` is one equation of the program and can be replayed as it was, with its name stack and
+its custom derivative rules; a `Value` is what flows between nodes.
+"""
+
+import pathlib
+import site
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import jax
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+INLINED = ("jit", "pjit", "closed_call", "core_call")
+FRAMEWORKS = ("jax", "jaxlib", "jaxfuse", "flax", "haiku", "equinox", "keras", "optax", "numpy")
+
+
+class Value:
+    """An array of the program. `literal` is its value if it is a constant written into the program."""
+
+    __slots__ = ("aval", "producer", "users", "literal")
+
+    def __init__(self, aval, producer: "Node | None" = None, literal=None):
+        self.aval, self.producer, self.literal = aval, producer, literal
+        self.users: list[Node] = []
+
+    shape = property(lambda self: self.aval.shape)
+    dtype = property(lambda self: self.aval.dtype)
+    ndim = property(lambda self: len(self.aval.shape))
+
+    def __repr__(self):
+        return f"{self.dtype}{list(self.shape)}"
+
+
+class Node:
+    """One equation: `primitive` by name, its inputs and outputs as Values."""
+
+    __slots__ = ("eqn", "index", "inputs", "outputs", "name_stack")
+
+    def __init__(self, eqn, index: int, inputs: list[Value], name_stack):
+        self.eqn, self.index, self.inputs, self.name_stack = eqn, index, inputs, name_stack
+        self.outputs = [Value(v.aval, self) for v in eqn.outvars]
+        for value in dict.fromkeys(inputs):
+            value.users.append(self)
+
+    primitive = property(lambda self: self.eqn.primitive.name)
+    params = property(lambda self: self.eqn.params)
+
+    @property
+    def out(self) -> Value:
+        return self.outputs[0]
+
+    def replay(self, values: list) -> list:
+        """The equation's outputs for these inputs: bound as it was traced."""
+        eqn = self.eqn
+        invars = [v for v in eqn.invars if not isinstance(v, Literal)]
+        given = [value for v, value in zip(eqn.invars, values) if not isinstance(v, Literal)]
+        unique = list(dict.fromkeys(invars))
+        by_var = dict(zip(invars, given))
+        alone = Jaxpr([], unique, eqn.outvars, [eqn], eqn.effects)
+        with source_info_util.set_name_stack(source_info_util.current_name_stack() + self.name_stack):
+            return jax.core.eval_jaxpr(alone, [], *[by_var[v] for v in unique])
+
+    def source(self) -> str:
+        """file:line of the user's code that made this equation."""
+        traceback = self.eqn.source_info.traceback
+        frames = traceback.frames if traceback is not None else []
+        ours = next((f for f in frames if not _is_library(f.file_name)), None)
+        ours = ours or next((f for f in frames if not _is_framework(f.file_name)), None)
+        if ours is None:
+            return "unknown"
+        return f"{_relative(ours.file_name)}:{ours.line_num}"
+
+    def __str__(self):
+        return f"{self.primitive} at {self.source()}"
+
+
+class Graph:
+    """nodes in program order; inputs and outputs of the program; constants the program closes over."""
+
+    def __init__(self, closed: ClosedJaxpr):
+        self.nodes: list[Node] = []
+        self._seen: dict = {}
+        jaxpr = closed.jaxpr
+        self.inputs = [Value(v.aval) for v in jaxpr.invars]
+        self.constants = [Value(v.aval) for v in jaxpr.constvars]
+        self.constant_arrays = list(closed.consts)
+        environment = dict(zip(jaxpr.constvars, self.constants)) | dict(zip(jaxpr.invars, self.inputs))
+        self._inline(jaxpr, environment, source_info_util.new_name_stack())
+        self.outputs = [self._read(environment, v) for v in jaxpr.outvars]
+        self.returned = frozenset(map(id, self.outputs))
+
+    def is_returned(self, value: Value) -> bool:
+        return id(value) in self.returned
+
+    def _read(self, environment, atom) -> Value:
+        return Value(atom.aval, literal=atom.val) if isinstance(atom, Literal) else environment[atom]
+
+    def _inline(self, jaxpr, environment, name_stack):
+        for eqn in jaxpr.eqns:
+            inputs = [self._read(environment, v) for v in eqn.invars]
+            inner = _inlinable(eqn)
+            if inner is not None:
+                inside = dict(zip(inner.jaxpr.invars, inputs))
+                for var, constant in zip(inner.jaxpr.constvars, inner.consts):
+                    inside[var] = self._closed_over(var, constant)
+                self._inline(inner.jaxpr, inside, name_stack + eqn.source_info.name_stack)
+                outputs = [self._read(inside, v) for v in inner.jaxpr.outvars]
+            else:
+                outputs = self._node(eqn, inputs, name_stack).outputs
+            environment.update(zip(eqn.outvars, outputs))
+
+    def _closed_over(self, var, constant) -> Value:
+        value = Value(var.aval)
+        self.constants.append(value)
+        self.constant_arrays.append(constant)
+        return value
+
+    def _node(self, eqn, inputs, name_stack) -> Node:
+        """A node for the equation, or the node that already computes the same."""
+        try:
+            key = (
+                eqn.primitive,
+                tuple(("literal", repr(v.literal), v.aval) if v.literal is not None else id(v) for v in inputs),
+                tuple(sorted(eqn.params.items(), key=lambda item: item[0])),
+            )
+            known = None if eqn.effects else self._seen.get(key)
+        except TypeError:  # an unhashable parameter: the equation stays on its own
+            key = known = None
+        if known is not None:
+            return known
+        node = Node(eqn, len(self.nodes), inputs, name_stack)
+        self.nodes.append(node)
+        if key is not None:
+            self._seen[key] = node
+        return node
+
+
+class Emission(NamedTuple):
+    """What replaces the producers of some values: `run(read)` yields (value, array) once all `needs` can be read."""
+
+    needs: tuple[Value, ...]
+    run: Callable[[Callable[[Value], object]], Iterable[tuple[Value, object]]]
+
+
+def evaluate(graph: Graph, arguments: list, replacements: dict[int, Emission]) -> list:
+    """The program's outputs for `arguments`; `replacements` maps id(value) to what computes it instead.
+
+    Nodes that nobody needs any more are left out; nodes with effects stay, in their order.
+    """
+    environment: dict[int, object] = {}
+    for value, array in zip([*graph.inputs, *graph.constants], [*arguments, *graph.constant_arrays]):
+        environment[id(value)] = array
+
+    def read(value: Value):
+        return value.literal if value.literal is not None else environment[id(value)]
+
+    def steps(value: Value) -> Iterator[Value]:
+        """Yields the values needed first, then computes `value`."""
+        node, emission = value.producer, replacements.get(id(value))
+        yield from emission.needs if emission else node.inputs
+        if emission:
+            environment.update((id(v), array) for v, array in emission.run(read))
+        else:
+            environment.update(zip(map(id, node.outputs), node.replay([read(v) for v in node.inputs])))
+
+    for node in graph.nodes:
+        if node.eqn.effects:
+            _demand(node.outputs or node.inputs, environment, steps)
+            if not node.outputs:
+                node.replay([read(v) for v in node.inputs])
+    _demand(graph.outputs, environment, steps)
+    return [read(v) for v in graph.outputs]
+
+
+def _demand(wanted: list[Value], environment, steps) -> None:
+    """Depth-first, without recursion: a program may be thousands of equations deep."""
+    stack = [(value, None) for value in wanted]
+    while stack:
+        value, running = stack.pop()
+        if value.literal is not None or id(value) in environment:
+            continue
+        running = running or steps(value)
+        needed = next(running, None)
+        if needed is not None:
+            stack += [(value, running), (needed, None)]
+
+
+def subprograms(node: Node) -> dict[str, object]:
+    """Parameters of a control-flow node that hold programs which run as part of this one: scan, while, cond, remat."""
+    if node.primitive not in ("scan", "while", "cond", "checkpoint", "remat2", *INLINED):
+        return {}
+    return {
+        name: value
+        for name, value in node.params.items()
+        if isinstance(value, (ClosedJaxpr, Jaxpr))
+        or isinstance(value, tuple) and value and all(isinstance(v, ClosedJaxpr) for v in value)
+    }
+
+
+def _inlinable(eqn) -> ClosedJaxpr | None:
+    """The body of a plain nested `jit`. One with shardings of its own, or donated arguments, stays as it is."""
+    if eqn.primitive.name not in INLINED or eqn.effects:
+        return None
+    params = eqn.params
+    body = params.get("jaxpr") or params.get("call_jaxpr")
+    if not isinstance(body, ClosedJaxpr):
+        return None
+    own = [*params.get("in_shardings", ()), *params.get("out_shardings", ())]
+    specified = any(type(s).__name__ != "UnspecifiedValue" for s in own)
+    return None if specified or any(params.get("donated_invars", ())) else body
+
+
+_LIBRARIES = tuple({*site.getsitepackages(), site.getusersitepackages(), *map(sysconfig.get_path, ("stdlib", "purelib"))})
+_OWN = str(pathlib.Path(__file__).parent)
+
+
+def _is_framework(file_name: str) -> bool:
+    parts = pathlib.PurePath(file_name).parts
+    return file_name.startswith(_OWN) or _is_library(file_name) and any(name in parts for name in FRAMEWORKS)
+
+
+def _is_library(file_name: str) -> bool:
+    """In site-packages, the standard library, or jaxfuse itself (its demo is a user's program)."""
+    ours = file_name.startswith(_OWN) and f"{_OWN}/demo" not in file_name
+    return ours or file_name.startswith((*_LIBRARIES, "<frozen"))
+
+
+def _relative(file_name: str) -> str:
+    try:
+        return str(pathlib.Path(file_name).relative_to(pathlib.Path.cwd()))
+    except ValueError:
+        return file_name

@@ -1,0 +1,224 @@
+"""Walks from an anchor (a convolution, a value with batch statistics) through what is done to it, as far as one kernel can
+go: per-channel affine steps, a residual add, an activation. Knows no op.
+
+A walk ends at the first check that fails. The reason is kept; `missed` names the step that the check prevented, so that
+a report can say what was almost fused.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from jaxfuse.canonical import ADD, CAST, NotPerChannel, constant, per_channel, regions, size
+from jaxfuse.graph import Emission, Graph, Node, Value
+
+
+class Stop(NamedTuple):
+    """Why a walk went no further; `missed` is the step that was not taken, None where nothing was there to take."""
+
+    reason: str
+    missed: str | None = None
+
+
+class Activated(NamedTuple):
+    name: str
+    alpha: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """act((value₀ - center)·scale + offset + residual), as a list of steps from the anchor's value to `end`."""
+
+    end: Value
+    nodes: tuple[Node, ...] = ()
+    affine: tuple[tuple[str, Value], ...] = ()  # ("add" | "sub" | "mul" | "div", one number for each channel)
+    residual: Value | None = None
+    activation: Activated | None = None
+
+    def label(self, anchor: str) -> str:
+        """Like "conv+bias+add+relu". Shifts alone are a bias, together with a factor they are a normalisation."""
+        kinds = [kind for kind, _ in self.affine]
+        scaled, shifted = {"mul", "div"} & set(kinds), {"add", "sub"} & set(kinds)
+        parts = [anchor, *["bn" if shifted else "scale"] * bool(scaled), *["bias"] * bool(shifted and not scaled)]
+        parts += ["add"] * (self.residual is not None)
+        parts += [self.activation.name] if self.activation else []
+        return "+".join(parts)
+
+    def coefficients(self, vector: Callable[[Value], object]):
+        """(center, scale, offset), None where there is none; `vector` gives a step's operand as `[channels]`."""
+        center = scale = offset = None
+        for kind, value in self.affine:
+            operand = vector(value)
+            if kind == "sub" and center is scale is offset is None:
+                center = operand
+            elif kind in ("add", "sub"):
+                signed = operand if kind == "add" else -operand
+                offset = signed if offset is None else offset + signed
+            else:
+                factor = operand if kind == "mul" else 1 / operand
+                scale = factor if scale is None else scale * factor
+                offset = offset if offset is None else offset * factor
+        return center, scale, offset
+
+
+@dataclasses.dataclass(frozen=True)
+class Match:
+    """A place to rewrite: `emission` computes `defines` instead of their producers; `nodes` belong to this match."""
+
+    pattern: str
+    anchor: Node
+    nodes: tuple[Node, ...]
+    defines: tuple[Value, ...]
+    emission: Emission
+    kernel: str
+    operands: tuple[Value, ...]
+    bytes_saved: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """A place that stays as it is, or a step that was not taken, and why."""
+
+    pattern: str
+    anchor: Node
+    operands: tuple[Value, ...]
+    reason: str
+
+
+class Walk:
+    """How to walk: over which graph, along which channel axis, and what not to touch.
+
+    `claimed` are indices of nodes that belong to other matches; `aside` those of nodes that may read inner values because
+    the match serves them (batch statistics). `name_activation(region)` names an elementwise region, or says why not.
+    """
+
+    def __init__(self, graph: Graph, axis: int, claimed: set[int], name_activation, aside: frozenset[int] = frozenset()):
+        self.graph, self.axis, self.claimed, self.name_activation = graph, axis, claimed, name_activation
+        self.aside = aside
+
+    def chains(self, start: Value, first: Node | None = None) -> tuple[list[Chain], Stop]:
+        """Every chain from `start` (shortest first, the empty one included unless `first`, the step to begin with, is
+        given) and why the last could not be extended."""
+        chain, found = Chain(start), []
+        while True:
+            step = self._affine(chain, first) if first is not None else self._step(chain)
+            first = None
+            if isinstance(step, Stop):
+                return found or [chain], step
+            found = found or [chain]
+            chain = step
+            found.append(chain)
+
+    def _step(self, chain: Chain) -> Chain | Stop:
+        value = chain.end
+        users = [n for n in value.users if n.index not in self.aside]
+        if not users:
+            return Stop("nothing reads it")
+        if self.graph.is_returned(value):
+            return Stop(f"{value!r} is returned by the program", self._missed(chain, users))
+        if chain.activation is None:
+            activated = self._activation(chain)
+            if isinstance(activated, Chain):
+                return activated
+        if len(users) > 1:
+            readers = " and ".join(map(str, users[:3]))
+            return Stop(f"{value!r} is read {len(users)} times: by {readers}", self._missed(chain, users))
+        (node,) = users
+        if node.index in self.claimed:
+            return Stop(f"{node} belongs to another fused site")
+        if node.primitive == CAST and jnp.issubdtype(node.out.dtype, jnp.floating):
+            return dataclasses.replace(chain, end=node.out, nodes=(*chain.nodes, node))
+        if chain.activation is not None:
+            return Stop("the activation ends it")
+        if isinstance(activated, Stop) and activated.missed:
+            return activated
+        return self._affine(chain, node)
+
+    def _activation(self, chain: Chain) -> Chain | Stop | None:
+        """The longest elementwise region from here that has a name."""
+        stop = None
+        for region in reversed(regions(chain.end, self.graph.is_returned)):
+            if any(n.index in self.claimed or n.index in self.aside for n in region.nodes):
+                continue
+            named = self.name_activation(region)
+            if isinstance(named, Activated):
+                return dataclasses.replace(chain, end=region.end, nodes=(*chain.nodes, *region.nodes), activation=named)
+            stop = stop or named
+        return stop
+
+    def _affine(self, chain: Chain, node: Node) -> Chain | Stop:
+        """One addition, subtraction, multiplication or division: by a number per channel, or of a residual."""
+        kind = "add" if node.primitive in ADD else node.primitive
+        if kind not in ("add", "sub", "mul", "div"):
+            return Stop(f"{node} is not a step that a kernel can take")
+        left, right = node.inputs
+        if left is right:
+            return Stop(f"{node} combines the value with itself")
+        other = right if left is chain.end else left
+        if other is left and kind in ("sub", "div"):
+            return Stop(f"{node} has the value on its right side")
+        small = per_channel(other, chain.end, self.axis)
+        extended = dataclasses.replace(chain, end=node.out, nodes=(*chain.nodes, node))
+        if not isinstance(small, NotPerChannel):
+            if chain.residual is not None and kind in ("mul", "div"):
+                return Stop(f"{node} scales the sum with the residual", "scale")
+            return dataclasses.replace(extended, affine=(*chain.affine, (kind, small)))
+        if kind != "add" or other.shape != chain.end.shape:
+            return Stop(small.reason, dict(add="bias", sub="bias").get(kind, "scale"))
+        if chain.residual is not None:
+            return Stop(f"{node} adds a second full-size value", "add")
+        return dataclasses.replace(extended, residual=_unwidened(other))
+
+    def _missed(self, chain: Chain, users: list[Node]) -> str | None:
+        """What the walk would have taken next, had the value no other reader."""
+        for node in users:
+            if chain.activation is None:
+                alone = [r for r in regions(chain.end, lambda v: False) if r.nodes] or _region_of(node, chain.end)
+                names = [self.name_activation(region) for region in alone]
+                name = next((n.name for n in names if isinstance(n, Activated)), None)
+                if name:
+                    return name
+        sums = [n for n in users if n.primitive in ADD and size(n.out) == size(chain.end)]
+        return "add" if sums and chain.residual is None and chain.activation is None else None
+
+
+def _region_of(node: Node, start: Value):
+    """The region of one reader of `start`, as if the others were not there."""
+    from jaxfuse.canonical import Region
+    from jaxfuse.elementwise import is_elementwise
+
+    reads_only = all(v is start or constant(v) is not None for v in node.inputs)
+    return [Region(start, node.out, (node,))] if reads_only and is_elementwise(node) else []
+
+
+def _unwidened(value: Value) -> Value:
+    """What a widening cast was made of: a kernel adds the narrow residual in float32 all the same."""
+    node = value.producer
+    if node is not None and node.primitive == CAST and node.inputs[0].literal is None:
+        inner = node.inputs[0]
+        if jnp.issubdtype(inner.dtype, jnp.floating) and jnp.promote_types(inner.dtype, value.dtype) == value.dtype:
+            return inner
+    return value
+
+
+def as_vector(array, channels: int):
+    """A per-channel operand as `[channels]`, at least float32."""
+    array = jnp.asarray(array)
+    array = array.astype(jnp.promote_types(array.dtype, jnp.float32)).reshape(-1)
+    return jnp.broadcast_to(array, (channels,))
+
+
+def depends_on(values: list[Value], targets: set[int], since: int) -> bool:
+    """Whether any of the values is computed from a target; only nodes from index `since` on need to be looked at."""
+    stack, seen = list(values), set()
+    while stack:
+        value = stack.pop()
+        if id(value) in targets:
+            return True
+        node = value.producer
+        if node is not None and node.index >= since and node.index not in seen:
+            seen.add(node.index)
+            stack += node.inputs
+    return False

@@ -1,0 +1,85 @@
+"""Which of the known activations an elementwise region is, decided by what it computes."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfuse.canonical import Region, region_table
+from jaxfuse.elementwise import FINITE, same, table_of
+from jaxfuse.match import Activated, Stop
+from jaxfuse.ops.activations import TABLE
+
+# bf16 programs round the constants of gelu and its like to eight bits
+_TOLERANCE = {jnp.dtype(jnp.bfloat16): 1e-2, jnp.dtype(jnp.float16): 2e-3}
+
+
+def name_activation(region: Region) -> Activated | Stop:
+    """The activation with the same values, the same derivatives (ties included) and the same NaN and infinities."""
+    table = _cached_table(region)
+    if table is None:
+        return Stop(f"{region.nodes[0]} is not a known activation")
+    tolerance = _TOLERANCE.get(jnp.dtype(region.start.dtype), 2e-5)
+    candidates = [(name, alpha, _known(name, alpha)) for name, alpha in _candidates(table)]
+    n = len(FINITE)
+    fitting = [(np.abs(table[:, :n] - known[:, :n]).max(), name, alpha) for name, alpha, known in candidates
+               if same(table, known, tolerance)]
+    if fitting:
+        _, name, alpha = min(fitting)
+        return Activated(name, alpha)
+    return _near_miss(region, table, candidates)
+
+
+def _candidates(table):
+    """Names with their parameter: leaky_relu's slope and elu's depth are read off the table."""
+    at = dict(zip(FINITE, table[0]))
+    parameters = {"leaky_relu": -at[-1.0], "elu": -at[-40.0]}
+    for name, activation in TABLE.items():
+        alpha = float(np.float32(parameters.get(name, 0)))
+        if name != "none" and (alpha > 0 or not activation.has_alpha):
+            yield name, alpha
+
+
+def _near_miss(region, table, candidates) -> Stop:
+    """Close to one we know, and where it differs; nothing to report if it resembles none."""
+    n = len(FINITE)
+    for name, _, known in candidates:
+        if name in ("leaky_relu", "elu"):
+            continue
+        off = ~np.isclose(table[0, :n], known[0, :n], rtol=1e-3, atol=1e-3)
+        if off.mean() < 0.6 and not off.all():
+            if off.any():
+                x = FINITE[off][0]
+                where = f"at x = {x:g} it is {table[0, :n][off][0]:g}, not {known[0, :n][off][0]:g}"
+            elif not np.array_equal(table[0, n:], known[0, n:], equal_nan=True):
+                where = f"at infinity, -infinity and NaN it is {table[0, n:]}, not {known[0, n:]}"
+            else:
+                slopes = ~np.isclose(table[1, :n], known[1, :n], rtol=1e-3, atol=1e-3)
+                where = f"its derivative differs, at x = {FINITE[slopes][0]:g}" if slopes.any() else "its constants differ"
+            return Stop(f"{region.nodes[-1]} resembles {name}, but {where}", name)
+    return Stop(f"{region.nodes[0]} is not a known activation")
+
+
+@functools.cache
+def _known(name: str, alpha: float) -> np.ndarray:
+    return table_of(functools.partial(TABLE[name].value, alpha=alpha), (2,), np.float32)
+
+
+_tables: dict = {}
+
+
+def _cached_table(region: Region):
+    """Tables by what the nodes say; the derivative rule of a custom_jvp is told by the function that made it."""
+    numbers = {id(region.start): 0}
+    text = []
+    for node in region.nodes:
+        wiring = [numbers.get(id(v), v.literal if v.literal is not None else repr(v.producer.eqn)) for v in node.inputs]
+        numbers[id(node.out)] = len(numbers)
+        text.append((node.primitive, node.source() if node.primitive == "custom_jvp_call" else "", str(wiring),
+                     str({k: v for k, v in node.params.items() if k != "jvp_jaxpr_fun"})))
+    key = tuple(text), region.start.shape, str(region.start.dtype)
+    if key not in _tables:
+        if len(_tables) > 4096:
+            _tables.clear()
+        _tables[key] = region_table(region)
+    return _tables[key]

@@ -1,0 +1,196 @@
+"""Training batch norm, residual add and activation: a value with batch statistics, and what is done to it with them."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+
+from jaxfuse.canonical import CAST, Moments, NotPerChannel, per_channel, size
+from jaxfuse.graph import Emission, Node, Value
+from jaxfuse.match import Chain, Match, Refusal, Stop, Walk, as_vector, depends_on
+from jaxfuse.ops.batch_norm import OP, BatchNormConfig
+from jaxfuse.patterns.activations import name_activation
+
+LARGEST_PROGRAM = 64  # nodes of per-channel arithmetic between the statistics and the result
+
+
+class PerChannelProgram:
+    """The user's own arithmetic from (mean, var, *parameters) to (center, scale, offset); equal if it reads the same."""
+
+    def __init__(self, function, types):
+        self.closed = jax.make_jaxpr(function)(*types)
+        self.text = str(self.closed.jaxpr), tuple(np.asarray(c).tobytes() for c in self.closed.consts)
+
+    def __call__(self, *arrays):
+        return jaxpr_as_fun(self.closed)(*arrays)
+
+    def __eq__(self, other):
+        return isinstance(other, PerChannelProgram) and self.text == other.text
+
+    def __hash__(self):
+        return hash(self.text)
+
+    def __repr__(self):
+        return f"PerChannelProgram({len(self.closed.jaxpr.eqns)} equations)"
+
+
+def anchors(graph):
+    """Sums over some axes of values that are squared and summed over the same axes too; last first."""
+    sums = [n for n in graph.nodes if n.primitive == "reduce_sum" and n.inputs[0].literal is None]
+    summed = {(id(_squared(n.inputs[0])), n.params["axes"]) for n in sums}
+    found = [n for n in sums if n.inputs[0].ndim >= 2 and (id(_uncast(n.inputs[0])), n.params["axes"]) in summed
+             and _squared(n.inputs[0]) is None]
+    return list({id(_uncast(n.inputs[0])): n for n in reversed(found)}.values())
+
+
+def match(graph, node: Node, claimed: set[int], measured):
+    x = _uncast(node.inputs[0])
+    kept = [d for d in range(x.ndim) if d not in node.params["axes"]]
+    if len(kept) != 1:
+        reason = f"statistics over axes {tuple(node.params['axes'])} of {x!r}: batch norm is over all axes but one"
+        yield Refusal("norm", node, (x,), reason)
+        return
+    (axis,) = kept
+    moments = Moments(x, axis)
+    if not moments:
+        yield Refusal("bn", node, (x,), "its sums are not made into a mean and a variance")
+        return
+    start, first = _first_step(graph, moments)
+    if first is None:
+        yield Refusal("bn", node, (x,), "nothing normalises it: no step on it uses its statistics")
+        return
+    walk = Walk(graph, axis, claimed, name_activation, frozenset(moments.nodes))
+    chains, stop = walk.chains(start, first)
+    reason = stop.reason
+    for chain in reversed(chains[1:]):
+        fused = _fused(graph, node, moments, chain, measured)
+        if isinstance(fused, Match):
+            yield fused
+            break
+        reason = fused if chain is chains[-1] or not reason else reason
+    else:
+        yield Refusal(chains[-1].label("bn").replace("bn+bn", "bn"), node, (x,), reason)
+        return
+    if stop.missed:
+        yield Refusal(f"{fused.pattern}+{stop.missed}", node, (x,), stop.reason)
+
+
+def _first_step(graph, moments: Moments) -> tuple[Value, Node | None]:
+    """Where x, or x cast to float32, first meets a number per channel that comes from its own statistics."""
+    x = moments.x
+    for value in (x, *[n.out for n in x.users if n.primitive == CAST]):
+        for node in value.users:
+            if node.primitive in ("sub", "mul") and len(node.inputs) == 2 and node.index not in moments.nodes:
+                other = node.inputs[1] if node.inputs[0] is value else node.inputs[0]
+                small = per_channel(other, value, moments.axis)
+                if not isinstance(small, NotPerChannel) and depends_on([small], set(moments.known), _since(moments)):
+                    if any(n.index not in moments.nodes for n in node.out.users) or graph.is_returned(node.out):
+                        return value, node
+    return x, None
+
+
+def _since(moments: Moments) -> int:
+    return min(value.producer.index for value, _ in moments.known.values())
+
+
+def _fused(graph, node: Node, moments: Moments, chain: Chain, measured) -> Match | str:
+    """The match, or why not."""
+    x, known = moments.x, set(moments.known)
+    if chain.end.dtype != x.dtype:
+        return f"the result is {chain.end.dtype}, x is {x.dtype}: the kernel takes and gives one dtype"
+    if chain.residual is not None:
+        if chain.residual.dtype != x.dtype:
+            return f"residual {chain.residual!r} is of another dtype than {x!r}"
+        if depends_on([chain.residual], known | {id(v) for n in chain.nodes for v in n.outputs}, _since(moments)):
+            return "the residual is computed from x's own statistics"
+    program = _per_channel_program(moments, chain)
+    if isinstance(program, str):
+        return program
+    per_channel_program, parameters = program
+    name = chain.activation.name if chain.activation else "none"
+    config = BatchNormConfig(moments.axis, per_channel_program, True, chain.residual is not None, name)
+    full = (x, chain.residual) if chain.residual is not None else (x,)
+    types = tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (*full, *parameters))
+    kernel, reason = OP.forward.kernel(config, types)
+    reason = reason or measured("batch_norm", config, types)
+    if reason:
+        return reason
+
+    def run(read):
+        y, mean, var = OP(config, *map(read, (*full, *parameters)))
+        yield chain.end, y
+        for value, formula in moments.known.values():
+            yield value, formula(mean, var, moments.count).astype(value.dtype).reshape(value.shape)
+
+    label = chain.label("bn").replace("bn+bn", "bn").replace("bn+bias", "bn").replace("bn+scale", "bn")
+    bytes_saved = np.dtype(x.dtype).itemsize * size(x) * (1 + 2 * len([n for n in chain.nodes if n.primitive != CAST]) // 2)
+    defines = (chain.end, *[value for value, _ in moments.known.values()])
+    return Match(label, node, chain.nodes, defines, Emission((*full, *parameters), run), kernel.name, full, bytes_saved)
+
+
+def _per_channel_program(moments: Moments, chain: Chain):
+    """(program, parameters): the arithmetic behind the chain's coefficients, cut at the statistics on one side and at
+    whatever does not depend on them on the other."""
+    known, channels = moments.known, moments.x.shape[moments.axis]
+    parameters: dict[int, Value] = {}
+    order: list[Node] = []
+    reached: set[int] = set()
+
+    def reach(value: Value):
+        if id(value) in known or value.literal is not None or id(value) in parameters:
+            return
+        if not depends_on([value], set(known), _since(moments)):
+            parameters[id(value)] = value
+        elif value.producer.index not in reached:
+            reached.add(value.producer.index)
+            for operand in value.producer.inputs:
+                reach(operand)
+            order.append(value.producer)
+
+    for _, value in chain.affine:
+        reach(value)
+    if len(order) > LARGEST_PROGRAM or any(size(v) > channels for n in order for v in n.outputs):
+        return "what comes between the statistics and the result is not arithmetic on one number for each channel"
+    given = list(parameters.values())
+
+    def program(mean, var, *arrays):
+        made = {id(v): formula(mean, var, moments.count).astype(v.dtype).reshape(v.shape) for v, formula in known.values()}
+        made |= {id(v): array for v, array in zip(given, arrays)}
+
+        def read(value):
+            return value.literal if value.literal is not None else made[id(value)]
+
+        for node in order:
+            made |= zip(map(id, node.outputs), node.replay([read(v) for v in node.inputs]))
+        center, scale, offset = chain.coefficients(lambda value: as_vector(read(value), channels))
+        zero = jnp.zeros((channels,), jnp.float32)
+        return zero if center is None else center, zero + 1 if scale is None else scale, zero if offset is None else offset
+
+    wide = jnp.promote_types(moments.x.dtype, jnp.float32)
+    types = [jax.ShapeDtypeStruct((channels,), wide)] * 2 + [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in given]
+    return PerChannelProgram(program, types), given
+
+
+def _uncast(value: Value) -> Value:
+    node = value.producer
+    if node is not None and node.primitive == CAST and jnp.promote_types(node.inputs[0].dtype, value.dtype) == value.dtype:
+        return node.inputs[0] if node.inputs[0].literal is None else value
+    return value
+
+
+def _squared(value: Value) -> Value | None:
+    """What `value` is the square of (of it, or of it less its mean), casts not counted."""
+    node = value.producer
+    if node is None or not (
+        node.primitive == "square"
+        or node.primitive == "integer_pow" and node.params["y"] == 2
+        or node.primitive == "mul" and node.inputs[0] is node.inputs[1]
+    ):
+        return None
+    base = node.inputs[0]
+    if base.producer is not None and base.producer.primitive == "sub":
+        base = base.producer.inputs[0]
+    return _uncast(base)
