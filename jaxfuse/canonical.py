@@ -11,7 +11,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.elementwise import is_elementwise, table_of
+from jaxfuse.elementwise import RULES, is_elementwise, table_of
 from jaxfuse.graph import Node, Value
 
 ADD = ("add", "add_any")
@@ -80,24 +80,37 @@ def regions(start: Value, is_returned: Callable[[Value], bool]) -> list[Region]:
     found, frontier = [], {n.index: n for n in start.users}
     while frontier and len(inside) < LONGEST_FUNCTION:
         node = frontier.pop(min(frontier))
+        if is_float_cast(node):  # a step of its own: dtypes decide how far a kernel may go
+            continue
         if not (is_elementwise(node) and all(id(v) in values or constant(v) is not None for v in node.inputs)):
             continue
         inside[node.index] = node
         values[id(node.out)] = node.out
         frontier |= {n.index: n for n in node.out.users if n.index not in inside}
         read = [v for v in values.values() if is_returned(v) or any(n.index not in inside for n in v.users)]
-        if len(read) == 1 and read[0] is not start:
+        if len(read) == 1 and read[0] is not start and jnp.issubdtype(read[0].dtype, jnp.floating):
             found.append(Region(start, read[0], tuple(inside[i] for i in sorted(inside))))
     return found
 
 
+def is_float_cast(node: Node) -> bool:
+    return node.primitive == CAST and all(jnp.issubdtype(v.dtype, jnp.floating) for v in (node.inputs[0], node.out))
+
+
 def constant(value: Value) -> float | None:
-    """The number, if the value is one number written into the program (and perhaps broadcast or cast)."""
-    while value.literal is None:
-        if value.producer is None or value.producer.primitive not in (*RESHAPED, CAST):
-            return None
-        value = value.producer.inputs[0]
-    return float(value.literal) if np.ndim(value.literal) == 0 else None
+    """The number, if the value is one number that the program fixes: written into it, broadcast, cast, or computed from
+    such numbers (jnp.var divides by `144 - ddof`)."""
+    if value.literal is not None:
+        return float(value.literal) if np.ndim(value.literal) == 0 else None
+    node = value.producer
+    if node is None:
+        return None
+    if node.primitive in (*RESHAPED, CAST):
+        return constant(node.inputs[0])
+    if value.shape or node.primitive not in RULES:
+        return None
+    operands = [constant(v) for v in node.inputs]
+    return None if None in operands else float(RULES[node.primitive](node.params, *operands))
 
 
 def region_table(region: Region) -> np.ndarray | None:
@@ -173,8 +186,14 @@ class Moments:
         for node in value.users:
             if node.primitive in RESHAPED and size(node.out) == size(value):
                 self._mark(node.out, kind)
+            elif node.primitive == "select_n" and self._always_selects(node, value):
+                self._mark(node.out, kind)
             elif kind in PER_COUNT and self._divides_by_count(node, value):
                 self._mark(node.out, PER_COUNT[kind])
+
+    def _always_selects(self, node, value) -> bool:
+        which = constant(node.inputs[0])
+        return which is not None and node.inputs[1 + int(which)] is value
 
     def _divides_by_count(self, node, value) -> bool:
         if node.primitive == "div" and node.inputs[0] is value:

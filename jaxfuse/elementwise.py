@@ -38,6 +38,7 @@ RULES = {
     "div": lambda p, x, y: x / y,
     "max": lambda p, x, y: np.maximum(x, y),
     "min": lambda p, x, y: np.minimum(x, y),
+    "one_minus_square": lambda p, x: 1 - x * x,
     "neg": lambda p, x: -x,
     "abs": lambda p, x: np.abs(x),
     "sign": lambda p, x: np.sign(x),
@@ -123,7 +124,10 @@ def _interpret(closed, arguments):
         literal = getattr(atom, "val", None)
         if literal is None:
             return environment[atom]
-        return np.asarray(literal, np.float64) if np.asarray(literal).dtype != bool else np.asarray(literal)
+        array = np.asarray(literal)
+        if array.dtype == jax.dtypes.float0:  # the tangent of a comparison
+            return 0.0
+        return array if array.dtype == bool else array.astype(np.float64)
 
     environment = dict(zip(closed.jaxpr.invars, arguments)) | dict(
         zip(closed.jaxpr.constvars, [np.asarray(c, np.float64) for c in closed.consts])

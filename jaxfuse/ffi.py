@@ -1,29 +1,41 @@
 """The native module, found, loaded, registered with XLA, and called. The only importer of ``jaxfuse._native``."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import importlib.machinery
 import importlib.metadata
 import importlib.util
 import pathlib
+import re
 import sys
+import threading
 from types import ModuleType
 from typing import Any
 
 import jax
+import jaxlib
 import numpy as np
 
+TARGETS = (
+    "jaxfuse_conv_fwd",
+    "jaxfuse_conv_bwd",
+    "jaxfuse_batch_norm_stats",
+    "jaxfuse_batch_norm_apply",
+    "jaxfuse_batch_norm_bwd_stats",
+    "jaxfuse_batch_norm_bwd_apply",
+)
+
 _ONEDNN_PACKAGE = "onednn-cpu-gomp"
-_REINSTALL = "reinstall jaxfuse: pip install --force-reinstall --no-deps <jaxfuse>"
+_REINSTALL = "reinstall jaxfuse with its dependencies: from its source tree, python -m pip install --force-reinstall ."
+_loading = threading.RLock()
 
 
 def call(target: str, out_types: Any, *operands: jax.Array, **attrs: Any) -> Any:
     """Calls an FFI target of this package on the CPU.
 
-    ``out_types`` is a ``jax.ShapeDtypeStruct`` or a sequence of them, as for ``jax.ffi.ffi_call``. Attributes may be bool, int (i64), float (f32), str,
-    or a sequence of int (an i64 array). Raises ``NotImplementedError`` if the target is not available here.
+    ``out_types`` is a ``jax.ShapeDtypeStruct`` or a sequence of them, as for ``jax.ffi.ffi_call``, and so is what comes
+    back. Attributes may be bool, int (i64), float (f32), str, or a sequence of int (an i64 array). Raises
+    ``NotImplementedError`` if the target is not available here. What the kernel refuses raises at run time, in words.
     """
     if reason := available(target):
         raise NotImplementedError(f"{target}: {reason}")
@@ -38,22 +50,22 @@ def available(target: str) -> str | None:
     """
     module = native()
     if module is None:
-        return "the native module is not built (jaxfuse runs from a source tree that was never installed); pip install ."
+        return "the native module is not built; to build it: python -m pip install . in the source tree of jaxfuse"
     if target in _registered():
         return None
-    if no_onednn := module.info().get("no_onednn"):
-        return f"the native module has no such kernel: {no_onednn}"
-    return "the native module has no such kernel; it was built from another version of the sources, " + _REINSTALL
+    if target in TARGETS and "no_onednn" in module.info():
+        return f"the native module has no such kernel: {module.info()['no_onednn']}"
+    return f"the native module has no such kernel, it comes from another version of jaxfuse; {_REINSTALL}"
 
 
-def targets() -> tuple[str, ...]:
-    """The names of the FFI targets that the native module provides, sorted; empty without a native module."""
-    return tuple(sorted(_registered())) if native() is not None else ()
+def native() -> ModuleType | None:
+    """``jaxfuse._native``, or None if it was not built. Raises ``RuntimeError`` if it is there but does not load."""
+    with _loading:
+        return _native()
 
 
 @functools.cache
-def native() -> ModuleType | None:
-    """``jaxfuse._native``, or None if it was not built. Raises ``RuntimeError`` if it is there but does not load."""
+def _native() -> ModuleType | None:
     path = _native_path()
     if path is None:
         return None
@@ -64,41 +76,50 @@ def native() -> ModuleType | None:
         spec.loader.exec_module(module)
     except (ImportError, OSError) as error:
         raise RuntimeError(f"jaxfuse: the native module {path} does not load: {error}; {_REINSTALL}") from error
+    _check_api(module, path)
     sys.modules["jaxfuse._native"] = module
     return module
 
 
-@functools.cache
+def _check_api(module: ModuleType, path: pathlib.Path) -> None:
+    """XLA takes handlers built for its own FFI version or an older one. It checks when its CPU backend starts, and that
+    failing leaves JAX without a CPU; so this asks first."""
+    header = pathlib.Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text()
+    major, minor = (int(re.search(rf"#define XLA_FFI_API_{part} (\d+)", header)[1]) for part in ("MAJOR", "MINOR"))
+    built_major, built_minor = (int(part) for part in module.info()["ffi_api"].split("."))
+    if built_major != major or built_minor > minor:
+        raise RuntimeError(
+            f"jaxfuse: the native module {path} is built for XLA's FFI {built_major}.{built_minor}, "
+            f"and jaxlib {jaxlib.__version__} has {major}.{minor}; {_REINSTALL}"
+        )
+
+
 def _registered() -> frozenset[str]:
-    """Registers every handler with XLA, once, and returns the names."""
-    handlers = native().registrations()
-    for name, capsule in handlers.items():
-        try:
-            jax.ffi.register_ffi_target(name, capsule, platform="cpu")
-        except Exception as error:
-            built = native().info()["ffi_api"]
-            raise RuntimeError(
-                f"jaxfuse: jaxlib {importlib.metadata.version('jaxlib')} refuses {name}, built for XLA FFI {built}: "
-                f"{error}; {_REINSTALL}"
-            ) from error
+    with _loading:
+        return _register()
+
+
+@functools.cache
+def _register() -> frozenset[str]:
+    """Registers every handler with XLA, and returns the names."""
+    handlers = _native().registrations()
+    for name, handler in handlers.items():
+        jax.ffi.register_ffi_target(name, handler, platform="cpu")
     return frozenset(handlers)
 
 
 def _native_path() -> pathlib.Path | None:
     """The built module: beside this file or, when a source tree shadows the installed package (Python was started in the
     root of the repository), where the installed package has it."""
-    suffixes = tuple(importlib.machinery.EXTENSION_SUFFIXES)
-    names = {"_native" + suffix for suffix in suffixes}
-    for path in pathlib.Path(__file__).parent.iterdir():
-        if path.name in names:
-            return path
-    return _installed_file("jaxfuse", names)
+    names = {"_native" + suffix for suffix in importlib.machinery.EXTENSION_SUFFIXES}
+    beside = (path for path in pathlib.Path(__file__).parent.iterdir() if path.name in names)
+    return next(beside, None) or _installed_file("jaxfuse", names)
 
 
 def _load_onednn() -> None:
-    """Loads libdnnl.so.3 from the installed oneDNN package, so that the native module finds it without a search path: the
-    dynamic linker takes a library that is loaded already when the name fits. Not installed: the linker may still find
-    one, or the native module may not want one."""
+    """Loads libdnnl.so.3 from the installed oneDNN package, so that the native module needs no search path for it: the
+    dynamic linker takes a library that is loaded already. Where the package is not installed, the linker may find one
+    elsewhere, or the native module was built without."""
     if library := _installed_file(_ONEDNN_PACKAGE, {"libdnnl.so.3"}):
         ctypes.CDLL(str(library))
 

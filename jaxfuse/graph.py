@@ -10,7 +10,6 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-import jax
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
@@ -38,10 +37,11 @@ class Value:
 class Node:
     """One equation: `primitive` by name, its inputs and outputs as Values."""
 
-    __slots__ = ("eqn", "index", "inputs", "outputs", "name_stack")
+    __slots__ = ("eqn", "index", "inputs", "outputs", "name_stack", "called_from")
 
-    def __init__(self, eqn, index: int, inputs: list[Value], name_stack):
+    def __init__(self, eqn, index: int, inputs: list[Value], name_stack, called_from=None):
         self.eqn, self.index, self.inputs, self.name_stack = eqn, index, inputs, name_stack
+        self.called_from = called_from  # the equation of the inlined jit that this one stood in
         self.outputs = [Value(v.aval, self) for v in eqn.outvars]
         for value in dict.fromkeys(inputs):
             value.users.append(self)
@@ -56,23 +56,20 @@ class Node:
     def replay(self, values: list) -> list:
         """The equation's outputs for these inputs: bound as it was traced."""
         eqn = self.eqn
-        invars = [v for v in eqn.invars if not isinstance(v, Literal)]
-        given = [value for v, value in zip(eqn.invars, values) if not isinstance(v, Literal)]
-        unique = list(dict.fromkeys(invars))
-        by_var = dict(zip(invars, given))
-        alone = Jaxpr([], unique, eqn.outvars, [eqn], eqn.effects)
-        with source_info_util.set_name_stack(source_info_util.current_name_stack() + self.name_stack):
-            return jax.core.eval_jaxpr(alone, [], *[by_var[v] for v in unique])
+        name_stack = source_info_util.current_name_stack() + self.name_stack + eqn.source_info.name_stack
+        with source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack), eqn.ctx.manager:
+            outputs = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+        return outputs if eqn.primitive.multiple_results else [outputs]
 
     def source(self) -> str:
         """file:line of the user's code that made this equation."""
-        traceback = self.eqn.source_info.traceback
-        frames = traceback.frames if traceback is not None else []
-        ours = next((f for f in frames if not _is_library(f.file_name)), None)
-        ours = ours or next((f for f in frames if not _is_framework(f.file_name)), None)
-        if ours is None:
-            return "unknown"
-        return f"{_relative(ours.file_name)}:{ours.line_num}"
+        eqns = [eqn for eqn in (self.eqn, self.called_from) if eqn is not None and eqn.source_info.traceback is not None]
+        for unwanted in (_is_library, _is_framework):
+            for eqn in eqns:
+                for frame in eqn.source_info.traceback.frames:
+                    if not unwanted(frame.file_name):
+                        return f"{_relative(frame.file_name)}:{frame.line_num}"
+        return "unknown"
 
     def __str__(self):
         return f"{self.primitive} at {self.source()}"
@@ -99,7 +96,7 @@ class Graph:
     def _read(self, environment, atom) -> Value:
         return Value(atom.aval, literal=atom.val) if isinstance(atom, Literal) else environment[atom]
 
-    def _inline(self, jaxpr, environment, name_stack):
+    def _inline(self, jaxpr, environment, name_stack, called_from=None):
         for eqn in jaxpr.eqns:
             inputs = [self._read(environment, v) for v in eqn.invars]
             inner = _inlinable(eqn)
@@ -107,10 +104,10 @@ class Graph:
                 inside = dict(zip(inner.jaxpr.invars, inputs))
                 for var, constant in zip(inner.jaxpr.constvars, inner.consts):
                     inside[var] = self._closed_over(var, constant)
-                self._inline(inner.jaxpr, inside, name_stack + eqn.source_info.name_stack)
+                self._inline(inner.jaxpr, inside, name_stack + eqn.source_info.name_stack, called_from or eqn)
                 outputs = [self._read(inside, v) for v in inner.jaxpr.outvars]
             else:
-                outputs = self._node(eqn, inputs, name_stack).outputs
+                outputs = self._node(eqn, inputs, name_stack, called_from).outputs
             environment.update(zip(eqn.outvars, outputs))
 
     def _closed_over(self, var, constant) -> Value:
@@ -119,7 +116,7 @@ class Graph:
         self.constant_arrays.append(constant)
         return value
 
-    def _node(self, eqn, inputs, name_stack) -> Node:
+    def _node(self, eqn, inputs, name_stack, called_from) -> Node:
         """A node for the equation, or the node that already computes the same."""
         try:
             key = (
@@ -132,7 +129,7 @@ class Graph:
             key = known = None
         if known is not None:
             return known
-        node = Node(eqn, len(self.nodes), inputs, name_stack)
+        node = Node(eqn, len(self.nodes), inputs, name_stack, called_from)
         self.nodes.append(node)
         if key is not None:
             self._seen[key] = node

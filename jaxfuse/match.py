@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxfuse.canonical import ADD, CAST, NotPerChannel, constant, per_channel, regions, size
+from jaxfuse.canonical import ADD, CAST, NotPerChannel, Region, constant, is_float_cast, per_channel, regions
+from jaxfuse.elementwise import is_elementwise
 from jaxfuse.graph import Emission, Graph, Node, Value
 
 
@@ -122,18 +123,18 @@ class Walk:
             activated = self._activation(chain)
             if isinstance(activated, Chain):
                 return activated
+            if isinstance(activated, Stop) and activated.missed:
+                return activated
         if len(users) > 1:
             readers = " and ".join(map(str, users[:3]))
             return Stop(f"{value!r} is read {len(users)} times: by {readers}", self._missed(chain, users))
         (node,) = users
         if node.index in self.claimed:
             return Stop(f"{node} belongs to another fused site")
-        if node.primitive == CAST and jnp.issubdtype(node.out.dtype, jnp.floating):
+        if is_float_cast(node):
             return dataclasses.replace(chain, end=node.out, nodes=(*chain.nodes, node))
         if chain.activation is not None:
             return Stop("the activation ends it")
-        if isinstance(activated, Stop) and activated.missed:
-            return activated
         return self._affine(chain, node)
 
     def _activation(self, chain: Chain) -> Chain | Stop | None:
@@ -173,24 +174,19 @@ class Walk:
 
     def _missed(self, chain: Chain, users: list[Node]) -> str | None:
         """What the walk would have taken next, had the value no other reader."""
+        if chain.activation is not None:
+            return None
         for node in users:
-            if chain.activation is None:
-                alone = [r for r in regions(chain.end, lambda v: False) if r.nodes] or _region_of(node, chain.end)
-                names = [self.name_activation(region) for region in alone]
-                name = next((n.name for n in names if isinstance(n, Activated)), None)
-                if name:
-                    return name
-        sums = [n for n in users if n.primitive in ADD and size(n.out) == size(chain.end)]
-        return "add" if sums and chain.residual is None and chain.activation is None else None
-
-
-def _region_of(node: Node, start: Value):
-    """The region of one reader of `start`, as if the others were not there."""
-    from jaxfuse.canonical import Region
-    from jaxfuse.elementwise import is_elementwise
-
-    reads_only = all(v is start or constant(v) is not None for v in node.inputs)
-    return [Region(start, node.out, (node,))] if reads_only and is_elementwise(node) else []
+            alone = Region(chain.end, node.out, (node,))
+            if is_elementwise(node) and all(v is chain.end or constant(v) is not None for v in node.inputs):
+                named = self.name_activation(alone)
+                if isinstance(named, Activated):
+                    return named.name
+        for node in users:
+            taken = self._affine(chain, node) if len(node.inputs) == 2 else None
+            if isinstance(taken, Chain) and (taken.residual is not chain.residual or len(users) == 1):
+                return "add" if taken.residual is not None else dict(add="bias", sub="bias").get(taken.affine[-1][0], "scale")
+        return None
 
 
 def _unwidened(value: Value) -> Value:
@@ -201,6 +197,21 @@ def _unwidened(value: Value) -> Value:
         if jnp.issubdtype(inner.dtype, jnp.floating) and jnp.promote_types(inner.dtype, value.dtype) == value.dtype:
             return inner
     return value
+
+
+def longest(chains: list[Chain], dtype, attempt) -> tuple[Match | None, Chain, tuple[Chain, str] | None]:
+    """(match, its chain, what was refused before it): the longest chain that `attempt` makes a Match of. A refusal is the
+    longest chain it gave a reason for instead. A kernel takes and gives one dtype: chains that end in another are passed
+    over."""
+    refused = None
+    for chain in reversed(chains):
+        if chain.end.dtype == dtype:
+            result = attempt(chain)
+            if isinstance(result, Match):
+                return result, chain, refused
+            refused = refused or (chain, result)
+    chain = chains[-1]
+    return None, chain, refused or (chain, f"the result is {chain.end.dtype}: the kernel takes and gives {dtype}")
 
 
 def as_vector(array, channels: int):

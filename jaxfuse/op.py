@@ -14,6 +14,7 @@ the reference, as plain JAX. (`jax.custom_vjp` has no forward mode at all; that 
 
 import dataclasses
 import functools
+import math
 import string
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
 
 from jaxfuse import private
 
@@ -67,11 +68,10 @@ class Stage:
         p.def_abstract_eval(self._abstract_eval)
         ad.primitive_jvps[p] = self._jvp
         batching.primitive_batchers[p] = self._batch
-        on_cpu = mlir.lower_fun(lambda *args, config: self._partitioned(config, args), multiple_results=True)
-        elsewhere = mlir.lower_fun(lambda *args, config: reference(config, *args), multiple_results=True)
-        mlir.register_lowering(p, elsewhere)
+        mlir.register_lowering(p, _lowering(lambda *args, config: reference(config, *args)))
         if kernels:
             private.needs_devices(p)
+            on_cpu = _lowering(lambda *args, config: self._partitioned(config, args))
             mlir.register_lowering(p, on_cpu, platform="cpu")
 
     def __call__(self, config: Hashable, *args) -> list[jax.Array]:
@@ -93,10 +93,7 @@ class Stage:
         return kernel.run(config, args, mesh_axes) if kernel else self.reference(config, *args)
 
     def _abstract_eval(self, *avals, config):
-        outs = _out_types(self, config, tuple(_Type(a.shape, a.dtype) for a in avals))
-        varying = getattr(avals[0], "vma", frozenset()) if avals else frozenset()
-        like = jax.core.ShapedArray
-        return [like(t.shape, t.dtype, vma=varying) if varying else like(t.shape, t.dtype) for t in outs]
+        return _out_types(self, config, tuple(map(_type_of, avals)))
 
     def _jvp(self, primals, tangents, *, config):
         """Derivatives of the reference (for `forward`, FusedOp replaces this rule by a better one)."""
@@ -132,12 +129,10 @@ class Stage:
 
         def shardings(mesh, arg_shapes):
             """Mesh axes of the batch, and the (input, output) shardings that go with them."""
-            spec = next(
-                (tuple(s.sharding.spec) + (None,) * s.ndim)[ax]
-                for s, ax in zip(arg_shapes, axes.inputs)
-                if ax is not None
-            )
-            names = () if spec is None else (spec,) if isinstance(spec, str) else tuple(spec)
+            along_batch = [(s, ax) for s, ax in zip(arg_shapes, axes.inputs) if ax is not None]
+            names = next(filter(None, (_mesh_axes(s.sharding, ax) for s, ax in along_batch)), ())
+            if along_batch[0][0].shape[along_batch[0][1]] % math.prod(mesh.shape[name] for name in names):
+                names = ()  # shards would be padded, and the padding counted as data
 
             def along(ax):
                 return NamedSharding(mesh, PartitionSpec(*([None] * ax + [names]) if ax is not None and names else ()))
@@ -152,7 +147,7 @@ class Stage:
             return list(shardings(mesh, arg_shapes)[2])
 
         sharded = custom_partitioning(lambda *args: list(self.run(config, args)))
-        outs = _out_types(self, config, tuple(_Type(a.shape, a.dtype) for a in args))
+        outs = _out_types(self, config, tuple(_type_of(jax.typeof(a)) for a in args))
         sharded.def_partition(
             partition,
             infer_sharding_from_operands=infer,
@@ -183,10 +178,21 @@ class FusedOp:
         ad.primitive_transposes[self.tangents.primitive] = self._transpose
 
     def __call__(self, config, *args):
+        if self._sharded_beyond_batch(config, args):  # the kernels could not follow; plain JAX, as it was
+            return list(self.forward.reference(config, *args))
         return self.forward(config, *args)
 
+    def _sharded_beyond_batch(self, config, args) -> bool:
+        """Whether the types say so, which they do under a mesh of `explicit` axes."""
+        axes = self.forward.batch_axes(config, [jnp.ndim(a) for a in args]).inputs
+        return any(
+            name is not None and d != ax
+            for a, ax in zip(args, axes)
+            for d, name in enumerate(jax.typeof(a).sharding.spec)
+        )
+
     def _linearize(self, primals, tangents, *, config):
-        saving = self.for_autodiff(config)
+        saving, primals = self.for_autodiff(config), _equally_varying(primals)
         if not self.differentiable(config):
             return jvp_of(functools.partial(self.decompose, config), primals, tangents)
         if saving == config and config.saves:  # a second derivative of a call that was already differentiated once
@@ -194,9 +200,8 @@ class FusedOp:
         outs = self.forward(saving, *primals)
         n_outs = len(outs) - saving.saves
         active = tuple(not isinstance(t, ad.Zero) for t in tangents)
-        linear = Linear(saving, active, tuple(_Type(p.shape, p.dtype) for p in primals), 0)
         kept = self.keep(saving, primals, outs)
-        linear = dataclasses.replace(linear, n_kept=len(kept))
+        linear = Linear(saving, active, tuple(_type_of(jax.typeof(p)) for p in primals), len(kept))
         out_tangents = self.tangents(linear, *kept, *[t for t, a in zip(tangents, active) if a])
         return list(outs[:n_outs]), list(out_tangents)
 
@@ -230,19 +235,14 @@ class FusedOp:
     def _types_here(self, linear: "Linear", args):
         """Types of the op's arguments for the batch size at hand (vmap and sharding change it under the config)."""
         backward, forward = self.backward.batch_axes, self.forward.batch_axes
+        varying = jax.typeof(args[0]).manual_axis_type
         axes = backward(linear, [len(a.shape) for a in args]).inputs
         size = next((a.shape[ax] for a, ax in zip(args, axes) if ax is not None), None)
         own = forward(linear.config, [len(t.shape) for t in linear.types]).inputs
         return [
-            t if ax is None or size is None else jax.ShapeDtypeStruct((*t.shape[:ax], size, *t.shape[ax + 1 :]), t.dtype)
-            for t, ax in zip(linear.types, own)
+            t if ax is None or size is None else t.update(shape=(*t.shape[:ax], size, *t.shape[ax + 1 :]))
+            for t, ax in zip([t.update(manual_axis_type=varying) for t in linear.types], own)
         ]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Type:  # not a NamedTuple, which JAX would take for a pytree
-    shape: tuple[int, ...]
-    dtype: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,7 +251,7 @@ class Linear:
 
     config: Hashable
     active: tuple[bool, ...]
-    types: tuple[_Type, ...]
+    types: tuple[jax.ShapeDtypeStruct, ...]
     n_kept: int
 
 
@@ -268,24 +268,49 @@ def jvp_of(function, primals, tangents):
     return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
 
 
+def _lowering(function):
+    """Lowered as with `check_vma=False`: kernels need not say over which mesh axes of a `shard_map` their results vary."""
+    lower = mlir.lower_fun(function, multiple_results=True)
+
+    def rule(ctx, *values, **params):
+        plain = [aval.update(manual_axis_type=ManualAxisType()) for aval in ctx.avals_in]
+        return lower(ctx.replace(avals_in=plain), *values, **params)
+
+    return rule
+
+
 @functools.lru_cache(maxsize=4096)
 def _jitted(stage: Stage, config):
     return jax.jit(lambda *args: stage.primitive.bind(*args, config=config))
 
 
+def _type_of(aval) -> jax.ShapeDtypeStruct:
+    """With what `explicit` meshes and `shard_map` add to a type: the sharding, and the mesh axes it varies over."""
+    sharding = None if aval.sharding.mesh.empty else aval.sharding
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, manual_axis_type=aval.manual_axis_type)
+
+
 @functools.lru_cache(maxsize=4096)
-def _out_types(stage: Stage, config, types: tuple[_Type, ...]):
-    shapes = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types]
-    return jax.eval_shape(lambda *args: tuple(stage.reference(config, *args)), *shapes)
+def _out_types(stage: Stage, config, types: tuple[jax.ShapeDtypeStruct, ...]):
+    """What the reference returns, so that shapes, dtypes and shardings are those of the same thing unfused."""
+    outs = jax.make_jaxpr(lambda *args: tuple(stage.reference(config, *args)))(*types).out_avals
+    return [out.update(weak_type=False) for out in outs]
 
 
 def _equally_varying(args):
     """Inside `shard_map`: mark every argument as varying over the same mesh axes (the transpose is the psum)."""
-    varying = [getattr(jax.typeof(a), "vma", frozenset()) for a in args]
+    varying = [jax.typeof(a).manual_axis_type.varying for a in args]
     everywhere = frozenset().union(*varying)
     return [
         jax.lax.pcast(a, tuple(everywhere - v), to="varying") if everywhere - v else a for a, v in zip(args, varying)
     ]
+
+
+def _mesh_axes(sharding, axis: int) -> tuple[str, ...]:
+    """The mesh axes over which dimension `axis` is sharded."""
+    spec = tuple(getattr(sharding, "spec", ()))
+    names = spec[axis] if axis < len(spec) else None
+    return () if names is None else (names,) if isinstance(names, str) else tuple(names)
 
 
 def _merge(arg, dim, axis, size):

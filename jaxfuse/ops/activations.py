@@ -26,9 +26,10 @@ def _relu_slope(y, alpha):
 TABLE: dict[str, Activation] = {
     "none": Activation(lambda x, alpha: x, lambda y, alpha: jnp.ones_like(y)),
     "relu": Activation(lambda x, alpha: jax.nn.relu(x), _relu_slope),
-    # max(x, 0) as JAX differentiates it: half at the tie x == 0, which y == 0 cannot tell from x < 0.
+    # max(x, 0), and min(max(x, 0), 6), as JAX differentiates them: half at the ties, which y cannot tell from beyond.
     "maximum0": Activation(lambda x, alpha: jnp.maximum(x, 0)),
-    "relu6": Activation(lambda x, alpha: jax.nn.relu6(x)),
+    "relu6": Activation(lambda x, alpha: jax.nn.relu6(x), lambda y, alpha: ((y > 0) & (y < 6)).astype(y.dtype)),
+    "clip6": Activation(lambda x, alpha: jnp.minimum(jnp.maximum(x, 0), 6)),
     "leaky_relu": Activation(
         lambda x, alpha: jax.nn.leaky_relu(x, alpha),
         # jax.nn.leaky_relu takes x >= 0 as the linear side; y has the sign of x only for alpha > 0
@@ -48,3 +49,6 @@ TABLE: dict[str, Activation] = {
     "hard_swish": Activation(lambda x, alpha: jax.nn.hard_swish(x)),
     "softplus": Activation(lambda x, alpha: jax.nn.softplus(x)),
 }
+
+# The kernels' names of values that two activations share; these differ in their derivatives only.
+SAME_VALUE = {"maximum0": "relu", "clip6": "relu6"}

@@ -151,13 +151,15 @@ def _reference(config: BatchNormConfig, *args):
     y = ACTIVATIONS[config.activation].value(z, 0.0).astype(x.dtype)
     saved = coefficients if config.saving else ()
     if config.saving and config.derivative == "mask":
-        saved = *saved, jnp.packbits(_rows(config, y) > 0, axis=-1, bitorder="little")
+        slope = ACTIVATIONS[config.activation].slope(_rows(config, y), 0.0)
+        saved = *saved, jnp.packbits(slope > 0, axis=-1, bitorder="little")
     return (y, *statistics, *saved)
 
 
 def _differentiable(config: BatchNormConfig) -> bool:
-    """One bit per element holds relu's derivative, not that of activations with a tie rule of one half."""
-    return config.activation in (("none", "relu") if config.has_residual else ("none", "relu", "relu6", "maximum0"))
+    """One bit per element holds the derivative of relu and relu6, not one with a tie rule of one half."""
+    bits = "none", "relu", "relu6"
+    return config.activation in (bits if config.has_residual else (*bits, "maximum0"))
 
 
 def _decompose(config: BatchNormConfig, *args):

@@ -11,6 +11,7 @@ from jax import lax
 
 from jaxfuse import ffi
 from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear
+from jaxfuse.ops.activations import SAME_VALUE
 from jaxfuse.ops.activations import TABLE as ACTIVATIONS
 from jaxfuse.ops.errors import one_of, require
 
@@ -238,7 +239,7 @@ def _run_forward(config: ConvConfig, args, mesh_axes):
     if scale is not None:
         scale = scale.astype(jnp.float32)
     operands = [a for a in (x, w, scale, bias, residual) if a is not None]
-    name = "relu" if config.activation == "maximum0" else config.activation
+    name = SAME_VALUE.get(config.activation, config.activation)
     attrs = config.geometry_attrs() | dict(
         has_scale=config.has_scale, has_bias=config.has_bias, has_residual=config.has_residual, activation=name
     )

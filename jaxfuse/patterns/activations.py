@@ -36,27 +36,28 @@ def _candidates(table):
     parameters = {"leaky_relu": -at[-1.0], "elu": -at[-40.0]}
     for name, activation in TABLE.items():
         alpha = float(np.float32(parameters.get(name, 0)))
-        if name != "none" and (alpha > 0 or not activation.has_alpha):
+        if name != "none" and (0 < alpha < 1 or name == "elu" and alpha > 0 or not activation.has_alpha):
             yield name, alpha
 
 
 def _near_miss(region, table, candidates) -> Stop:
     """Close to one we know, and where it differs; nothing to report if it resembles none."""
     n = len(FINITE)
-    for name, _, known in candidates:
-        if name in ("leaky_relu", "elu"):
+    for name, alpha, known in candidates:
+        if alpha or not np.isclose(table[0, :n], known[0, :n], rtol=0.25, atol=0.05).mean() > 0.9:
             continue
-        off = ~np.isclose(table[0, :n], known[0, :n], rtol=1e-3, atol=1e-3)
-        if off.mean() < 0.6 and not off.all():
-            if off.any():
-                x = FINITE[off][0]
-                where = f"at x = {x:g} it is {table[0, :n][off][0]:g}, not {known[0, :n][off][0]:g}"
-            elif not np.array_equal(table[0, n:], known[0, n:], equal_nan=True):
-                where = f"at infinity, -infinity and NaN it is {table[0, n:]}, not {known[0, n:]}"
-            else:
-                slopes = ~np.isclose(table[1, :n], known[1, :n], rtol=1e-3, atol=1e-3)
-                where = f"its derivative differs, at x = {FINITE[slopes][0]:g}" if slopes.any() else "its constants differ"
-            return Stop(f"{region.nodes[-1]} resembles {name}, but {where}", name)
+        values, slopes = (~np.isclose(t, k, rtol=1e-3, atol=1e-3) for t, k in zip(table[:, :n], known[:, :n]))
+        if values.any():
+            at = np.argmax(values)
+            where = f"at x = {FINITE[at]:g} it is {table[0, at]:g}, not {known[0, at]:g}"
+        elif not np.array_equal(table[0, n:], known[0, n:], equal_nan=True):
+            where = f"at infinity, -infinity and NaN it is {table[0, n:]}, not {known[0, n:]}"
+        elif slopes.any():
+            at = np.argmax(slopes)
+            where = f"its derivative at x = {FINITE[at]:g} is {table[1, at]:g}, not {known[1, at]:g}"
+        else:
+            where = "its constants are rounded differently"
+        return Stop(f"{region.nodes[-1]} resembles {name}, but {where}", name)
     return Stop(f"{region.nodes[0]} is not a known activation")
 
 

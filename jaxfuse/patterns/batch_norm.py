@@ -10,7 +10,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from jaxfuse.canonical import CAST, Moments, NotPerChannel, per_channel, size
 from jaxfuse.graph import Emission, Node, Value
-from jaxfuse.match import Chain, Match, Refusal, Stop, Walk, as_vector, depends_on
+from jaxfuse.match import Chain, Match, Refusal, Walk, as_vector, depends_on, longest
 from jaxfuse.ops.batch_norm import OP, BatchNormConfig
 from jaxfuse.patterns.activations import name_activation
 
@@ -64,18 +64,22 @@ def match(graph, node: Node, claimed: set[int], measured):
         return
     walk = Walk(graph, axis, claimed, name_activation, frozenset(moments.nodes))
     chains, stop = walk.chains(start, first)
-    reason = stop.reason
-    for chain in reversed(chains[1:]):
-        fused = _fused(graph, node, moments, chain, measured)
-        if isinstance(fused, Match):
-            yield fused
-            break
-        reason = fused if chain is chains[-1] or not reason else reason
-    else:
-        yield Refusal(chains[-1].label("bn").replace("bn+bn", "bn"), node, (x,), reason)
-        return
-    if stop.missed:
-        yield Refusal(f"{fused.pattern}+{stop.missed}", node, (x,), stop.reason)
+    found, chain, refused = longest(chains, x.dtype, lambda chain: _fused(graph, node, moments, chain, measured))
+    if found:
+        yield found
+    if refused and _label(refused[0]) != _label(chain) * bool(found):
+        unscaled = stop.reason if refused[1] is _UNSCALED else refused[1]
+        yield Refusal(_label(refused[0]), node, (x,), unscaled)
+    elif stop.missed:
+        yield Refusal(f"{_label(chain)}+{stop.missed}", node, (x,), stop.reason)
+
+
+_UNSCALED = "it is centered, not scaled"
+
+
+def _label(chain: Chain) -> str:
+    """The per-channel steps of a chain that begins at a value with statistics are its normalisation."""
+    return "+".join(["bn", *[part for part in chain.label("").split("+") if part not in ("", "bn", "bias", "scale")]])
 
 
 def _first_step(graph, moments: Moments) -> tuple[Value, Node | None]:
@@ -99,8 +103,8 @@ def _since(moments: Moments) -> int:
 def _fused(graph, node: Node, moments: Moments, chain: Chain, measured) -> Match | str:
     """The match, or why not."""
     x, known = moments.x, set(moments.known)
-    if chain.end.dtype != x.dtype:
-        return f"the result is {chain.end.dtype}, x is {x.dtype}: the kernel takes and gives one dtype"
+    if not any(kind in ("mul", "div") for kind, _ in chain.affine):
+        return _UNSCALED
     if chain.residual is not None:
         if chain.residual.dtype != x.dtype:
             return f"residual {chain.residual!r} is of another dtype than {x!r}"
@@ -125,10 +129,9 @@ def _fused(graph, node: Node, moments: Moments, chain: Chain, measured) -> Match
         for value, formula in moments.known.values():
             yield value, formula(mean, var, moments.count).astype(value.dtype).reshape(value.shape)
 
-    label = chain.label("bn").replace("bn+bn", "bn").replace("bn+bias", "bn").replace("bn+scale", "bn")
     bytes_saved = np.dtype(x.dtype).itemsize * size(x) * (1 + 2 * len([n for n in chain.nodes if n.primitive != CAST]) // 2)
     defines = (chain.end, *[value for value, _ in moments.known.values()])
-    return Match(label, node, chain.nodes, defines, Emission((*full, *parameters), run), kernel.name, full, bytes_saved)
+    return Match(_label(chain), node, chain.nodes, defines, Emission((*full, *parameters), run), kernel.name, full, bytes_saved)
 
 
 def _per_channel_program(moments: Moments, chain: Chain):

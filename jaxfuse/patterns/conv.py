@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfuse.graph import Emission, Node
-from jaxfuse.match import Chain, Match, Refusal, Stop, Walk, as_vector
+from jaxfuse.match import Chain, Match, Refusal, Walk, as_vector, longest
 from jaxfuse.ops.conv import OP, ConvConfig
 from jaxfuse.patterns.activations import name_activation
 
@@ -24,24 +24,13 @@ def match(graph, node: Node, claimed: set[int], measured):
     if isinstance(config, str):
         yield Refusal("conv", node, tuple(node.inputs), config)
         return
-    walk = Walk(graph, config.out_spec[1], claimed, name_activation)
-    chains, stop = walk.chains(node.out)
-    reason = ""
-    for chain in reversed(chains):
-        problem = _refuse(config, chain, node)
-        if problem is None:
-            full = _configured(config, chain)
-            kernel, reason = OP.forward.kernel(full, _types(node, chain))
-            reason = reason or measured("conv", full, _types(node, chain))
-            if not reason:
-                yield _fused(node, chain, full, kernel.name)
-                break
-        elif chain is chains[-1] and problem is not _NARROWER:
-            stop = Stop(problem, stop.missed)
-    else:
-        yield Refusal(chains[-1].label("conv"), node, tuple(node.inputs), reason or stop.reason)
-        return
-    if stop.missed:
+    chains, stop = Walk(graph, config.out_spec[1], claimed, name_activation).chains(node.out)
+    found, chain, refused = longest(chains, node.out.dtype, lambda chain: _fused(node, chain, config, measured))
+    if found:
+        yield found
+    if refused:
+        yield Refusal(refused[0].label("conv"), node, tuple(node.inputs), refused[1])
+    elif stop.missed:
         yield Refusal(f"{chain.label('conv')}+{stop.missed}", node, tuple(node.inputs), stop.reason)
 
 
@@ -56,26 +45,11 @@ def _config(node: Node) -> ConvConfig | str:
     if not (x.dtype == w.dtype == node.out.dtype):
         return f"dtypes {x.dtype}, {w.dtype} -> {node.out.dtype}: the kernel takes and gives one dtype"
     dn = params["dimension_numbers"]
-    reach = [w.shape[d] for d in dn.rhs_spec[2:]]
-    if reach and min(reach) > LARGEST_WINDOW:
-        return f"window {tuple(reach)}: as large as an image, a weight gradient; no kernel yet on cpu"
+    if dn.lhs_spec[0] != 0 or dn.out_spec[0] != 0:
+        return f"batch at axis {dn.lhs_spec[0]} -> {dn.out_spec[0]}, a weight gradient: no kernel yet on cpu"
     return ConvConfig(
         tuple(params["window_strides"]), tuple(map(tuple, params["padding"])), tuple(params["rhs_dilation"]),
         params["feature_group_count"], dn.lhs_spec, dn.rhs_spec, dn.out_spec, precision=params["precision"])
-
-
-LARGEST_WINDOW = 31  # the largest filter in use (RepLKNet) is 31
-
-
-_NARROWER = "the chain ends in another dtype than the convolution's"
-
-
-def _refuse(config: ConvConfig, chain: Chain, node: Node) -> str | None:
-    if chain.end.dtype != node.out.dtype:
-        return _NARROWER
-    if chain.residual is not None and chain.residual.dtype != node.out.dtype:
-        return f"residual {chain.residual!r} is of another dtype than {node.out!r}"
-    return None
 
 
 def _configured(config: ConvConfig, chain: Chain) -> ConvConfig:
@@ -85,21 +59,23 @@ def _configured(config: ConvConfig, chain: Chain) -> ConvConfig:
                                has_residual=chain.residual is not None, activation=name, alpha=alpha)
 
 
-def _types(node, chain: Chain):
-    """Types of the op's arguments, for the kernels to judge."""
-    kinds = {kind for kind, _ in chain.affine}
-    config = _config(node)
-    vector = jax.ShapeDtypeStruct((node.out.shape[config.out_spec[1]],), jnp.float32)
-    full = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (*node.inputs, *([chain.residual] if chain.residual else []))]
-    vectors = [vector] * bool(kinds & {"mul", "div"}) + [vector] * bool(kinds & {"add", "sub"})
-    return (*full[:2], *vectors, *full[2:])
-
-
-def _fused(node: Node, chain: Chain, config: ConvConfig, kernel: str) -> Match:
+def _fused(node: Node, chain: Chain, config: ConvConfig, measured) -> Match | str:
+    """The match, or why not."""
     x, w = node.inputs
+    if chain.residual is not None and chain.residual.dtype != x.dtype:
+        return f"residual {chain.residual!r} is of another dtype than {node.out!r}"
+    config = _configured(config, chain)
     residual = (chain.residual,) if chain.residual is not None else ()
     smalls = tuple(value for _, value in chain.affine)
-    vector = functools.partial(as_vector, channels=node.out.shape[config.out_spec[1]])
+    channels = node.out.shape[config.out_spec[1]]
+    vectors = [jax.ShapeDtypeStruct((channels,), jnp.float32)] * (config.has_scale + config.has_bias)
+    types = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (x, w, *residual)]
+    types[2:2] = vectors
+    kernel, reason = OP.forward.kernel(config, tuple(types))
+    reason = reason or measured("conv", config, types)
+    if reason:
+        return reason
+    vector = functools.partial(as_vector, channels=channels)
 
     def run(read):
         center, scale, offset = chain.coefficients(lambda value: vector(read(value)))
@@ -112,4 +88,4 @@ def _fused(node: Node, chain: Chain, config: ConvConfig, kernel: str) -> Match:
     itemsize = np.dtype(node.out.dtype).itemsize
     saved = 2 * itemsize * int(np.prod(node.out.shape)) * bool(chain.nodes)
     return Match(chain.label("conv"), node, (node, *chain.nodes), (chain.end,), Emission((x, w, *residual, *smalls), run),
-                 kernel, (x, w, *residual), saved)
+                 kernel.name, (x, w, *residual), saved)

@@ -1,0 +1,80 @@
+"""docs/architecture.md holds: imports run one way, files stay small, names agree on every level."""
+
+import ast
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+PACKAGE = ROOT / "jaxfuse"
+
+# Who may import whom; what is not listed may import nothing of the package.
+ALLOWED = {
+    "__init__": {"ops", "fuse", "report"},
+    "__main__": {"demo", "doctor"},
+    "fuse": {"patterns", "policy", "report", "graph", "match", "signature"},
+    "signature": set(),
+    "report": {"match"},
+    "policy": {"ops"},
+    "patterns": {"patterns", "graph", "canonical", "elementwise", "match", "ops"},
+    "match": {"canonical", "elementwise", "graph"},
+    "canonical": {"elementwise", "graph"},
+    "elementwise": {"graph"},
+    "graph": set(),
+    "ops": {"ops", "op", "ffi"},
+    "op": {"private"},
+    "private": set(),
+    "ffi": {"_native"},
+    "doctor": {"ffi", "__init__"},
+    "demo": {"__init__", "demo", "report"},
+}
+
+
+def modules():
+    return [path for path in PACKAGE.rglob("*.py")]
+
+
+def unit(path) -> str:
+    """The file, or the folder under the package, that a module belongs to."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported(path) -> set[str]:
+    """Units of the package that the module imports, at its top or anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = [f"{node.module}.{alias.name}" if node.module == "jaxfuse" else node.module for alias in node.names]
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "jaxfuse":
+                known = len(parts) > 1 and (parts[1] in ALLOWED or parts[1] == "_native")
+                found.add(parts[1] if known else "__init__")
+    return found
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_run_one_way(path):
+    assert imported(path) <= ALLOWED[unit(path)], f"{path} imports what docs/architecture.md forbids"
+
+
+def test_private_jax_lives_in_one_file():
+    users = {str(p.relative_to(PACKAGE)) for p in modules() if "jax._src" in p.read_text()}
+    assert users == {"private.py"}
+
+
+def test_patterns_and_ops_have_the_same_names():
+    ops = {p.stem for p in (PACKAGE / "ops").glob("*.py")} - {"__init__", "activations", "errors"}
+    patterns = {p.stem for p in (PACKAGE / "patterns").glob("*.py")} - {"__init__", "activations"}
+    handlers = {p.stem for p in (ROOT / "xla_ext").glob("*.cc")}
+    assert ops == patterns and ops <= handlers
+
+
+@pytest.mark.parametrize("pattern", ["jaxfuse/**/*.py", "xla_ext/*", "tests/*.py", "benchmarks/*.py"])
+def test_files_are_small(pattern):
+    long = {str(p.relative_to(ROOT)): n for p in ROOT.glob(pattern) if p.is_file() and (n := len(p.read_text().splitlines())) > 350}
+    assert not long

@@ -1,0 +1,198 @@
+"""fuse and explain as a user calls them: signatures, transformations, policies, reports, and what they cannot take."""
+
+import functools
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxfuse
+
+
+def block(x, w, b):
+    y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return jax.nn.relu(y + b)
+
+
+X = jax.random.normal(jax.random.key(0), (2, 8, 8, 4))
+W = 0.2 * jax.random.normal(jax.random.key(1), (3, 3, 4, 8))
+B = jax.random.normal(jax.random.key(2), (8,))
+
+
+def fuse(fn, **options):
+    return jaxfuse.fuse(fn, **({"policy": "always"} | options))
+
+
+def close(a, b, tolerance=1e-4):
+    jax.tree.map(lambda u, v: np.testing.assert_allclose(u, v, rtol=tolerance, atol=tolerance), a, b)
+
+
+def kernels(fn, *args):
+    """How many fused primitives are in the program."""
+    return str(jax.make_jaxpr(fn)(*args)).count("jaxfuse_conv[")
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, lambda f: jax.jit(f, donate_argnums=2)], ids=["plain", "jit", "donated"])
+def test_plain_and_jitted(wrap):
+    fused = fuse(wrap(block))
+    close(fused(X, W, B + 0), block(X, W, B))
+    close(jax.jit(fused)(X, W, B), block(X, W, B))
+    assert kernels(fused, X, W, B) == 1
+
+
+def test_donated_argument_is_taken():
+    fn = jax.jit(lambda x, y: (x + y, block(x, W, B)), donate_argnums=0)
+    x = X + 0
+    close(fuse(fn)(x, X), fn(X + 0, X))
+    assert x.is_deleted()
+
+
+def test_pytrees_keywords_closures_and_statics():
+    def fn(params, x, *, mode, scale=1.0, repeats=1):
+        y = block(x, params["w"], params["b"])
+        for _ in range(repeats):
+            y = y * scale
+        return {"mode": y if mode == "train" else -y, "none": None}
+
+    params = {"w": W, "b": B}
+    fused = fuse(fn)
+    for options in (dict(mode="train"), dict(mode="test", scale=2.0), dict(mode="test", scale=3.0, repeats=2)):
+        close(fused(params, X, **options), fn(params, X, **options))
+    assert fused.__name__ == "fn"
+
+
+def test_static_arguments_of_a_jitted_function():
+    @functools.partial(jax.jit, static_argnames=("n", "train"))
+    def fn(x, n, train):
+        for _ in range(n):
+            x = x + 1 if train else x
+        return block(x, W, B)
+
+    fused = fuse(fn)
+    close(fused(X, 2, train=True), fn(X, 2, train=True))
+    close(fused(X, n=3, train=False), fn(X, n=3, train=False))
+
+
+def test_numbers_do_not_compile_anew():
+    traces = []
+
+    def fn(x, rate):
+        traces.append(1)
+        return block(x, W, B) * rate
+
+    fused = fuse(fn)
+    for rate in (0.1, 0.2, 0.3):
+        close(fused(X, rate), block(X, W, B) * rate)
+    assert len(traces) == 1
+
+
+def test_composes():
+    fused = fuse(block)
+
+    def scalar(f):
+        return lambda *args: jnp.sum(jnp.sin(f(*args)))
+
+    args, tangents = (X, W, B), (jnp.cos(X), jnp.cos(W), jnp.cos(B))
+    close(jax.grad(scalar(fused), (0, 1, 2))(*args), jax.grad(scalar(block), (0, 1, 2))(*args))
+    close(jax.jvp(fused, args, tangents), jax.jvp(block, args, tangents))
+    close(jax.vmap(fused, (0, None, None))(X[:, None], W, B), jax.vmap(block, (0, None, None))(X[:, None], W, B))
+    per_example = jax.vmap(jax.grad(scalar(fused), (0, 1)), (0, None, None))(X[:, None], W, B)
+    close(per_example, jax.vmap(jax.grad(scalar(block), (0, 1)), (0, None, None))(X[:, None], W, B))
+    close(jax.linearize(fused, *args)[1](*tangents), jax.linearize(block, *args)[1](*tangents))
+    hessian = jax.jvp(jax.grad(scalar(fused), 1), args, tangents)
+    close(hessian, jax.jvp(jax.grad(scalar(block), 1), args, tangents), 1e-3)
+
+
+def test_fuse_of_a_train_step_is_right():
+    def step(w, b, x):
+        return jax.value_and_grad(lambda w, b: jnp.mean(block(x, w, b) ** 2), (0, 1))(w, b)
+
+    close(fuse(step)(W, B, X), step(W, B, X))
+
+
+def test_closed_over_tracers():
+    def outer(w):
+        return jnp.sum(fuse(lambda x: block(x, w, B))(X) ** 2)
+
+    close(jax.grad(outer)(W), jax.grad(lambda w: jnp.sum(block(X, w, B) ** 2))(W))
+
+
+def test_names_survive():
+    def fn(x):
+        with jax.named_scope("my_scope"):
+            return jnp.sin(block(x, W, B)) * 2
+
+    assert "my_scope" in jax.jit(fuse(fn)).lower(X).as_text(debug_info=True)
+
+
+def test_policies():
+    assert jaxfuse.explain(block, X, W, B, policy="always").fused
+    assert jaxfuse.explain(block, X, W, B, policy="never").skipped[0].reason == 'policy "never"'
+    assert kernels(fuse(block, policy="never"), X, W, B) == 0
+    with pytest.raises(ValueError, match="unknown policy 'measurd'; did you mean 'measured'?"):
+        jaxfuse.fuse(block, policy="measurd")
+    with pytest.raises(ValueError, match="unknown policy"):
+        jaxfuse.explain(block, X, W, B, policy="fast")
+
+
+def test_strict():
+    close(fuse(block, strict=True)(X, W, B), block(X, W, B))
+    with pytest.raises(jaxfuse.FusionError, match="1 sites stay unfused(.|\n)*float16"):
+        fuse(block, strict=True)(X.astype(jnp.float16), W.astype(jnp.float16), B.astype(jnp.float16))
+
+
+def test_report():
+    report = jaxfuse.explain(block, jax.ShapeDtypeStruct(X.shape, X.dtype), W, B, policy="always")
+    (site,) = report.fused
+    assert (site.pattern, site.direction, site.kernel, site.reason) == ("conv+bias+relu", "forward", "onednn", "")
+    assert site.shapes == (X.shape, W.shape) and site.dtypes == ("float32", "float32")
+    assert site.bytes_saved > 0
+    file, line = site.source.rsplit(":", 1)
+    assert pathlib.Path(file).name == "test_fuse.py" and "conv_general_dilated" in pathlib.Path(__file__).read_text().splitlines()[int(line) - 1]
+    assert "conv+bias+relu" in str(report) and "onednn" in str(report)
+    assert "nothing to fuse" in str(jaxfuse.explain(jnp.sin, X))
+
+
+def test_log(tmp_path):
+    script = "import jax, jaxfuse, test_fuse as t; jaxfuse.fuse(t.block, policy='always')(t.X, t.W, t.B)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True,
+                          cwd=pathlib.Path(__file__).parent, env={**__import__("os").environ, "JAXFUSE_LOG": "1"})
+    assert "jaxfuse: conv+bias+relu forward float32[2, 8, 8, 4]" in done.stderr and "fused, onednn" in done.stderr
+
+
+def test_what_cannot_be_traced_runs_as_it_was():
+    def fn(x):
+        return np.asarray(x).sum() + float(x[0, 0, 0, 0])  # needs concrete values
+
+    assert fuse(fn)(X) == fn(X)
+    (site,) = jaxfuse.explain(fn, X).skipped
+    assert "cannot be traced" in site.reason and "TracerArrayConversionError" in site.reason
+    with pytest.raises(jaxfuse.FusionError, match="cannot be traced"):
+        fuse(fn, strict=True)(X)
+
+
+def test_the_users_error_is_the_users_error():
+    with pytest.raises(ValueError, match="Incompatible shapes"):
+        fuse(lambda x: x + jnp.ones(3))(X)
+
+
+def test_deep_programs():
+    """Neither matching nor evaluation recurses along the program."""
+
+    def fn(x):
+        for _ in range(3000):
+            x = jnp.sin(x)
+        return block(x, W, B)
+
+    close(jax.eval_shape(fuse(fn), X).shape, (2, 8, 8, 8))
+
+
+def test_import_has_no_side_effects():
+    script = "import jaxfuse, sys; from jax._src import xla_bridge; assert not xla_bridge._backends; " \
+             "assert 'jaxfuse._native' not in sys.modules and 'flax' not in sys.modules and 'matplotlib' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True)
