@@ -1,0 +1,7 @@
+"""Checks jaxfuse's numbers against float64, then times it side by side with XLA and PyTorch: `python -m benchmarks --help`.
+
+cases     what is measured, as data               peers      who is measured, and with which settings
+inputs    the numbers every peer starts from      peer       one worker process, serving jax_peer or torch_peer
+turns     one worker at a time, the rest stopped  checks     errors against the float64 reference
+machine   where it ran                            report     JSON, markdown, README        screen     the terminal
+"""

@@ -1,0 +1,101 @@
+"""python -m benchmarks [names...]: the numbers against float64, then the times side by side."""
+
+import argparse
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+from . import cases, machine, peers, report, run, screen
+from .turns import WorkerError
+
+ROOT = Path(__file__).resolve().parent.parent
+SELECTION = 'kinds ("conv", "batch_norm", "model") or dotted parts of a case\'s name ("resnet50.bf16"); all if none is given'
+MERGING = "a file of the same machine, versions and settings keeps its other cases"
+ALLOCATOR = "glibc's malloc settings, the same for every peer"
+
+
+def _arguments():
+    parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__)
+    option = parser.add_argument
+    option("names", nargs="*", help=SELECTION)
+    option("--list", action="store_true", help="print the names of the cases and end")
+    option("--json", type=Path, metavar="OUT.json", help=f"where the result goes, and OUT.md beside it; {MERGING}")
+    option("--quick", action="store_true", help="small shapes and short turns, to try the machinery; says nothing about speed")
+    option("--peers", default=",".join(peers.PEERS), help="whom to measure (default: %(default)s)")
+    option("--allocator", choices=[*peers.ALLOCATORS, "both"], default="tuned", help=f"{ALLOCATOR} (default: %(default)s)")
+    option("--torch-python", metavar="PATH", help="the interpreter that has torch, if it is not this one")
+    option("--turns", type=int, default=5, help="turns of each peer (default: %(default)s)")
+    option("--readme", type=Path, metavar="RESULT.json", help="put this result's table into README.md and end")
+    arguments = parser.parse_args()
+    arguments.peers = arguments.peers.split(",")
+    unknown = [name for name in arguments.peers if name not in peers.PEERS]
+    if unknown:
+        parser.error(f"argument --peers: no peer is named {unknown[0]!r}; there are {', '.join(peers.PEERS)}")
+    if arguments.turns < 1:
+        parser.error(f"argument --turns: {arguments.turns} turns measure nothing; give 1 or more")
+    return arguments
+
+
+def _measure(chosen, interpreters, allocators, turns, seconds, result, save):
+    """Fills the result, saving it after every case; returns what must not be in it."""
+    problems = []
+    steps = len(chosen) * len(allocators) * len(interpreters) * (1 + turns)
+    with screen.progress(steps) as (begin, advance):
+        for allocator in allocators:
+            with run.Crew({**interpreters, peers.REFERENCE: sys.executable}, allocator) as crew:
+                for name in interpreters:
+                    versions = crew.workers[name].versions
+                    result["peers"][name] = {"environment": peers.PEERS[name].environment, "versions": versions}
+                for case in chosen:
+                    begin(f"{case.name} ({allocator})")
+                    row = run.measure(case, crew, turns, seconds, advance)
+                    result["rows"].append(row)
+                    save()
+                    screen.case_done(row, run.failures(row))
+                    problems += run.failures(row)
+    return problems
+
+
+def main():
+    arguments = _arguments()
+    if arguments.readme:
+        report.refresh_readme(ROOT / "README.md", arguments.readme)
+        return 0
+    chosen = cases.select(arguments.names)
+    if arguments.list:
+        print(*(case.name for case in chosen), sep="\n")
+        return 0
+    interpreters, left_out = peers.available(arguments.peers, arguments.torch_python)
+    for sentence in left_out:
+        screen.console.print(sentence, style="yellow", markup=False)
+    if not interpreters:
+        return 1
+    if arguments.quick:
+        chosen = [cases.quick(case) for case in chosen]
+    here, today = machine.describe(), datetime.now(UTC).date().isoformat()
+    allocators = list(peers.ALLOCATORS) if arguments.allocator == "both" else [arguments.allocator]
+    turns, seconds = (2, 0.02) if arguments.quick else (arguments.turns, 0.3)
+    settings = {"turns": turns, "seconds": seconds, "quick": arguments.quick, "allocators": peers.ALLOCATORS}
+    result = {"date": today, "machine": here, "settings": settings, "peers": {}, "rows": []}
+    path = arguments.json
+    if path is None and not arguments.quick:
+        path = ROOT / "benchmarks" / "results" / f"{today}-{machine.slug(here)}.json"
+
+    def save():
+        if path:
+            report.merge(path, result)
+
+    problems = _measure(chosen, interpreters, allocators, turns, seconds, result, save)
+    screen.tables(result["rows"])
+    for sentence in problems:
+        screen.console.print(sentence, style="red", markup=False)
+    if path:
+        screen.console.print(f"{path} and {path.with_suffix('.md').name} are written.", highlight=False)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (ValueError, WorkerError) as error:
+        sys.exit(str(error))

@@ -1,0 +1,131 @@
+"""The named cases: data only, so that every peer, in whatever interpreter, reads the same table."""
+
+from dataclasses import asdict, dataclass, replace
+from difflib import get_close_matches
+
+
+@dataclass(frozen=True)
+class Conv:
+    """relu(conv(x, w) + bias) on a square NHWC image, padded so that stride 1 keeps its size."""
+
+    title: str
+    kernel: int
+    inputs: int
+    outputs: int
+    size: int
+    stride: int = 1
+    dilation: int = 1
+    groups: int = 1
+
+    @property
+    def padding(self):
+        return self.dilation * (self.kernel // 2)
+
+    @property
+    def output_size(self):
+        return (self.size - 1) // self.stride + 1
+
+
+@dataclass(frozen=True)
+class BatchNorm:
+    """relu(batch norm in training (x) [+ residual]) on a square NHWC image."""
+
+    title: str
+    channels: int
+    size: int
+    residual: bool = True
+
+
+@dataclass(frozen=True)
+class Model:
+    """A network on square RGB images with 1000 classes."""
+
+    title: str
+    network: str
+    size: int = 224
+
+
+CONVS = {
+    "conv3x3_c64_s56": Conv("3×3, 64, 56²", 3, 64, 64, 56),
+    "conv3x3_c256_s14": Conv("3×3, 256, 14²", 3, 256, 256, 14),
+    "conv1x1_c256_c64_s56": Conv("1×1, 256→64, 56²", 1, 256, 64, 56),
+    "conv1x1_c64_c256_s56": Conv("1×1, 64→256, 56²", 1, 64, 256, 56),
+    "conv7x7_stride2_c3_c64_s224": Conv("7×7 stride 2, 3→64, 224²", 7, 3, 64, 224, stride=2),
+    "conv3x3_stride2_c128_s56": Conv("3×3 stride 2, 128, 56²", 3, 128, 128, 56, stride=2),
+    "conv3x3_dilation2_c256_s28": Conv("3×3 dilation 2, 256, 28²", 3, 256, 256, 28, dilation=2),
+    "conv3x3_groups32_c256_s28": Conv("3×3 groups 32, 256, 28²", 3, 256, 256, 28, groups=32),
+    "depthwise3x3_c192_s28": Conv("depthwise 3×3, 192, 28²", 3, 192, 192, 28, groups=192),
+    "depthwise7x7_c96_s56": Conv("depthwise 7×7, 96, 56²", 7, 96, 96, 56, groups=96),
+}
+BATCH_NORMS = {
+    "bn_add_relu_c256_s56": BatchNorm("bn+add+relu, 256, 56²", 256, 56),
+    "bn_add_relu_c512_s28": BatchNorm("bn+add+relu, 512, 28²", 512, 28),
+    "bn_add_relu_c1024_s14": BatchNorm("bn+add+relu, 1024, 14²", 1024, 14),
+    "bn_add_relu_c2048_s7": BatchNorm("bn+add+relu, 2048, 7²", 2048, 7),
+    "bn_relu_c64_s112": BatchNorm("bn+relu, 64, 112²", 64, 112, residual=False),
+}
+MODELS = {
+    "resnet50": Model("ResNet-50", "resnet50"),
+    "mobilenet_v2": Model("MobileNetV2", "mobilenet_v2"),
+}
+# Its stages: expansion, features, blocks, stride of the first.
+MOBILENET_V2 = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
+KINDS = {"model": Model, "batch_norm": BatchNorm, "conv": Conv}
+
+
+@dataclass(frozen=True)
+class Case:
+    """task: "forward"; "gradient" (forward, and the gradients of every input for a given cotangent); "inference";
+    "training" (one step)."""
+
+    name: str
+    kind: str
+    task: str
+    dtype: str
+    batch: int
+    shape: Conv | BatchNorm | Model
+
+    def to_json(self):
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data):
+        return Case(**{**data, "shape": KINDS[data["kind"]](**data["shape"])})
+
+
+def _table():
+    for name, shape in MODELS.items():
+        for task, batches in (("inference", (1, 8)), ("training", (8,))):
+            for batch in batches:
+                for dtype in ("f32", "bf16"):
+                    yield Case(f"{name}.b{batch}.{dtype}.{task}", "model", task, dtype, batch, shape)
+    for kind, shapes, batches in (("batch_norm", BATCH_NORMS, (8,)), ("conv", CONVS, (1, 8))):
+        for name, shape in shapes.items():
+            for batch in batches:
+                for dtype in ("f32", "bf16"):
+                    for task in ("forward", "gradient"):
+                        yield Case(f"{name}.b{batch}.{dtype}.{task}", kind, task, dtype, batch, shape)
+
+
+CASES = tuple(_table())
+
+
+def select(names):
+    """Cases that some of `names` selects; a name is a kind ("conv"), or dotted parts of a case's name in any order
+    ("resnet50.bf16")."""
+    chosen = set()
+    for name in names:
+        found = {case for case in CASES if name == case.kind or set(name.split(".")) <= set(case.name.split("."))}
+        if not found:
+            words = sorted({part for case in CASES for part in (case.kind, *case.name.split("."))})
+            near = [match for part in name.split(".") for match in get_close_matches(part, words, 2, 0.5)]
+            advice = f"near it: {', '.join(near)}" if near else "--list shows the names"
+            raise ValueError(f"benchmarks: no case is named {name!r}; {advice}")
+        chosen |= found
+    return [case for case in CASES if not names or case in chosen]
+
+
+def quick(case):
+    """The case made small, to try the machinery: a result of it says nothing about speed."""
+    size = 64 if case.kind == "model" else min(case.shape.size, 28)
+    return replace(case, batch=min(case.batch, 2), shape=replace(case.shape, size=size))

@@ -1,0 +1,134 @@
+"""The JAX side of a worker: plain user functions, compiled as they are, through jaxfuse.fuse, or in float64 (reference)."""
+
+from functools import partial
+from importlib.metadata import version
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from . import inputs
+from .peers import REFERENCE
+
+DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
+# A preactivation nearer to 0 than this may change sign by rounding alone.
+SIGN_MARGIN = {"f32": 1e-4, "bf16": 2.0**-6}
+
+
+def conv_bias(x, w, bias, *, shape):
+    y = lax.conv_general_dilated(
+        x,
+        w,
+        (shape.stride, shape.stride),
+        [(shape.padding, shape.padding)] * 2,
+        rhs_dilation=(shape.dilation, shape.dilation),
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        feature_group_count=shape.groups,
+    )
+    return y + bias
+
+
+def batch_norm_add(x, gamma, beta, residual=None):
+    """As Flax computes it: the variance by one reading of x, the statistics in float32."""
+    x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    mean = jnp.mean(x32, axis=(0, 1, 2))
+    var = jnp.maximum(0.0, jnp.mean(lax.square(x32), axis=(0, 1, 2)) - lax.square(mean))
+    y = (x32 - mean) * (lax.rsqrt(var + 1e-5) * gamma) + beta
+    y = y.astype(x.dtype)
+    return y if residual is None else y + residual
+
+
+class Prepared:
+    """A compiled call. `run()` makes one, blocking; `outputs` are the first call's, by name, as numpy arrays."""
+
+    def __init__(self, call, name_outputs, temp_bytes):
+        self.run, self.temp_bytes = call, temp_bytes
+        self.outputs = {name: _numpy(value) for name, value in name_outputs(call()).items()}
+
+
+def _numpy(value):
+    return np.asarray(value, np.float64 if value.dtype == jnp.float64 else np.float32)
+
+
+class JaxPeer:
+    def __init__(self, name):
+        self.exact, self.fuse = name == REFERENCE, lambda function: function
+        self.versions = {"jax": version("jax"), "jaxlib": version("jaxlib"), "flax": version("flax")}
+        if name == "jaxfuse":
+            import jaxfuse
+            from jaxfuse import ffi
+
+            self.fuse = jaxfuse.fuse
+            native = ffi.native().info() if ffi.native() else {}
+            self.versions |= {"jaxfuse": version("jaxfuse"), "jaxfuse oneDNN": native.get("onednn"), "native": native}
+
+    def prepare(self, case, folder):
+        jax.clear_caches()
+        return self._model(case) if case.kind == "model" else self._op(case, folder)
+
+    def _array(self, value, dtype):
+        """bf16 inputs are rounded first: the float64 reference starts from what the others start from."""
+        value = jnp.asarray(value, DTYPES[dtype])
+        return value.astype(jnp.float64) if self.exact else value
+
+    def _op(self, case, folder):
+        arrays, cotangent = inputs.operands(case)
+        names = list(arrays)
+        arguments = [self._array(arrays[name], "f32" if name in ("gamma", "beta") else case.dtype) for name in names]
+        linear = partial(conv_bias, shape=case.shape) if case.kind == "conv" else batch_norm_add
+        function = self.fuse(lambda *arguments: jax.nn.relu(linear(*arguments)))
+        if case.task == "forward":
+            return self._compiled(function, arguments, lambda y: {"y": y})
+        if self.exact and folder:
+            # Where the sign is within rounding of 0, one flipped relu bit, rightly or wrongly flipped, would drown the
+            # errors to be seen.
+            cotangent = np.where(np.abs(jax.jit(linear)(*arguments)) < SIGN_MARGIN[case.dtype], 0, cotangent)
+            np.save(folder / "cotangent.npy", cotangent)
+        elif folder and (folder / "cotangent.npy").exists():
+            cotangent = np.load(folder / "cotangent.npy")
+
+        def forward_and_gradients(cotangent, *arguments):
+            y, pullback = jax.vjp(function, *arguments)
+            return y, pullback(cotangent)
+
+        def named(result):
+            return {"y": result[0], **{f"d{name}": value for name, value in zip(names, result[1], strict=True)}}
+
+        return self._compiled(forward_and_gradients, [self._array(cotangent, case.dtype), *arguments], named)
+
+    def _compiled(self, function, arguments, name_outputs):
+        compiled = jax.jit(function).lower(*arguments).compile()
+        temp_bytes = compiled.memory_analysis().temp_size_in_bytes
+        return Prepared(lambda: jax.block_until_ready(compiled(*arguments)), name_outputs, temp_bytes)
+
+    def _model(self, case):
+        from . import models
+
+        model = models.NETWORKS[case.shape.network](dtype=jnp.float64 if self.exact else DTYPES[case.dtype])
+        images = self._array(inputs.images(case), case.dtype)
+        variables = jax.tree.map(partial(self._array, dtype="f32"), models.random_variables(model, images))
+        if case.task == "inference":
+            return self._compiled(self.fuse(model.apply), [variables, images], lambda logits: {"logits": logits})
+        params, batch_stats = variables["params"], variables["batch_stats"]
+        state = models.TrainState(params, batch_stats, jax.tree.map(jnp.zeros_like, params))
+        return self._training(models.make_train_step(model, self.fuse), state, images, jnp.asarray(inputs.labels(case)))
+
+    def _training(self, train_step, state, images, labels):
+        compiled = jax.jit(train_step, donate_argnums=0).lower(state, images, labels).compile()
+
+        def step():
+            nonlocal state
+            state, loss = jax.block_until_ready(compiled(state, images, labels))
+            return state, loss
+
+        def named(result):
+            # The momentum after the first step is the gradient.
+            state, loss = result
+            outputs = {"loss": loss}
+            for kind, tree in (("gradient", state.momentum), ("batch_stats", state.batch_stats)):
+                for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+                    outputs[kind + jax.tree_util.keystr(path)] = leaf
+            return outputs
+
+        return Prepared(step, named, compiled.memory_analysis().temp_size_in_bytes)

@@ -1,0 +1,101 @@
+"""The PyTorch side of a worker: channels-last tensors, eager or torch.compile."""
+
+import re
+from functools import partial
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from . import inputs, torch_models
+
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+
+
+def conv_bias_relu(x, w, bias, *, shape):
+    return F.conv2d(x, w, bias, shape.stride, shape.padding, shape.dilation, shape.groups).relu_()
+
+
+def batch_norm_add_relu(x, gamma, beta, residual=None):
+    y = F.batch_norm(x, None, None, gamma, beta, training=True, eps=1e-5)
+    if residual is not None:
+        y += residual
+    return y.relu_()
+
+
+class Prepared:
+    """A call. `run()` makes one; `outputs` are the first call's, by name, as numpy arrays, images and kernels in JAX's order."""
+
+    temp_bytes = None  # PyTorch does not say
+
+    def __init__(self, call, name_outputs):
+        self.run = call
+        self.outputs = {name: _numpy(name, value.detach()) for name, value in name_outputs(call()).items()}
+
+
+def _numpy(name, value):
+    if value.ndim == 4:
+        value = value.permute((2, 3, 1, 0) if name == "dw" else (0, 2, 3, 1))
+    return value.float().numpy()
+
+
+def _tensor(value, dtype, name=""):
+    tensor = torch.from_numpy(value).to(DTYPES[dtype])
+    if value.ndim < 4:
+        return tensor
+    return tensor.permute((3, 2, 0, 1) if name == "w" else (0, 3, 1, 2)).contiguous(memory_format=torch.channels_last)
+
+
+class TorchPeer:
+    def __init__(self, name):
+        self.compile = partial(torch.compile, dynamic=False) if name == "torch-compile" else lambda function: function
+        onednn = re.search(r"MKL-DNN v(\S+)", torch.__config__.show())
+        self.versions = {"torch": torch.__version__, "torch oneDNN": onednn and onednn[1], "torch threads": torch.get_num_threads()}
+
+    def prepare(self, case, folder):
+        torch.compiler.reset()
+        return self._model(case) if case.kind == "model" else self._op(case, folder)
+
+    def _op(self, case, folder):
+        arrays, cotangent = inputs.operands(case)
+        tensors = {name: _tensor(value, "f32" if name in ("gamma", "beta") else case.dtype, name) for name, value in arrays.items()}
+        if case.kind == "conv":
+            function = self.compile(partial(conv_bias_relu, shape=case.shape))
+        else:
+            function = self.compile(batch_norm_add_relu)
+        if case.task == "forward":
+            return Prepared(torch.no_grad()(lambda: function(*tensors.values())), lambda y: {"y": y})
+        if folder and (folder / "cotangent.npy").exists():
+            cotangent = np.load(folder / "cotangent.npy").astype(np.float32)
+        cotangent = _tensor(cotangent, case.dtype)
+        leaves = [tensor.requires_grad_() for tensor in tensors.values()]
+
+        def forward_and_gradients():
+            y = function(*leaves)
+            return y, torch.autograd.grad(y, leaves, cotangent)
+
+        def named(result):
+            return {"y": result[0], **{f"d{name}": value for name, value in zip(tensors, result[1], strict=True)}}
+
+        return Prepared(forward_and_gradients, named)
+
+    def _model(self, case):
+        torch.manual_seed(0)
+        model = torch_models.NETWORKS[case.shape.network]().to(memory_format=torch.channels_last)
+        images = _tensor(inputs.images(case), "f32" if case.task == "training" else case.dtype)
+        if case.task == "inference":
+            apply = self.compile(model.eval().to(DTYPES[case.dtype]))
+            prepared = Prepared(torch.no_grad()(lambda: apply(images)), lambda logits: {"logits": logits})
+            return self._finite(prepared, (case.batch, 1000))
+        labels = torch.from_numpy(inputs.labels(case)).long()
+        train_step = torch_models.make_train_step(self.compile(model.train()), autocast=case.dtype == "bf16")
+        return self._finite(Prepared(lambda: train_step(images, labels), lambda loss: {"loss": loss}), ())
+
+    def _finite(self, prepared, shape):
+        """The weights are PyTorch's own, so a model's numbers cannot be compared with the other peers'; that they are
+        numbers can be seen."""
+        (value,) = prepared.outputs.values()
+        if value.shape != shape or not np.isfinite(value).all():
+            raise ArithmeticError(f"output of shape {value.shape}, expected {shape} and finite")
+        prepared.outputs = {}
+        return prepared

@@ -1,0 +1,171 @@
+"""The benchmark's own machinery; nothing here is about speed."""
+
+import json
+import os
+import signal
+import sys
+
+import numpy as np
+import pytest
+
+from benchmarks import cases, checks, inputs, peer, peers, report, turns
+
+
+def test_case_table_is_well_formed():
+    names = [case.name for case in cases.CASES]
+    assert len(set(names)) == len(names)
+    for case in cases.CASES:
+        assert cases.Case.from_json(json.loads(json.dumps(case.to_json()))) == case
+        assert case.dtype in ("f32", "bf16") and case.task in report.TASKS and case.kind in report.SECTIONS
+        if case.kind == "conv":
+            assert case.shape.inputs % case.shape.groups == case.shape.outputs % case.shape.groups == 0
+
+
+def test_select_by_kind_and_by_parts_of_the_name():
+    assert cases.select([]) == list(cases.CASES)
+    assert {case.kind for case in cases.select(["batch_norm"])} == {"batch_norm"}
+    assert [case.name for case in cases.select(["bf16.resnet50.training"])] == ["resnet50.b8.bf16.training"]
+    with pytest.raises(ValueError, match="resnet50"):
+        cases.select(["resnet5"])
+
+
+@pytest.mark.parametrize("name", ["conv7x7_stride2_c3_c64_s224.b1.f32.gradient", "bn_add_relu_c2048_s7.b8.f32.gradient"])
+def test_inputs_are_the_same_in_every_process_and_fit_the_function(name):
+    jax_peer = pytest.importorskip("benchmarks.jax_peer")
+    (case,) = cases.select([name])
+    case = cases.quick(case)
+    arrays, cotangent = inputs.operands(case)
+    again, _ = inputs.operands(case)
+    assert all(np.array_equal(arrays[key], again[key]) and arrays[key].dtype == np.float32 for key in arrays)
+    prepared = jax_peer.JaxPeer("xla").prepare(case, None)
+    assert prepared.outputs["y"].shape == cotangent.shape
+    assert {f"d{key}" for key in arrays} <= prepared.outputs.keys()
+
+
+def test_time_calls_counts_three_short_calls_or_one_long_one():
+    def calls_of(seconds_each, seconds):
+        now = [0.0]
+
+        def run():
+            now[0] += seconds_each
+
+        return peer.time_calls(run, seconds, clock=lambda: now[0])
+
+    assert len(calls_of(0.25, 0.3)) == 3
+    assert len(calls_of(0.0625, 1.0)) == 16
+    assert len(calls_of(5.0, 0.3)) == 1
+
+
+class FakeWorker:
+    def __init__(self, name):
+        self.name = name
+
+
+def test_turns_alternate_and_disturbed_ones_are_repeated():
+    order, foreign = [], iter([0.0, 0.5, 0.1, 0.0, 0.0, 0.0])
+
+    def turn(worker, seconds):
+        order.append(worker.name)
+        return turns.Turn(ms=float(len(order)), calls=3, foreign=next(foreign))
+
+    # In the first round b is disturbed, disturbed again, and then quiet.
+    taken, failed = turns.take_turns([FakeWorker("a"), FakeWorker("b")], 2, 0.3, turn=turn, wait=0)
+    assert order == ["a", "b", "b", "b", "a", "b"] and not failed
+    assert [one.ms for one in taken["a"]] == [1.0, 5.0] and [one.ms for one in taken["b"]] == [4.0, 6.0]
+
+
+def test_a_turn_that_stays_disturbed_counts_and_says_so():
+    foreign = iter([0.5, 0.2, 0.4])
+    taken, _ = turns.take_turns([FakeWorker("a")], 1, 0.3, turn=lambda *_: turns.Turn(1.0, 3, next(foreign)), wait=0)
+    assert [one.foreign for one in taken["a"]] == [0.2]
+    assert turns.summary(taken["a"]) == {"ms": 1.0, "turns_ms": [1.0], "calls": 3, "disturbed": 1}
+
+
+def test_a_worker_that_fails_leaves_the_others_their_turns():
+    def turn(worker, seconds):
+        if worker.name == "a":
+            raise turns.WorkerError("it ended")
+        return turns.Turn(2.0, 3, 0.0)
+
+    taken, failed = turns.take_turns([FakeWorker("a"), FakeWorker("b")], 3, 0.3, turn=turn, wait=0)
+    assert failed == {"a": "it ended"} and turns.summary(taken["b"])["turns_ms"] == [2.0] * 3 and "a" not in taken
+
+
+def test_a_real_worker_answers_and_its_end_is_an_error():
+    worker = turns.Worker("xla", sys.executable, "default")
+    try:
+        assert "jax" in worker.versions
+        case = cases.quick(cases.select(["conv3x3_c256_s14.b1.f32.forward"])[0])
+        assert "error" not in worker.ask({"do": "prepare", "case": case.to_json(), "folder": None})
+        assert worker.ask({"do": "time", "seconds": 0.0})["calls"] == 3
+        assert "error" in worker.ask({"do": "time", "minutes": 1})
+        os.kill(worker.pid, signal.SIGKILL)
+        with pytest.raises(turns.WorkerError, match="the process of xla ended"):
+            worker.ask({"do": "time", "seconds": 0.0})
+    finally:
+        worker.end()
+
+
+def test_environments_differ_only_in_the_peers_own_settings(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_of_the_shell")
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
+    plain, tuned = peers.environment("xla", "tuned"), peers.environment("xla-tuned", "tuned")
+    assert "MALLOC_ARENA_MAX" not in plain and {**plain, **peers.PEERS["xla-tuned"].environment} == tuned
+    assert plain == peers.environment("jaxfuse", "tuned") and "XLA_FLAGS" not in plain
+
+
+def test_errors_are_relative_and_trees_count_as_one(tmp_path):
+    truth = {"y": np.array([3.0, 4.0]), "gradient['a']": np.array([1.0]), "gradient['b']": np.array([0.0])}
+    np.savez(tmp_path / "reference.npz", **truth)
+    np.savez(tmp_path / "xla.npz", **{**truth, "y": np.array([3.0, 4.5]), "gradient['b']": np.array([0.5])})
+    np.savez(tmp_path / "jaxfuse.npz", **{**truth, "y": np.array([3.0, np.nan])})
+    unfused, fused = checks.errors(tmp_path, "reference", "xla"), checks.errors(tmp_path, "reference", "jaxfuse")
+    assert unfused["y"] == pytest.approx({"rms": 0.1, "max": 0.125})
+    assert unfused["gradient"] == pytest.approx({"rms": 0.5, "max": 0.5})
+    assert checks.worse(unfused, unfused, "conv", "f32") == []
+    assert [sentence.partition(":")[0] for sentence in checks.worse(fused, unfused, "conv", "f32")] == ["y"]
+
+
+def _result(name="resnet50.b8.f32.training", ms=200.0):
+    times = {"jaxfuse": ms, "xla": 500.0, "torch": 150.0}
+    answer = {"turns_ms": [1.0], "calls": 3, "disturbed": 0, "temp_bytes": 2**20}
+    error = {peer: {"loss": {"rms": 1e-6, "max": 1e-6}} for peer in ("jaxfuse", "xla")}
+    (case,) = cases.select([name])
+    row = {"case": name, "kind": case.kind, "title": case.shape.title, "batch": 8, "dtype": "f32", "task": case.task}
+    row |= {"allocator": "tuned", "errors": error, "peers": {peer: {**answer, "ms": value} for peer, value in times.items()}}
+    settings = {peer: {"environment": {}, "versions": {"jax": "0.10.2"}} for peer in times}
+    machine = {"cpu": "a CPU", "cores": 2, "memory_gib": 4.0, "os": "Linux"}
+    result = {"date": "2025-01-01", "machine": machine, "settings": {"turns": 5, "quick": False}}
+    return {**result, "peers": settings, "rows": [row]}
+
+
+def test_markdown_has_times_ratios_errors_and_memory():
+    text = report.markdown(_result())
+    assert "| case | run | jaxfuse ms | XLA ms | PyTorch ms | ÷ XLA | ÷ PyTorch | error/XLA's |" in text
+    assert "| ResNet-50 | f32, batch 8, training step | 200 | 500 | 150 | 2.5 | 0.75 | 1.0e-06 / 1.0e-06 |" in text
+    assert "1 MiB fused" in text and "a CPU" in text
+
+
+def test_a_file_keeps_its_other_cases_but_not_those_of_another_machine(tmp_path):
+    path = tmp_path / "result.json"
+    report.merge(path, _result())
+    report.merge(path, _result("resnet50.b8.f32.inference"))
+    report.merge(path, _result(ms=100.0))
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["case"] for row in rows] == ["resnet50.b8.f32.inference", "resnet50.b8.f32.training"]
+    assert rows[1]["peers"]["jaxfuse"]["ms"] == 100.0 and path.with_suffix(".md").exists()
+    with pytest.raises(ValueError, match="another machine"):
+        report.merge(path, {**_result(), "machine": {"cpu": "another"}})
+
+
+def test_readme_block_is_refreshed_between_its_markers(tmp_path):
+    readme, result = tmp_path / "README.md", tmp_path / "result.json"
+    report.merge(result, _result())
+    readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    report.refresh_readme(readme, result)
+    report.refresh_readme(readme, result)
+    text = readme.read_text()
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text and text.count("ResNet-50 | f32") == 1
+    readme.write_text("no markers")
+    with pytest.raises(ValueError, match="benchmark table"):
+        report.refresh_readme(readme, result)
