@@ -33,6 +33,8 @@ ALLOCATORS = {
         "MALLOC_MMAP_THRESHOLD_": "4000000000",
         "MALLOC_TRIM_THRESHOLD_": "8000000000",
         "MALLOC_TOP_PAD_": "536870912",
+        # one arena: only the main one can keep more than 64 MB, and XLA allocates on other threads
+        "MALLOC_ARENA_MAX": "1",
     },
 }
 # What a shell may have set, and what would make peers unequal.

@@ -64,7 +64,7 @@ def _bench(arguments) -> int:
 def _doctor(arguments) -> int:
     from jaxfuse import doctor
 
-    print(doctor.doctor())
+    print(doctor.doctor().rstrip())
     return 0
 
 

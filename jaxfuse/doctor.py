@@ -16,6 +16,8 @@ def doctor() -> str:
     Never raises for a broken installation: the table says what is broken.
     """
     table = Table(show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")
     for name, value in (*_versions(), *_native_module()):
         table.add_row(name, value)
     console = Console(width=110)

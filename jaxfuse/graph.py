@@ -5,7 +5,6 @@ its custom derivative rules; a `Value` is what flows between nodes.
 """
 
 import pathlib
-import site
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -211,19 +210,23 @@ def _inlinable(eqn) -> ClosedJaxpr | None:
     return None if specified or any(params.get("donated_invars", ())) else body
 
 
-_LIBRARIES = tuple({*site.getsitepackages(), site.getusersitepackages(), *map(sysconfig.get_path, ("stdlib", "purelib"))})
+_STDLIB = sysconfig.get_path("stdlib")
 _OWN = str(pathlib.Path(__file__).parent)
 
 
 def _is_framework(file_name: str) -> bool:
     parts = pathlib.PurePath(file_name).parts
-    return file_name.startswith(_OWN) or _is_library(file_name) and any(name in parts for name in FRAMEWORKS)
+    return _is_own(file_name) or _is_library(file_name) and any(name in parts for name in FRAMEWORKS)
 
 
 def _is_library(file_name: str) -> bool:
-    """In site-packages, the standard library, or jaxfuse itself (its demo is a user's program)."""
-    ours = file_name.startswith(_OWN) and f"{_OWN}/demo" not in file_name
-    return ours or file_name.startswith((*_LIBRARIES, "<frozen"))
+    installed = {"site-packages", "dist-packages"} & set(pathlib.PurePath(file_name).parts)
+    return bool(installed) or _is_own(file_name) or file_name.startswith((_STDLIB, "<frozen"))
+
+
+def _is_own(file_name: str) -> bool:
+    """Part of jaxfuse, the demo aside: that is a user's program."""
+    return file_name.startswith(_OWN) and not file_name.startswith(f"{_OWN}/demo")
 
 
 def _relative(file_name: str) -> str:

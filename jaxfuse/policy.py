@@ -8,9 +8,9 @@ from jaxfuse.ops.errors import one_of
 
 POLICIES = ("measured", "always", "never")
 
-# Fewest floating-point operations (conv) or elements (batch norm) from which the fused kernel was measured faster.
+# Fewest floating-point operations (conv) or elements (others) from which the fused kernel was measured faster.
 # `python -m benchmarks threshold` measures them again.
-SMALLEST = {"conv": 0, "batch_norm": 0}
+SMALLEST = {"conv": 0, "batch_norm": 0, "max_pool": 0}
 
 
 def judge(policy: str):

@@ -3,5 +3,6 @@
 from jaxfuse.ops.batch_norm import batch_norm
 from jaxfuse.ops.conv import conv
 from jaxfuse.ops.errors import OpError
+from jaxfuse.ops.max_pool import max_pool
 
-__all__ = ["OpError", "batch_norm", "conv"]
+__all__ = ["OpError", "batch_norm", "conv", "max_pool"]

@@ -9,40 +9,37 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class Activation:
-    """value(x, alpha): the activation. slope(y, alpha): its derivative from the *output* y, where that determines it.
+    """value(x, alpha): the activation. pullback(y, g, alpha): g · value'(x) from the *output* y, where that determines it.
 
-    An activation without `slope` is fused in inference; under autodiff the op is split before it.
+    An activation without `pullback` is fused in inference; under autodiff the op is split before it.
+    A `pullback` selects where JAX's own derivative does: 0 · g would be NaN for an infinite g.
     """
 
     value: Callable
-    slope: Callable | None = None
+    pullback: Callable | None = None
     has_alpha: bool = False
 
 
-def _relu_slope(y, alpha):
-    return (y > 0).astype(y.dtype)
-
-
 TABLE: dict[str, Activation] = {
-    "none": Activation(lambda x, alpha: x, lambda y, alpha: jnp.ones_like(y)),
-    "relu": Activation(lambda x, alpha: jax.nn.relu(x), _relu_slope),
+    "none": Activation(lambda x, alpha: x, lambda y, g, alpha: g),
+    "relu": Activation(lambda x, alpha: jax.nn.relu(x), lambda y, g, alpha: jnp.where(y > 0, g, 0)),
     # max(x, 0), and min(max(x, 0), 6), as JAX differentiates them: half at the ties, which y cannot tell from beyond.
     "maximum0": Activation(lambda x, alpha: jnp.maximum(x, 0)),
-    "relu6": Activation(lambda x, alpha: jax.nn.relu6(x), lambda y, alpha: ((y > 0) & (y < 6)).astype(y.dtype)),
+    "relu6": Activation(lambda x, alpha: jax.nn.relu6(x), lambda y, g, alpha: jnp.where((y > 0) & (y < 6), g, 0)),
     "clip6": Activation(lambda x, alpha: jnp.minimum(jnp.maximum(x, 0), 6)),
     "leaky_relu": Activation(
         lambda x, alpha: jax.nn.leaky_relu(x, alpha),
         # jax.nn.leaky_relu takes x >= 0 as the linear side; y has the sign of x only for alpha > 0
-        lambda y, alpha: jnp.where(y >= 0, 1, alpha).astype(y.dtype),
+        lambda y, g, alpha: jnp.where(y >= 0, g, alpha * g),
         has_alpha=True,
     ),
     "elu": Activation(
         lambda x, alpha: jax.nn.elu(x, alpha),
-        lambda y, alpha: jnp.where(y > 0, 1, y + alpha).astype(y.dtype),
+        lambda y, g, alpha: g * jnp.where(y > 0, 1, y + alpha),
         has_alpha=True,
     ),
-    "sigmoid": Activation(lambda x, alpha: jax.nn.sigmoid(x), lambda y, alpha: y * (1 - y)),
-    "tanh": Activation(lambda x, alpha: jnp.tanh(x), lambda y, alpha: 1 - y * y),
+    "sigmoid": Activation(lambda x, alpha: jax.nn.sigmoid(x), lambda y, g, alpha: g * (y * (1 - y))),
+    "tanh": Activation(lambda x, alpha: jnp.tanh(x), lambda y, g, alpha: g * (1 - y * y)),
     "silu": Activation(lambda x, alpha: jax.nn.silu(x)),
     "gelu": Activation(lambda x, alpha: jax.nn.gelu(x, approximate=False)),
     "gelu_tanh": Activation(lambda x, alpha: jax.nn.gelu(x, approximate=True)),

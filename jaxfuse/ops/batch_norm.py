@@ -12,6 +12,7 @@ passes over the full-size tensors:
 
 import dataclasses
 import functools
+import numbers
 from collections.abc import Callable
 
 import jax
@@ -22,7 +23,7 @@ from jax import lax
 from jaxfuse import ffi
 from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear
 from jaxfuse.ops.activations import TABLE as ACTIVATIONS
-from jaxfuse.ops.errors import one_of, require
+from jaxfuse.ops.errors import Arguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,27 +90,22 @@ def batch_norm(x, gamma, beta, residual=None, *, activation=None, epsilon=1e-5, 
     Returns: (y, mean, var); y in x's dtype, the statistics float32 as used.
     Raises: OpError (a ValueError), at trace time, for shapes, dtypes or options that do not fit.
     """
-    fits = functools.partial(require, op="batch_norm")
-    fits(x.ndim >= 2, argument="x", came=f"of rank {x.ndim}", expected="rank 2 or more", remedy="add a batch axis")
-    fits(jnp.issubdtype(x.dtype, jnp.floating), argument="x", came=str(x.dtype), expected="a float dtype", remedy="cast it")
-    fits(-x.ndim <= axis < x.ndim, argument="axis", came=str(axis), expected=f"an axis of x, whose rank is {x.ndim}",
-         remedy="give the channel axis")
-    channels = x.shape[axis]
-    for name, value in (("gamma", gamma), ("beta", beta), ("mean", mean), ("var", var)):
-        fits(value is None and name in ("mean", "var") or getattr(value, "shape", None) == (channels,), argument=name,
-             came=f"of shape {getattr(value, 'shape', None)}", expected=f"({channels},), one for each channel of x",
-             remedy="reshape it or check axis")
-    fits((mean is None) == (var is None), argument="mean and var", came="given one without the other",
-         expected="both or neither", remedy="give both to use running statistics, neither to use those of x")
-    if residual is not None:
-        fits(residual.shape == x.shape and residual.dtype == x.dtype, argument="residual",
-             came=f"{residual.dtype}{list(residual.shape)}", expected=f"{x.dtype}{list(x.shape)}, as x is",
-             remedy="broadcast or cast it")
-    config = BatchNormConfig(axis % x.ndim, Standard(float(epsilon)), mean is None, residual is not None,
-                             one_of(activation or "none", ACTIVATIONS, "activation"))
-    given = () if mean is None else (mean, var)
-    outs = OP(config, x, *(() if residual is None else (residual,)), *given, gamma, beta)
-    return tuple(outs) if mean is None else (outs[0], *given)
+    arguments = Arguments("batch_norm")
+    given = {name: v for name, v in dict(mean=mean, var=var).items() if v is not None}
+    added = {} if residual is None else dict(residual=residual)
+    arguments.floats(x=x, gamma=gamma, beta=beta, **given, **added)
+    arguments.check(x.ndim >= 2, "x", f"of rank {x.ndim}", "rank 2 or more", "add a batch axis")
+    arguments.check(isinstance(axis, numbers.Integral) and -x.ndim <= axis < x.ndim, "axis", repr(axis),
+                    f"an axis of x, whose rank is {x.ndim}", "give the channel axis")
+    arguments.per_channel(x.shape[axis], "channel of x", gamma=gamma, beta=beta, **given)
+    arguments.check(len(given) != 1, "mean and var", f"{next(iter(given), '')} alone", "both or neither",
+                    "give both to use running statistics, neither to use those of x")
+    arguments.like(x, "x", **added)
+    config = BatchNormConfig(
+        int(axis) % x.ndim, Standard(arguments.number("epsilon", epsilon, at_least=0)), not given, bool(added),
+        arguments.one_of("activation", activation or "none", ACTIVATIONS))
+    outs = OP(config, x, *added.values(), *given.values(), gamma, beta)
+    return (outs[0], mean, var) if given else tuple(outs)
 
 
 def _wide(x):
@@ -128,7 +124,8 @@ def _mean_over_batch(config: BatchNormConfig, x):
 
 def _rows(config: BatchNormConfig, x):
     """x as [rows, channels]."""
-    return jnp.moveaxis(x, config.axis, -1).reshape(-1, x.shape[config.axis])
+    channels = x.shape[config.axis]
+    return jnp.moveaxis(x, config.axis, -1).reshape(x.size // max(1, channels), channels)
 
 
 def _coefficients(config: BatchNormConfig, statistics, parameters):
@@ -151,7 +148,8 @@ def _reference(config: BatchNormConfig, *args):
     y = ACTIVATIONS[config.activation].value(z, 0.0).astype(x.dtype)
     saved = coefficients if config.saving else ()
     if config.saving and config.derivative == "mask":
-        slope = ACTIVATIONS[config.activation].slope(_rows(config, y), 0.0)
+        rows = _rows(config, y)
+        slope = ACTIVATIONS[config.activation].pullback(rows, jnp.ones_like(rows), 0.0)
         saved = *saved, jnp.packbits(slope > 0, axis=-1, bitorder="little")
     return (y, *statistics, *saved)
 
@@ -159,7 +157,7 @@ def _reference(config: BatchNormConfig, *args):
 def _differentiable(config: BatchNormConfig) -> bool:
     """One bit per element holds the derivative of relu and relu6, not one with a tie rule of one half."""
     bits = "none", "relu", "relu6"
-    return config.activation in (bits if config.has_residual else (*bits, "maximum0"))
+    return config.activation in (bits if config.has_residual else (*bits, "maximum0", "clip6"))
 
 
 def _decompose(config: BatchNormConfig, *args):
@@ -172,19 +170,18 @@ def _keep(config: BatchNormConfig, args, outs):
     return (x, *parameters, *outs[1:])
 
 
-def _slope(config: BatchNormConfig, kept):
-    """act'(z), in float32, or None where it is 1."""
+def _through_activation(config: BatchNormConfig, kept, dz):
+    """dz · act'(z)"""
     x, _, _, coefficients, mask = config.unpack_kept(kept)
-    if config.derivative == "none":
-        return None
+    if config.derivative == "none" or not dz.size:  # unpackbits takes no empty array
+        return dz
     if mask:
         bits = jnp.unpackbits(mask[0], axis=-1, count=x.shape[config.axis], bitorder="little")
         channels_last = jnp.moveaxis(x, config.axis, -1).shape
-        return jnp.moveaxis(bits.reshape(channels_last), -1, config.axis).astype(coefficients[0].dtype)
+        return jnp.where(jnp.moveaxis(bits.reshape(channels_last), -1, config.axis), dz, 0)
     center, scale, offset = _expand(config, x, *coefficients)
     z = (_wide(x) - center) * scale + offset
-    value = functools.partial(ACTIVATIONS[config.activation].value, alpha=0.0)
-    return jax.jvp(value, (z,), (jnp.ones_like(z),))[1]
+    return jax.jvp(functools.partial(ACTIVATIONS[config.activation].value, alpha=0.0), (z,), (dz,))[1]
 
 
 def _tangent(config: BatchNormConfig, kept, tangents):
@@ -204,8 +201,7 @@ def _tangent(config: BatchNormConfig, kept, tangents):
     dz = (dwide - dcenter) * scale + (wide - center) * dscale + doffset
     if dresidual is not None:
         dz = dz + dresidual
-    slope = _slope(config, kept)
-    return ((dz if slope is None else dz * slope).astype(x.dtype), *dstatistics)
+    return (_through_activation(config, kept, dz).astype(x.dtype), *dstatistics)
 
 
 def _per_channel_of(config, n_statistics, *args):
@@ -237,7 +233,7 @@ def _backward_axes(linear: Linear, ranks) -> BatchAxes:
 # --- CPU kernels: our own, channels-last -------------------------------------------------------------------------
 
 _DTYPES = ("float32", "bfloat16")
-_ACTIVATIONS = ("none", "relu", "relu6", "maximum0")
+_ACTIVATIONS = ("none", "relu", "relu6", "maximum0", "clip6")
 
 
 def _refuse(config: BatchNormConfig, args) -> str | None:

@@ -13,7 +13,7 @@ from jaxfuse import ffi
 from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear
 from jaxfuse.ops.activations import SAME_VALUE
 from jaxfuse.ops.activations import TABLE as ACTIVATIONS
-from jaxfuse.ops.errors import one_of, require
+from jaxfuse.ops.errors import Arguments
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -77,52 +77,50 @@ def conv(x, w, bias=None, residual=None, *, scale=None, activation=None, alpha=0
     Returns: y in x's dtype. Autodiff keeps x, w and y.
     Raises: OpError (a ValueError), at trace time, for shapes, dtypes or options that do not fit.
     """
-    fits = functools.partial(require, op="conv")
-    fits(3 <= x.ndim <= 5, argument="x", came=f"of rank {x.ndim}", expected="rank 3, 4 or 5", remedy="add the missing axis")
-    fits(jnp.issubdtype(x.dtype, jnp.floating), argument="x", came=str(x.dtype), expected="a float dtype",
-         remedy="cast it")
-    fits(w.ndim == x.ndim, argument="w", came=f"of rank {w.ndim}", expected=f"rank {x.ndim}, as x has", remedy="reshape it")
-    fits(w.dtype == x.dtype, argument="w", came=str(w.dtype), expected=f"{x.dtype}, as x is", remedy="cast one of them")
+    arguments = Arguments("conv")
+    optional = {name: a for name, a in dict(scale=scale, bias=bias, residual=residual).items() if a is not None}
+    arguments.floats(x=x, w=w, **optional)
+    arguments.check(3 <= x.ndim <= 5, "x", f"of rank {x.ndim}", "rank 3, 4 or 5", "add the missing axis")
+    arguments.check(w.ndim == x.ndim, "w", f"of rank {w.ndim}", f"rank {x.ndim}, as x has", "reshape it")
+    arguments.check(w.dtype == x.dtype, "w", str(w.dtype), f"{x.dtype}, as x is", "cast one of them")
+    geometry = _geometry(arguments, x, w, window_strides, padding, rhs_dilation, feature_group_count, dimension_numbers)
+    out = jax.eval_shape(functools.partial(_convolve, ConvConfig(*geometry)), x, w)
+    features = w.shape[geometry[5][0]]
+    residual_only = {name: optional.pop(name) for name in ("residual",) if name in optional}
+    arguments.per_channel(features, "output channel", **optional)
+    arguments.like(out, "the output", **residual_only)
+    config = ConvConfig(
+        *geometry, *[a is not None for a in (scale, bias, residual)],
+        arguments.one_of("activation", activation or "none", ACTIVATIONS), arguments.number("alpha", alpha),
+        tuple(precision) if isinstance(precision, list) else precision)
+    return OP(config, x, w, *[a for a in (scale, bias, residual) if a is not None])[0]
+
+
+def _geometry(arguments, x, w, window_strides, padding, rhs_dilation, feature_group_count, dimension_numbers):
+    """The first fields of ConvConfig."""
     spatial = x.ndim - 2
-    if dimension_numbers is None:
-        letters = "DHW"[3 - spatial :]
-        dimension_numbers = (f"N{letters}C", f"{letters}IO", f"N{letters}C")
-    dn = lax.conv_dimension_numbers(x.shape, w.shape, dimension_numbers)
-    strides = tuple(window_strides or (1,) * spatial)
-    dilation = tuple(rhs_dilation or (1,) * spatial)
-    for name, value in (("window_strides", strides), ("rhs_dilation", dilation)):
-        fits(len(value) == spatial and min(value) >= 1, argument=name, came=str(value),
-             expected=f"{spatial} positive integers", remedy="give one for each spatial dimension of x")
+    letters = "DHW"[3 - spatial :]
+    try:
+        dn = lax.conv_dimension_numbers(
+            x.shape, w.shape, dimension_numbers or (f"N{letters}C", f"{letters}IO", f"N{letters}C"))
+    except (TypeError, ValueError) as error:
+        arguments.check(False, "dimension_numbers", f"{dimension_numbers!r} ({error})",
+                        f"three names like ('N{letters}C', '{letters}IO', 'N{letters}C')", "spell out x, w and the output")
+    ones = (1,) * spatial
+    strides = arguments.positive_integers("window_strides", ones if window_strides is None else window_strides, spatial)
+    dilation = arguments.positive_integers("rhs_dilation", ones if rhs_dilation is None else rhs_dilation, spatial)
     if isinstance(padding, str):
-        one_of(padding, ("SAME", "VALID"), "padding")
+        arguments.one_of("padding", padding, ("SAME", "VALID"))
         reach = [(w.shape[d] - 1) * r + 1 for d, r in zip(dn.rhs_spec[2:], dilation)]
         padding = lax.padtype_to_pads([x.shape[d] for d in dn.lhs_spec[2:]], reach, strides, padding)
-    padding = tuple((int(low), int(high)) for low, high in padding)
-    fits(len(padding) == spatial, argument="padding", came=str(padding), expected=f"{spatial} pairs",
-         remedy="give one (low, high) pair for each spatial dimension of x")
-    channels, groups = x.shape[dn.lhs_spec[1]], feature_group_count
-    features, per_group = w.shape[dn.rhs_spec[0]], w.shape[dn.rhs_spec[1]]
-    fits(groups >= 1 and channels == per_group * groups and features % groups == 0, argument="w", came=f"of shape {w.shape}",
-         expected=f"{channels}/{groups} input channels per group and a multiple of {groups} output channels",
-         remedy="check w, feature_group_count and dimension_numbers")
-    config = ConvConfig(strides, padding, dilation, groups, dn.lhs_spec, dn.rhs_spec, dn.out_spec, scale is not None,
-                        bias is not None, residual is not None,
-                        one_of(activation or "none", ACTIVATIONS, "activation"), float(alpha), _static(precision))
-    for name, value in (("bias", bias), ("scale", scale)):
-        fits(value is None or value.shape == (features,), argument=name, came=f"of shape {getattr(value, 'shape', None)}",
-             expected=f"({features},), one for each output channel", remedy="reshape it")
-    if residual is not None:
-        plain = dataclasses.replace(config, has_scale=False, has_bias=False, has_residual=False)
-        out = jax.eval_shape(functools.partial(_reference, plain), x, w)[0]
-        fits(residual.shape == out.shape and residual.dtype == out.dtype, argument="residual",
-             came=f"{residual.dtype}{list(residual.shape)}", expected=f"{out.dtype}{list(out.shape)}, as the output is",
-             remedy="broadcast or cast it")
-    present = [a for a in (scale, bias, residual) if a is not None]
-    return OP(config, x, w, *present)[0]
-
-
-def _static(precision):
-    return tuple(precision) if isinstance(precision, list) else precision
+    padding = arguments.pairs("padding", padding, spatial)
+    (groups,) = arguments.positive_integers("feature_group_count", (feature_group_count,), 1)
+    channels, features, per_group = x.shape[dn.lhs_spec[1]], w.shape[dn.rhs_spec[0]], w.shape[dn.rhs_spec[1]]
+    arguments.check(
+        channels == per_group * groups and features % groups == 0, "w", f"of shape {w.shape}",
+        f"{channels}/{groups} input channels per group and a multiple of {groups} output channels",
+        "check w, feature_group_count and dimension_numbers")
+    return strides, padding, dilation, groups, dn.lhs_spec, dn.rhs_spec, dn.out_spec
 
 
 def _convolve(config: ConvConfig, x, w):
@@ -153,8 +151,8 @@ def _reference(config: ConvConfig, *args):
 def _differentiable(config: ConvConfig) -> bool:
     """From x, w and y alone: no scale (its gradient needs the product), and an activation known from its output."""
     activation = ACTIVATIONS[config.activation]
-    invertible_sign = config.activation != "leaky_relu" or config.alpha > 0
-    return not config.has_scale and activation.slope is not None and invertible_sign
+    same_sign = not activation.has_alpha or config.alpha > 0  # of x and y
+    return not config.has_scale and activation.pullback is not None and same_sign
 
 
 def _decompose(config: ConvConfig, *args):
@@ -193,7 +191,7 @@ def _tangent(config: ConvConfig, kept, tangents):
         total = total + _per_channel(config, dbias.astype(total.dtype), total)
     if dresidual is not None:
         total = total + dresidual
-    return (total * ACTIVATIONS[config.activation].slope(y[0], config.alpha) if y else total,)
+    return (ACTIVATIONS[config.activation].pullback(y[0], total, config.alpha) if y else total,)
 
 
 def _forward_axes(config: ConvConfig, ranks) -> BatchAxes:

@@ -1,21 +1,78 @@
 """Errors of ops called with arguments that do not fit: they name op, argument, what came, what was expected, what to do."""
 
+import dataclasses
 import difflib
+import numbers
+
+import jax.numpy as jnp
 
 
 class OpError(ValueError):
-    """An op was called with shapes, dtypes or options that do not fit. Also a TypeError's cousin: raised at trace time."""
+    """An op was called with shapes, dtypes or options that do not fit. Raised at trace time."""
 
 
-def require(condition: bool, op: str, argument: str, came, expected: str, remedy: str) -> None:
-    if not condition:
-        raise OpError(f"jaxfuse.ops.{op}: {argument} is {came}, expected {expected}; {remedy}")
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """The checks that the arguments of an op go through, by the op's name. Every method raises OpError."""
+
+    op: str
+
+    def check(self, condition, argument: str, came, expected: str, remedy: str) -> None:
+        if not condition:
+            raise OpError(f"jaxfuse.ops.{self.op}: {argument} is {came}, expected {expected}; {remedy}")
+
+    def floats(self, **arrays) -> None:
+        """Each an array of floats."""
+        for name, value in arrays.items():
+            kind = type(value).__name__
+            self.check(hasattr(value, "shape") and hasattr(value, "dtype"), name,
+                       "None" if value is None else f"a {kind}", "an array", "convert it with jax.numpy.asarray")
+            self.check(jnp.issubdtype(value.dtype, jnp.floating), name, str(value.dtype), "a float dtype", "cast it")
+
+    def per_channel(self, channels: int, whose: str, **vectors) -> None:
+        for name, value in vectors.items():
+            self.check(value.shape == (channels,), name, f"of shape {value.shape}", f"({channels},), one for each {whose}",
+                       "reshape it, or check the channel axis")
+
+    def like(self, out, what: str, **arrays) -> None:
+        """Each of `out`'s shape and dtype, which are those of `what`."""
+        for name, value in arrays.items():
+            self.check(value.shape == out.shape and value.dtype == out.dtype, name, f"{value.dtype}{list(value.shape)}",
+                       f"{out.dtype}{list(out.shape)}, as {what} is", "broadcast or cast it")
+
+    def number(self, argument: str, value, at_least: float = float("-inf")) -> float:
+        try:
+            number = None if isinstance(value, str) else float(value)
+        except (TypeError, ValueError):
+            number = None
+        self.check(number is not None, argument, repr(value), "a number known when tracing", "give a float")
+        self.check(number >= at_least, argument, repr(value), f"{at_least:g} or more", "give a larger one")
+        return number
+
+    def positive_integers(self, argument: str, value, count: int) -> tuple[int, ...]:
+        fits = _is_sequence(value, count) and all(isinstance(v, numbers.Integral) and v >= 1 for v in value)
+        self.check(fits, argument, repr(value), f"{count} positive integers", "give one for each spatial dimension of x")
+        return tuple(map(int, value))
+
+    def pairs(self, argument: str, value, count: int) -> tuple[tuple[int, int], ...]:
+        fits = _is_sequence(value, count) and all(
+            _is_sequence(pair, 2) and all(isinstance(v, numbers.Integral) for v in pair) for pair in value)
+        self.check(fits, argument, repr(value), f"{count} pairs of integers",
+                   "give one (low, high) pair for each spatial dimension of x")
+        return tuple((int(low), int(high)) for low, high in value)
+
+    def one_of(self, argument: str, name, known) -> str:
+        return one_of(name, known, argument, where=f"jaxfuse.ops.{self.op}: ")
 
 
-def one_of(name, known, what: str) -> str:
-    """`name` if it is known, else a ValueError that suggests the nearest."""
-    if name in known:
+def one_of(name, known, what: str, where: str = "") -> str:
+    """`name` if it is known, else an OpError that suggests the nearest."""
+    if isinstance(name, str) and name in known:
         return name
-    near = difflib.get_close_matches(str(name), list(known), n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise OpError(f"unknown {what} {name!r}{hint} (known: {', '.join(map(repr, known))})")
+    near = difflib.get_close_matches(getattr(name, "__name__", str(name)), list(known), n=1)
+    hint = f"did you mean {near[0]!r}? " if near else "choose another "
+    raise OpError(f"{where}unknown {what} {name!r}; {hint}(known: {', '.join(map(repr, known))})")
+
+
+def _is_sequence(value, count: int) -> bool:
+    return not isinstance(value, str) and hasattr(value, "__len__") and len(value) == count

@@ -1,0 +1,134 @@
+"""max_pool: the largest value of each window, and its gradient, which goes to the first of the largest."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxfuse import ffi
+from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear
+from jaxfuse.ops.errors import Arguments
+
+Pairs = tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class MaxPoolConfig:
+    """Everything static about a max pool: for every dimension of x, the parameters of `lax.reduce_window`."""
+
+    window_dimensions: tuple[int, ...]
+    window_strides: tuple[int, ...]
+    padding: Pairs
+    base_dilation: tuple[int, ...]
+    window_dilation: tuple[int, ...]
+    saves: int = 0  # nothing beyond x is kept for the backward pass
+
+    def geometry_attrs(self):
+        """Of the spatial dimensions."""
+        low, high = zip(*self.padding[1:-1])
+        attrs = dict(window_dimensions=self.window_dimensions[1:-1], window_strides=self.window_strides[1:-1],
+                     padding_low=low, padding_high=high)
+        return {name: np.asarray(values, np.int64) for name, values in attrs.items()}
+
+
+def max_pool(x, window_shape, *, strides=None, padding="VALID"):
+    """Max pooling, as `flax.linen.max_pool`: y[n, i, c] = max of x[n, i·stride - padding_low + [0, window), c].
+
+    Args:
+      x: float array of rank 3 to 5, channels last: `[batch, *spatial, channels]`.
+      window_shape: one positive integer for each spatial dimension.
+      strides: likewise; 1 by default.
+      padding: "VALID", "SAME" or a (low, high) pair for each spatial dimension; filled with -inf.
+
+    Returns: y in x's dtype; NaN where the window holds one. Its gradient goes to the first largest value of each window,
+    in row-major order; where windows overlap it is summed, by the kernel in float32. Autodiff keeps x.
+    Raises: OpError (a ValueError), at trace time, for shapes, dtypes or options that do not fit.
+    """
+    arguments = Arguments("max_pool")
+    arguments.floats(x=x)
+    arguments.check(3 <= x.ndim <= 5, "x", f"of rank {x.ndim}", "rank 3, 4 or 5", "add the missing axis, or merge batch axes")
+    spatial = x.ndim - 2
+    window = arguments.positive_integers("window_shape", window_shape, spatial)
+    strides = arguments.positive_integers("strides", (1,) * spatial if strides is None else strides, spatial)
+    if isinstance(padding, str):
+        arguments.one_of("padding", padding, ("SAME", "VALID"))
+        padding = lax.padtype_to_pads(x.shape[1:-1], window, strides, padding)
+    padding = arguments.pairs("padding", padding, spatial)
+    arguments.check(min(map(min, padding)) >= 0, "padding", str(padding), "pairs of numbers that are not negative",
+                    "crop x instead")
+    ones = (1,) * x.ndim
+    config = MaxPoolConfig((1, *window, 1), (1, *strides, 1), ((0, 0), *padding, (0, 0)), ones, ones)
+    return OP(config, x)[0]
+
+
+def _reference(config: MaxPoolConfig, x):
+    y = lax.reduce_window(x, -jnp.inf, lax.max, config.window_dimensions, config.window_strides, config.padding,
+                          config.base_dilation, config.window_dilation)
+    return (y,)
+
+
+def _tangent(config: MaxPoolConfig, kept, tangents):
+    """dx at the winner of each window: JAX's own rule, linear in dx and transposed to a select-and-scatter."""
+    return jax.jvp(functools.partial(_reference, config), kept, tuple(tangents))[1]
+
+
+def _forward_axes(config: MaxPoolConfig, ranks) -> BatchAxes:
+    return BatchAxes((0,), (0,))
+
+
+def _backward_axes(linear: Linear, ranks) -> BatchAxes:
+    return BatchAxes((0, 0), (0,))
+
+
+# --- CPU kernel: our own, channels-last --------------------------------------------------------------------------
+
+_DTYPES = ("float32", "bfloat16")
+
+
+def _refuse(config: MaxPoolConfig, args) -> str | None:
+    x, rank = args[0], len(args[0].shape)
+    if str(x.dtype) not in _DTYPES:
+        return f"dtype {x.dtype}: the kernel takes {' and '.join(_DTYPES)}"
+    if not 3 <= rank <= 5:
+        return f"rank {rank}: the kernel takes a batch, 1 to 3 spatial dimensions and channels"
+    for name, axis in (("batch", 0), ("channel", rank - 1)):
+        if (config.window_dimensions[axis], config.window_strides[axis], config.padding[axis]) != (1, 1, (0, 0)):
+            return f"window {config.window_dimensions} pools axis {axis}, the {name} axis: the kernel takes channels last"
+    for name in ("base_dilation", "window_dilation"):
+        if any(d != 1 for d in getattr(config, name)):
+            return f"{name} {getattr(config, name)}: no kernel yet on cpu"
+    if min(map(min, config.padding)) < 0:
+        return f"negative padding {config.padding}"
+    if math.prod(x.shape) == 0:
+        return f"empty array of shape {tuple(x.shape)}"
+    return ffi.available("jaxfuse_max_pool_fwd")
+
+
+def _run_forward(config: MaxPoolConfig, args, mesh_axes):
+    (y,) = jax.eval_shape(functools.partial(_reference, config), *args)
+    return ffi.call("jaxfuse_max_pool_fwd", [jax.ShapeDtypeStruct(y.shape, y.dtype)], *args, **config.geometry_attrs())
+
+
+def _run_backward(linear: Linear, args, mesh_axes):
+    x, dy = args
+    attrs = linear.config.geometry_attrs()
+    return ffi.call("jaxfuse_max_pool_bwd", [jax.ShapeDtypeStruct(x.shape, x.dtype)], x, dy, **attrs)
+
+
+OP = FusedOp(
+    "max_pool",
+    reference=_reference,
+    keep=lambda config, args, outs: args,
+    tangent=_tangent,
+    decompose=_reference,
+    differentiable=lambda config: True,
+    for_autodiff=lambda config: config,
+    forward_kernels=(Kernel("native", _refuse, _run_forward),),
+    backward_kernels=(Kernel("native", lambda linear, args: _refuse(linear.config, args), _run_backward),),
+    forward_axes=_forward_axes,
+    backward_axes=_backward_axes,
+)

@@ -1,0 +1,146 @@
+"""Convolutions as the native targets take them: named geometries, calls, and the same sums by numpy in float64."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxfuse import ffi
+
+F32, BF16 = jnp.float32, jnp.bfloat16
+LAYOUTS = {1: ("NWC", "WIO", "NWC"), 2: ("NHWC", "HWIO", "NHWC"), 3: ("NDHWC", "DHWIO", "NDHWC")}
+
+
+class Case:
+    """A convolution's shapes and attributes; padding is one pair for all spatial dimensions or a list of pairs."""
+
+    def __init__(self, x, w, strides=1, padding=(0, 0), dilation=1, groups=1, layout=None):
+        n = len(x) - 2
+        every = lambda value: tuple(value) if isinstance(value, (tuple, list)) else (value,) * n
+        self.x, self.w, self.strides, self.dilation, self.groups = x, w, every(strides), every(dilation), groups
+        self.padding = padding if isinstance(padding, list) else [padding] * n
+        self.specs = lax.conv_dimension_numbers(x, w, layout or LAYOUTS[n])
+
+    @property
+    def attrs(self):
+        low, high = zip(*self.padding)
+        return dict(
+            window_strides=self.strides, padding_low=low, padding_high=high, rhs_dilation=self.dilation,
+            feature_group_count=self.groups, lhs_spec=self.specs.lhs_spec, rhs_spec=self.specs.rhs_spec,
+            out_spec=self.specs.out_spec,
+        )  # fmt: skip
+
+    @property
+    def y(self):
+        shape = jax.eval_shape(
+            lambda x, w: lax.conv_general_dilated(
+                x, w, self.strides, self.padding, rhs_dilation=self.dilation, dimension_numbers=self.specs,
+                feature_group_count=self.groups,
+            ), jax.ShapeDtypeStruct(self.x, F32), jax.ShapeDtypeStruct(self.w, F32),
+        )  # fmt: skip
+        return shape.shape
+
+    def per_feature(self, v):
+        return np.asarray(v, np.float64).reshape([-1 if i == self.specs.out_spec[1] else 1 for i in range(len(self.y))])
+
+
+CASES = {
+    "3x3": Case((2, 14, 14, 64), (3, 3, 64, 64), padding=(1, 1)),
+    "1x1": Case((2, 7, 7, 64), (1, 1, 64, 128)),
+    "1x1 strided": Case((2, 14, 14, 32), (1, 1, 32, 64), strides=2),
+    "3x3 strided, asymmetric": Case((2, 15, 14, 32), (3, 3, 32, 48), strides=(2, 1), padding=[(0, 1), (2, 0)]),
+    "stem": Case((2, 32, 32, 3), (7, 7, 3, 64), strides=2, padding=(3, 3)),
+    "depthwise": Case((2, 14, 14, 96), (3, 3, 1, 96), padding=(1, 1), groups=96),
+    "depthwise, multiplier 2": Case((2, 14, 14, 32), (3, 3, 1, 64), padding=(1, 1), groups=32),
+    "grouped": Case((2, 14, 14, 64), (3, 3, 4, 64), padding=(1, 1), groups=16),
+    "dilated": Case((2, 14, 14, 32), (3, 3, 32, 32), padding=(2, 2), dilation=2),
+    "odd": Case((2, 9, 11, 5), (3, 2, 5, 7), strides=(2, 1), padding=[(2, 0), (0, 1)]),
+    "padding wider than the filter": Case((1, 5, 5, 8), (2, 2, 8, 8), padding=(3, 3)),
+    "one pixel": Case((1, 1, 1, 64), (1, 1, 64, 32)),
+    "one feature": Case((2, 14, 14, 1), (3, 3, 1, 1), padding=(1, 1)),
+    "1-D": Case((2, 30, 16), (5, 16, 24), strides=2, padding=(2, 2)),
+    "1-D depthwise": Case((2, 30, 16), (5, 1, 16), padding=(4, 0), groups=16),
+    "3-D": Case((1, 6, 7, 8, 16), (3, 3, 3, 16, 16), padding=(1, 1)),
+    "NCHW": Case((2, 64, 14, 14), (32, 64, 3, 3), padding=(1, 1), layout=("NCHW", "OIHW", "NCHW")),
+    "NCHW grouped": Case((2, 32, 9, 9), (64, 8, 3, 3), padding=(1, 1), groups=4, layout=("NCHW", "OIHW", "NCHW")),
+    "mixed": Case((14, 64, 2, 9), (3, 64, 3, 32), padding=(1, 1), layout=("HCNW", "HIWO", "NHWC")),
+}
+ALPHA = 0.125
+
+
+def taps(case, x):
+    """x as (batch, group, feature, *spatial), padded, and for each filter tap (its index, the window that it sees)."""
+    x = np.transpose(np.float64(x), case.specs.lhs_spec)
+    x = np.pad(x, [(0, 0), (0, 0), *case.padding]).reshape(x.shape[0], case.groups, x.shape[1] // case.groups, *[
+        n + sum(pair) for n, pair in zip(x.shape[2:], case.padding)
+    ])  # fmt: skip
+    out = [case.y[i] for i in case.specs.out_spec[2:]]
+    kernel = [case.w[i] for i in case.specs.rhs_spec[2:]]
+    windows = []
+    for tap in itertools.product(*map(range, kernel)):
+        starts = [t * d for t, d in zip(tap, case.dilation)]
+        spatial = [slice(s, s + (n - 1) * step + 1, step) for s, n, step in zip(starts, out, case.strides)]
+        windows.append((tap, (..., *spatial)))
+    return x, windows
+
+
+def grouped_filter(case, w):
+    w = np.transpose(np.float64(w), case.specs.rhs_spec)
+    return w.reshape(case.groups, w.shape[0] // case.groups, *w.shape[1:])
+
+
+def to_layout(spec, value):
+    return np.transpose(value, np.argsort(spec))
+
+
+def convolve(case, x, w):
+    x, windows = taps(case, x)
+    w = grouped_filter(case, w)
+    y = sum(np.einsum("ngi...,goi->ngo...", x[window], w[(..., *tap)]) for tap, window in windows)
+    return to_layout(case.specs.out_spec, y.reshape(y.shape[0], -1, *y.shape[3:]))
+
+
+def gradients(case, x, w, g):
+    x, windows = taps(case, x)
+    w = grouped_filter(case, w)
+    g = np.transpose(np.float64(g), case.specs.out_spec)
+    g = g.reshape(g.shape[0], case.groups, -1, *g.shape[2:])
+    dx, dw = np.zeros_like(x), np.zeros_like(w)
+    for tap, window in windows:
+        dx[window] += np.einsum("ngo...,goi->ngi...", g, w[(..., *tap)])
+        dw[(..., *tap)] = np.einsum("ngox,ngix->goi", g.reshape(*g.shape[:3], -1), x[window].reshape(*x.shape[:3], -1))
+    dx = dx.reshape(dx.shape[0], -1, *dx.shape[3:])
+    inside = [slice(low, n - high) for (low, high), n in zip(case.padding, dx.shape[2:])]
+    dx = to_layout(case.specs.lhs_spec, dx[(..., *inside)])
+    return dx, to_layout(case.specs.rhs_spec, dw.reshape(-1, *dw.shape[2:]))
+
+
+def random(shape, dtype=F32, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def random_filter(case, dtype=F32):
+    """So scaled that x (*) w is about as large as x."""
+    fan_in = max(1, np.prod(case.w) // max(1, case.w[case.specs.rhs_spec[0]]))
+    return (random(case.w, seed=1) / np.sqrt(fan_in)).astype(dtype)
+
+
+def forward(case, x, w, scale=None, bias=None, residual=None, activation="none", shape=None):
+    extras = [extra for extra in (scale, bias, residual) if extra is not None]
+    return ffi.call(
+        "jaxfuse_conv_fwd", jax.ShapeDtypeStruct(shape or case.y, x.dtype), x, w, *extras, has_scale=scale is not None,
+        has_bias=bias is not None, has_residual=residual is not None, activation=activation, alpha=ALPHA, **case.attrs,
+    )  # fmt: skip
+
+
+def backward(case, x, w, dy, y, activation, want=("dx", "dw", "db", "dresidual"), dw_type=F32, db_type=F32):
+    features = case.y[case.specs.out_spec[1]]
+    types = {"dx": (x.shape, x.dtype), "dw": (w.shape, dw_type), "db": ((features,), db_type), "dresidual": (dy.shape, dy.dtype)}
+    operands = [x] * ("dw" in want) + [w] * ("dx" in want) + [dy] + [y] * (activation != "none")
+    found = ffi.call(
+        "jaxfuse_conv_bwd", [jax.ShapeDtypeStruct(*types[name]) for name in want], *operands, activation=activation,
+        alpha=ALPHA, **{"want_" + name: name in want for name in types}, **case.attrs,
+    )  # fmt: skip
+    return dict(zip(want, found))

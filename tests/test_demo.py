@@ -1,0 +1,148 @@
+"""The command line, and the demo's pieces on sizes that take seconds."""
+
+import functools
+import importlib.util
+import io
+import types
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+import jaxfuse
+from jaxfuse import __main__ as cli, demo, ffi
+from jaxfuse.demo import digits, network, photo, training
+
+
+def console():
+    return Console(file=io.StringIO(), width=80)
+
+
+def shown(screen):
+    text = screen.file.getvalue()
+    # a path is not broken: it is there to be copied
+    assert all(len(line) <= 80 for line in text.splitlines() if not line.startswith("Loss curves:")), text
+    return text
+
+
+def all_sites(report):
+    """Without native kernels every site is found too, and skipped."""
+    assert not (report.fused and report.skipped), report
+    return report.fused + report.skipped
+
+
+@pytest.fixture
+def small_digits(monkeypatch):
+    monkeypatch.setattr(digits, "load", functools.partial(digits.load, 8))
+    return digits.load()
+
+
+@pytest.mark.parametrize("arguments, quick, out", [([], False, "."), (["--quick"], True, "."), (["--out", "there"], False, "there")])
+def test_demo_takes_its_options(monkeypatch, arguments, quick, out):
+    calls = []
+    monkeypatch.setattr(demo, "run", lambda *given: calls.append(given))
+    assert cli.main(["demo", *arguments]) == 0
+    assert [(given[0], str(given[1])) for given in calls] == [(quick, out)]
+
+
+def test_demo_names_what_is_missing(monkeypatch, capsys):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("optax", "sklearn") else find(name))
+    assert cli.main(["demo"]) == 1
+    assert "the demo needs optax and scikit-learn; to install: python -m pip install optax scikit-learn" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["demo", "--fast"], ["train"]])
+def test_unknown_arguments_end_with_the_usage(arguments, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(arguments)
+    assert "usage: python -m jaxfuse" in capsys.readouterr().err
+
+
+def test_bench_passes_everything_on(monkeypatch, tmp_path):
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "__main__.py").touch()
+    (tmp_path / "pyproject.toml").touch()
+    calls = []
+    monkeypatch.setattr(cli, "CHECKOUT", tmp_path)
+    monkeypatch.setattr(cli, "subprocess", types.SimpleNamespace(call=lambda command, env: calls.append((command, env)) or 3))
+    assert cli.main(["bench", "--quick", "conv", "--turns", "2", "-h"]) == 3
+    (command, env), = calls
+    assert command[1:] == ["-m", "benchmarks", "--quick", "conv", "--turns", "2", "-h"]
+    assert env["PYTHONPATH"].startswith(str(tmp_path))
+
+
+def test_bench_without_a_checkout_says_where_it_is(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(cli, "CHECKOUT", tmp_path)
+    assert cli.main(["bench"]) == 1
+    assert "run this from the root of a clone" in capsys.readouterr().err
+
+
+def test_doctor_speaks(capsys):
+    assert cli.main(["doctor"]) == 0
+    assert "jax" in capsys.readouterr().out
+
+
+def test_digits_are_real_and_split(small_digits):
+    assert small_digits.train_images.shape == (1437, 8, 8, 1) and small_digits.test_images.shape == (360, 8, 8, 1)
+    assert small_digits.train_images.min() == 0 and small_digits.train_images.max() == 1
+    assert np.bincount(small_digits.test_labels).min() > 30
+
+
+def test_batches_repeat_and_cover_an_epoch(small_digits):
+    first, second = ([labels for _, labels in digits.batches(small_digits, 100, 20)] for _ in range(2))
+    assert np.array_equal(first, second)
+    assert not np.array_equal(first[0], first[14])  # the second epoch has another order
+    images = np.concatenate([images for images, _ in digits.batches(small_digits, 1437, 1)])
+    assert np.array_equal(np.sort(images.sum((1, 2, 3))), np.sort(small_digits.train_images.sum((1, 2, 3))))
+
+
+def test_training_is_shown_with_the_networks_own_lines(small_digits, tmp_path):
+    screen = console()
+    demo.show_training(screen, 3, tmp_path / "loss.png")
+    text = shown(screen)
+    for part in ("conv+bias+relu", "bn+add+relu", "bn+relu6", "ms per step", "test accuracy", "in step 1", str(tmp_path / "loss.png")):
+        assert part in text, text
+    lines = open(network.__file__).read().splitlines()
+    sites = all_sites(jaxfuse.explain(training.loss_fn, *training.example(small_digits)))
+    assert len(sites) == 21
+    for site in sites:
+        file, line = site.source.rsplit(":", 1)
+        assert file.endswith("network.py") and ("conv" in lines[int(line) - 1].lower()) == site.pattern.startswith("conv")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_fused_training_starts_like_unfused(small_digits):
+    arguments = training.example(small_digits)
+    (unfused, _), gradients = jax.jit(jax.value_and_grad(training.loss_fn, has_aux=True))(*arguments)
+    (fused, _), fused_gradients = jax.jit(jax.value_and_grad(jaxfuse.fuse(training.loss_fn), has_aux=True))(*arguments)
+    assert abs(unfused - fused) < 1e-5
+    for before, after in zip(jax.tree.leaves(gradients), jax.tree.leaves(fused_gradients)):
+        # relu has a kink: a value within rounding of it may take its gradient from the other side
+        np.testing.assert_allclose(after, before, rtol=0, atol=2e-2 * np.abs(before).max())
+
+
+def test_photo_is_shown(monkeypatch):
+    monkeypatch.setattr(photo, "MODEL", network.DigitNet(features=4))
+    monkeypatch.setattr(photo, "load", functools.partial(photo.load, 16))
+    screen = console()
+    demo.show_photo(screen, 1)
+    text = shown(screen)
+    assert "china.jpg" in text and "ms per image" in text and "Largest difference of the logits" in text
+
+
+def test_photo_is_normalised():
+    image = photo.load()
+    assert image.shape == (1, 224, 224, 3) and image.dtype == np.float32
+    assert abs(image.mean()) < 1 and 0.5 < image.std() < 2
+
+
+@pytest.mark.skipif(ffi.available("jaxfuse_conv_fwd") is not None, reason="nothing is fused without the native kernels")
+def test_every_convolution_of_resnet50_is_fused():
+    image = jax.ShapeDtypeStruct((1, 224, 224, 3), np.float32)
+    model = photo.MODEL
+    report = jaxfuse.explain(model.apply, jax.eval_shape(model.init, jax.random.key(0), image), image)
+    assert not report.skipped, report
+    patterns = [site.pattern for site in report.fused]
+    assert {name: patterns.count(name) for name in patterns} == {"conv+bn+relu": 33, "conv+bn+add+relu": 16, "conv+bn": 4}

@@ -1,0 +1,225 @@
+"""The native convolution targets against numpy in float64, geometry by geometry, and where NaN, Inf and emptiness lead."""
+
+import concurrent.futures
+import itertools
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conv_oracle import ALPHA, BF16, CASES, F32, Case, backward, convolve, forward, gradients, random, random_filter
+
+from jaxfuse import ffi
+
+pytestmark = pytest.mark.skipif(ffi.available("jaxfuse_conv_fwd") is not None, reason=str(ffi.available("jaxfuse_conv_fwd")))
+
+DTYPES = [F32, BF16]
+VALUES = {
+    "none": lambda z, a: z,
+    "relu": lambda z, a: np.maximum(z, 0),
+    "relu6": lambda z, a: np.minimum(np.maximum(z, 0), 6),
+    "leaky_relu": lambda z, a: np.where(z >= 0, z, a * z),
+    "elu": lambda z, a: np.where(z > 0, z, a * np.expm1(np.minimum(z, 0))),
+    "sigmoid": lambda z, a: 1 / (1 + np.exp(-z)),
+    "tanh": lambda z, a: np.tanh(z),
+    "silu": lambda z, a: z / (1 + np.exp(-z)),
+    "gelu": lambda z, a: np.float64(jax.nn.gelu(np.float32(z), approximate=False)),
+    "gelu_tanh": lambda z, a: 0.5 * z * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3))),
+    "hard_swish": lambda z, a: z * (np.minimum(np.maximum(z + 3, 0), 6) / 6),
+    "softplus": lambda z, a: np.logaddexp(z, 0),
+}
+SLOPES = {  # of y
+    "none": lambda y, a: 1,
+    "relu": lambda y, a: y > 0,
+    "leaky_relu": lambda y, a: np.where(y > 0, 1, a),
+    "elu": lambda y, a: np.where(y > 0, 1, y + a),
+    "sigmoid": lambda y, a: y * (1 - y),
+    "tanh": lambda y, a: 1 - y * y,
+}
+each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["f32", "bf16"])
+
+
+def assert_close(got, want):
+    """Within one rounding of each value to the dtype of `got`, and the rounding of f32 sums."""
+    want, rounding = np.float64(want), 2.0**-8 if got.dtype == BF16 else 2.0**-23
+    error = np.abs(np.float64(got) - want)
+    allowed = rounding * np.abs(want) + 2e-6 * (1 + np.abs(want).max(initial=0))
+    assert got.shape == want.shape and np.all(error <= allowed), f"off by {np.max(error / allowed)} times what is allowed"
+
+
+@each_dtype
+@each_case
+def test_forward(case, dtype):
+    x, w, residual = random(case.x, dtype), random_filter(case, dtype), random(case.y, dtype, 2)
+    features = case.y[case.specs.out_spec[1]]
+    scale, bias = random(features, seed=3), random(features, dtype, 4)
+    z = convolve(case, x, w)
+    assert_close(forward(case, x, w), z)
+    z += case.per_feature(bias)
+    assert_close(forward(case, x, w, bias=bias, activation="relu"), np.maximum(z, 0))
+    assert_close(forward(case, x, w, bias=bias, residual=residual, activation="relu"), np.maximum(z + residual, 0))
+    z = case.per_feature(scale) * (z - case.per_feature(bias)) + case.per_feature(bias) + np.float64(residual)
+    assert_close(forward(case, x, w, scale, bias, residual, "relu6"), np.clip(z, 0, 6))
+    assert_close(forward(case, x, w, scale, bias.astype(F32), residual), z)
+
+
+@each_dtype
+@each_case
+def test_backward(case, dtype):
+    x, w, dy = random(case.x, dtype), random_filter(case, dtype), random(case.y, dtype, 2)
+    feature_last = [i for i in range(len(case.y)) if i != case.specs.out_spec[1]]
+    for activation in ("none", "relu"):
+        y = forward(case, x, w, activation=activation)
+        g = np.float64(dy) * SLOPES[activation](np.float64(y), ALPHA)
+        dx, dw = gradients(case, x, w, g)
+        found = backward(case, x, w, dy, y, activation)
+        assert_close(found["dx"], dx)
+        assert_close(found["dw"], dw)
+        assert_close(found["db"], g.sum(tuple(feature_last)))
+        np.testing.assert_array_equal(np.float64(found["dresidual"]), g)
+        rounded = backward(case, x, w, dy, y, activation, ("dw", "db"), dtype, dtype)
+        assert_close(rounded["dw"], dw)
+        assert_close(rounded["db"], g.sum(tuple(feature_last)))
+
+
+@each_dtype
+@pytest.mark.parametrize("activation", VALUES)
+@pytest.mark.parametrize("pixels", [8, 64], ids=["small", "large"])  # small ones take another path
+def test_activations(activation, pixels, dtype):
+    case = Case((2, pixels, pixels, 16), (1, 1, 16, 16))
+    x, w = 2 * random(case.x, dtype), jnp.eye(16, dtype=dtype)[None, None]
+    y = forward(case, x, w, activation=activation)
+    assert_close(y, VALUES[activation](np.float64(x), ALPHA))
+    if activation in SLOPES:
+        g = np.float64(x) * SLOPES[activation](np.float64(y), ALPHA)
+        found = backward(case, x, w, x, y, activation)
+        assert_close(found["dresidual"], g)
+        assert_close(found["db"], np.float64(found["dresidual"]).sum((0, 1, 2)))
+
+
+WATCHED = ["3x3", "1x1", "stem", "depthwise", "depthwise, multiplier 2", "grouped", "odd", "1-D", "3-D", "NCHW"]
+
+
+@each_dtype
+@pytest.mark.parametrize("name", WATCHED)
+def test_not_finite(name, dtype):
+    """A NaN or Inf in one place of an operand comes out exactly where it should, through every activation."""
+    case = CASES[name]
+    operands = {
+        "x": np.float32(random(case.x)), "w": np.float32(random_filter(case)),
+        "bias": np.float32(random(case.y[case.specs.out_spec[1]], seed=2)), "residual": np.float32(random(case.y, seed=3)),
+    }  # fmt: skip
+    places = [*itertools.product(["x", "bias", "residual"], [np.nan, np.inf, -np.inf]), ("w", np.nan)]
+    fused = jax.jit(lambda x, w, bias, residual, activation: forward(
+        case, x.astype(dtype), w.astype(dtype), None, bias, residual.astype(dtype), activation
+    ), static_argnums=4)  # fmt: skip
+    inside = convolve(case, np.ones(case.x), np.arange(np.prod(case.w)).reshape(case.w) == np.prod(case.w) // 2) > 0
+    for i, activation in enumerate(VALUES):
+        for name, value in places[i % 3 :: 3]:
+            spoiled = {key: operand.copy() for key, operand in operands.items()}
+            spoiled[name].flat[spoiled[name].size // 2] = value
+            with np.errstate(invalid="ignore"):
+                z = convolve(case, spoiled["x"], spoiled["w"] if name != "w" else operands["w"])
+                z = np.where(inside & (name == "w"), np.nan, z)
+                z = z + case.per_feature(spoiled["bias"]) + spoiled["residual"]
+                want = VALUES[activation](z, ALPHA)
+            got = np.float64(fused(*spoiled.values(), activation))
+            np.testing.assert_array_equal(np.isnan(got), np.isnan(want), f"{activation} {name} {value}")
+            np.testing.assert_array_equal(got[np.isinf(want)], want[np.isinf(want)])
+
+
+def test_opposite_infinities_make_nan():
+    case = Case((2, 64, 64, 16), (1, 1, 16, 16))
+    residual = random(case.y).at[1, 2, 3, 4].set(-jnp.inf)
+    for activation in VALUES:
+        y = forward(case, random(case.x), random(case.w), None, jnp.full(16, jnp.inf), residual, activation)
+        assert np.argwhere(np.isnan(y)).tolist() == [[1, 2, 3, 4]]
+
+
+@each_dtype
+def test_a_nan_before_leaves_no_trace(dtype):
+    case = Case((2, 64, 64, 16), (1, 1, 16, 16))
+    x, w = random(case.x, dtype), random_filter(case, dtype)
+    for activation in VALUES:
+        before = forward(case, x, w, activation=activation)
+        spoiled = forward(case, x.at[0, 1, 2, 3].set(jnp.nan), w, activation=activation)
+        np.testing.assert_array_equal(np.argwhere(np.isnan(spoiled))[:, :3], [[0, 1, 2]] * 16)
+        np.testing.assert_array_equal(before, forward(case, x, w, activation=activation))
+        np.testing.assert_array_equal(before[1], spoiled[1])
+
+
+def test_one_convolution_unless_there_is_nan():
+    program = """
+import numpy as np, test_native_conv as t
+case = t.Case((2, 64, 64, 16), (1, 1, 16, 16))
+x, w = t.random(case.x), t.random(case.w)
+for activation in ("relu", "silu", "gelu_tanh"):
+    t.forward(case, x, w, activation=activation).block_until_ready()
+print("clean", flush=True)
+t.forward(case, x.at[0, 0, 0, 0].set(np.nan), w, activation="relu").block_until_ready()
+"""
+    path = os.pathsep.join(p or os.getcwd() for p in [os.path.dirname(__file__), *sys.path])
+    environment = os.environ | {"ONEDNN_VERBOSE": "1", "PYTHONPATH": path}
+    output = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    clean, spoiled = output.stdout.split("clean\n")
+    assert (clean.count("exec,cpu,convolution"), spoiled.count("exec,cpu,convolution")) == (3, 2)
+
+
+EMPTY = {
+    "no images": Case((0, 8, 8, 4), (3, 3, 4, 6)),
+    "no output features": Case((2, 8, 8, 4), (3, 3, 4, 0)),
+    "no input features": Case((2, 8, 8, 0), (3, 3, 0, 6)),
+    "no pixels but padding": Case((2, 0, 8, 4), (3, 3, 4, 6), padding=(2, 2)),
+    "filter too large": Case((2, 2, 8, 4), (3, 3, 4, 6)),
+}
+
+
+@each_dtype
+@pytest.mark.parametrize("case", EMPTY.values(), ids=EMPTY.keys())
+def test_empty(case, dtype):
+    x, w, bias = random(case.x, dtype), random(case.w, dtype), random(case.y[-1], dtype, 1)
+    y = forward(case, x, w, None, bias, random(case.y, dtype, 2), "relu")
+    want = np.maximum(np.float64(bias) + np.float64(random(case.y, dtype, 2)), 0)
+    assert_close(y, np.broadcast_to(want, case.y))
+    found = backward(case, x, w, random(case.y, dtype), y, "relu")
+    assert not np.any(found["dx"]) and not np.any(found["dw"])
+    assert_close(found["db"], np.float64(found["dresidual"]).sum((0, 1, 2)))
+
+
+def test_refusals_say_what_and_why():
+    case = CASES["3x3"]
+    x, w, bias = random(case.x), random(case.w), random(64)
+    for call, words in [
+        (lambda: forward(case, x, w[:, :, :32]), r"w has shape \(3, 3, 32, 64\).*32 input features.*x has 64"),
+        (lambda: forward(case, x, w.astype(BF16)), "w has dtype bfloat16, expected float32"),
+        (lambda: forward(case, x, w, bias=bias[:5]), r"bias has shape \(5,\), expected \(64,\)"),
+        (lambda: forward(case, x, w, residual=x[:1]), r"residual has shape \(1, .*expected \(2, "),
+        (lambda: forward(case, x, w, activation="cosine"), "activation is 'cosine'"),
+        (lambda: forward(case, x, w, shape=(2, 14, 14, 65)), r"y has shape .*65\), expected .*64\)"),
+        (lambda: forward(Case(case.x, case.w, padding=(-1, 1)), x, w), r"padding_low is \(-1, -1\), expected .* at least 0"),
+        (lambda: backward(case, x, w, x, x, "silu"), "not a function of its value"),
+    ]:  # fmt: skip
+        with pytest.raises(jax.errors.JaxRuntimeError, match="jaxfuse_conv_(fwd|bwd): .*" + words):
+            jax.block_until_ready(call())
+
+
+def test_many_threads_at_once_give_the_same_bits():
+    jobs = []
+    for name, dtype, activation in itertools.product(["3x3", "depthwise", "NCHW", "stem"], DTYPES, ["relu", "tanh"]):
+        case = CASES[name]
+        x, w, dy = random(case.x, dtype), random(case.w, dtype), random(case.y, dtype)
+
+        def job(x, w, dy, case=case, activation=activation):
+            y = forward(case, x, w, activation=activation)
+            return y, backward(case, x, w, dy, y, activation)
+
+        jobs.append((jax.jit(job), (x, w, dy)))
+    run = lambda job: jax.tree.map(np.asarray, job[0](*job[1]))
+    alone = [run(job) for job in jobs]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(run, jobs * 3))
+    jax.tree.map(np.testing.assert_array_equal, alone * 3, together)

@@ -1,0 +1,176 @@
+"""The contract of every op: op × kernel × case × dtype against the float64 truth and against the same thing unfused."""
+
+import dataclasses
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from cases import CASES, CORE
+from compare import as_float64, by_xla, distance, pairs, unfused, value_and_gradients, with_cotangents
+from jaxfuse import ffi
+from jaxfuse.ops.activations import TABLE as ACTIVATIONS
+
+DTYPES = ["float32", "bfloat16"]
+TARGETS = dict(
+    conv=("jaxfuse_conv_fwd", "jaxfuse_conv_bwd"),
+    batch_norm=("jaxfuse_batch_norm_apply", "jaxfuse_batch_norm_bwd_apply"),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_as_close_to_the_truth_as_unfused(name, dtype, kernel):
+    case = CASES[name]
+    args = with_cotangents(case, case.inputs(dtype))
+    run, native = compiled(case, kernel, *args)
+    got, (plain, exact) = run(*args), by_xla(case, dtype)
+    rounding = 2e-3 if dtype == "bfloat16" else 5e-7  # of the result alone
+    for value, unfused_value, true in pairs(got, plain, exact):
+        assert value.dtype == unfused_value.dtype
+        assert distance(value, true) <= 1.5 * distance(unfused_value, true) + rounding
+    if native and dtype == "bfloat16":
+        y, true = np.asarray(jax.jit(case.fused)(args[0])[0], np.float64), np.asarray(exact[0][0])
+        one_rounding = 2.0**-8 * np.abs(true) + 2e-5 * np.abs(true).max()
+        assert (np.abs(y - true) <= one_rounding).all()
+    for first, second in pairs(got, run(*args)):
+        np.testing.assert_array_equal(first, second, "from one run to the next")
+
+
+def compiled(case, kernel, *args):
+    """Forward and backward, and whether they are native: they must be if the kernels take the case."""
+    lowered = jax.jit(lambda arrays, cts: value_and_gradients(case.fused, arrays, cts)).lower(*args)
+    native = kernel == "native" and not case.refused and ffi.available(TARGETS[case.op][0]) is None
+    text = lowered.as_text()
+    assert [target in text for target in TARGETS[case.op]] == [native, native]
+    return lowered.compile(), native
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_derivatives_by_finite_differences(name):
+    """The rules, in float64, hence of the reference; the kernels are held to the truth above."""
+    case = CASES[name]
+    with jax.enable_x64(True):
+        arrays = as_float64(case.inputs())
+        check_grads(jax.jit(case.fused), (arrays,), order=2, modes=("fwd", "rev"), atol=1e-4, rtol=1e-4)
+
+
+NAN_AND_INF = [np.nan, np.inf, -np.inf]
+SPECIAL = [*NAN_AND_INF, 0.0, -0.0, 6.0, 3.0, -3.0, 1e4, -1e4]  # every tie of the activations is among them
+
+
+def one_by_one(x):
+    return "conv-1x1_residual_only", dict(w=jnp.ones((1, 1, 1, 1), x.dtype), residual=jnp.zeros_like(x)), {}
+
+
+def normalized(x):
+    ones = jnp.ones(1)
+    return "batch_norm-given_statistics", dict(gamma=ones, beta=0 * ones, mean=0 * ones, var=ones), dict(epsilon=0.0)
+
+
+def normalized_residual(x):
+    name, arrays, options = normalized(x)
+    return name, arrays | dict(residual=jnp.zeros_like(x)), options
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layer", [one_by_one, normalized, normalized_residual])
+def test_every_activation_at_ties_nan_and_inf(layer, dtype, kernel):
+    """Values and derivatives, of a layer that computes activation(x)."""
+    x = jnp.asarray(SPECIAL, dtype).reshape(1, 2, -1, 1)
+    name, arrays, options = layer(x)
+    arrays, ones = arrays | dict(x=x), (jnp.ones_like(x),)
+
+    def each(function):
+        def of(activation):
+            alpha = dict(alpha=0.3) if CASES[name].op == "conv" else {}
+            case = dataclasses.replace(CASES[name], options=options | alpha | dict(activation=activation))
+            return value_and_gradients(getattr(case, function), arrays, ones)
+
+        return jax.jit(lambda: {activation: of(activation) for activation in ACTIVATIONS})()
+
+    got, expected = each("fused"), each("unfused")
+    for activation in ACTIVATIONS:
+        for what, (value, plain) in zip(("y", *sorted(arrays)), pairs(got[activation], expected[activation])):
+            close(value, plain, f"{activation}: {what}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("where", ["x", "residual"])
+def test_nan_and_inf_in_a_batch(where, dtype, kernel):
+    """One in each of three channels: these channels only, and of every statistic, as unfused."""
+    case = CASES["batch_norm-residual_relu"]
+    arrays, cts = with_cotangents(case, case.inputs(dtype))
+    for channel, value in enumerate(NAN_AND_INF):
+        arrays[where] = arrays[where].at[1, 2, 3, channel].set(value)
+    got = jax.jit(lambda arrays, cts: value_and_gradients(case.fused, arrays, cts))(arrays, cts)
+    for value, plain in pairs(got, unfused(case)(arrays, cts)):
+        for kind in (np.isnan, np.isposinf, np.isneginf):
+            np.testing.assert_array_equal(*(kind(np.asarray(a, np.float32)) for a in (value, plain)))
+
+
+def close(value, expected, what):
+    rtol = 2e-2 if value.dtype == jnp.bfloat16 else 1e-4
+    value, expected = (np.asarray(a, np.float32) for a in (value, expected))
+    np.testing.assert_allclose(value, expected, rtol, rtol, err_msg=what)
+
+
+@pytest.mark.parametrize("name", ["conv-3x3_residual", "batch_norm-residual_relu", "batch_norm-given_statistics"])
+def test_empty_batch(name, kernel):
+    case = CASES[name]
+    shapes = {n: (0, *shape[1:]) if n in ("x", "residual") else shape for n, shape in case.shapes.items()}
+    case = dataclasses.replace(case, name="empty", shapes=shapes)
+    arrays, cts = with_cotangents(case, case.inputs())
+    got = jax.jit(lambda arrays, cts: value_and_gradients(case.fused, arrays, cts))(arrays, cts)
+    for value, plain in pairs(got, unfused(case)(arrays, cts)):
+        np.testing.assert_array_equal(value, plain)
+
+
+@pytest.mark.parametrize("name", ["conv-scale_bias_residual", "batch_norm-residual_relu"])
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_other_dtypes_run_by_reference(name, dtype, kernel):
+    case = CASES[name]
+    with jax.enable_x64(dtype == "float64"):
+        args = with_cotangents(case, case.inputs(dtype))
+        run, native = compiled(dataclasses.replace(case, refused=dtype), kernel, *args)
+        for value, plain in pairs(run(*args), unfused(case)(*args)):
+            assert value.dtype == plain.dtype and distance(value, plain) < (2e-3 if dtype == "float16" else 1e-6)
+
+
+REFUSED = {name: case.refused for name, case in CASES.items() if case.refused}
+
+
+@pytest.mark.parametrize("name, why", [*REFUSED.items(), ("batch_norm-residual_silu", "activation silu")])
+def test_refusals_say_why(name, why):
+    case = CASES[name]
+    if unavailable := ffi.available(TARGETS[case.op][0]):
+        pytest.skip(unavailable)
+    (equation,) = jax.make_jaxpr(case.fused)(case.inputs()).eqns
+    op = importlib.import_module(f"jaxfuse.ops.{case.op}").OP
+    kernel, reason = op.forward.kernel(equation.params["config"], [v.aval for v in equation.invars])
+    assert kernel is None and why in reason
+
+
+DECOMPOSED = ("maximum0", "clip6", "silu", "gelu", "gelu_tanh", "hard_swish", "softplus")
+
+
+@pytest.mark.parametrize("name", [n for n, case in CASES.items() if case.options.get("activation") not in DECOMPOSED])
+def test_autodiff_keeps_inputs_statistics_and_outputs(name):
+    """Or one bit for each element; nothing from inside the op."""
+    case = CASES[name]
+    arrays = case.inputs()
+    (y, *statistics), vjp = jax.vjp(case.fused, arrays)
+    channels = next((a.size for a in arrays.values() if a.ndim == 1), 1)
+    kept = sorted(leaf.nbytes for leaf in jax.tree.leaves(vjp) if leaf.size > channels)
+    if "scale" in arrays:  # goes into w
+        kept.remove(arrays["w"].nbytes)
+    allowed = [arrays[n].nbytes for n in ("x", "w") if n in arrays]
+    if case.options.get("activation"):
+        if case.op == "conv":
+            allowed += [y.nbytes]
+        elif "residual" in arrays:
+            allowed += [y.size // channels * -(-channels // 8)]
+    assert kept == sorted(allowed)

@@ -1,0 +1,214 @@
+"""Ops on four devices: what each computes, and that activations sharded along the batch are not gathered.
+
+The devices are simulated, which takes a fresh process: this file, run as a script, does the work there and prints what
+it found, one JSON line for each setting.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from compare import distance, pairs
+from jaxfuse import ffi, ops
+
+DEVICES = 4
+TOLERANCE = 5e-5
+SETTINGS = [
+    "jit",
+    "jit, explicit axes",
+    "jit, batch over two axes",
+    "jit, GSPMD",
+    "jit, kernels off",
+    "shard_map",
+    "shard_map, check_vma=False",
+    "shard_map over one of two axes",
+]
+
+
+@pytest.fixture(scope="module")
+def found():
+    """Setting -> what was found there; the process runs once for all tests."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
+    paths = [str(pathlib.Path(ops.__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | dict(XLA_FLAGS=flags, JAX_PLATFORMS="cpu", PYTHONPATH=os.pathsep.join(paths))
+    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stderr[-4000:]
+    return dict(map(json.loads, run.stdout.splitlines()))
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("function", ["conv", "batch_norm", "both"])
+def test_as_on_one_device_and_nothing_is_gathered(function, setting, found):
+    result = found[setting]
+    if isinstance(result, str):
+        pytest.skip(result)
+    result = result[function]
+    assert result["distance"] < TOLERANCE
+    assert "all-gather" not in result["collectives"]
+    assert result["kernels"] == result["kernels on one device"]
+
+
+def test_a_batch_that_does_not_divide_is_computed_whole(found):
+    result = found["jit, 6 on 4 devices"]
+    assert all(result[function]["distance"] < TOLERANCE for function in ("conv", "batch_norm", "both"))
+
+
+# --- in the process with four devices ----------------------------------------------------------------------------
+
+
+def main():
+    for setting, results in {
+        "jit": lambda: in_jit(mesh_of(4)),
+        "jit, explicit axes": lambda: in_jit(mesh_of(4, explicit=True)),
+        "jit, batch over two axes": lambda: in_jit(mesh_of(2, 2)),
+        "jit, GSPMD": with_gspmd,
+        "jit, kernels off": without_kernels,
+        "jit, 6 on 4 devices": lambda: in_jit(mesh_of(4), items=6),
+        "shard_map": lambda: in_shard_map(mesh_of(4)),
+        "shard_map, check_vma=False": lambda: in_shard_map(mesh_of(4), check_vma=False),
+        "shard_map over one of two axes": lambda: in_shard_map(mesh_of(2, 2)),
+    }.items():
+        print(json.dumps([setting, results()]))
+
+
+def with_gspmd():
+    if not hasattr(jax.config, "jax_use_shardy_partitioner"):
+        return "this jax has no other partitioner than Shardy"
+    with jax_option("jax_use_shardy_partitioner", False):
+        return in_jit(mesh_of(4))
+
+
+def without_kernels():
+    with pytest.MonkeyPatch.context() as patch, fresh():
+        patch.setattr(ffi, "available", lambda target: "switched off by the test")
+        return in_jit(mesh_of(4))
+
+
+@contextlib.contextmanager
+def jax_option(name, value):
+    before = getattr(jax.config, name)
+    jax.config.update(name, value)
+    with fresh():
+        yield
+    jax.config.update(name, before)
+
+
+@contextlib.contextmanager
+def fresh():
+    """Nothing that was compiled outside is used inside, and the other way round."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def mesh_of(*shape, explicit=False):
+    kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
+    return jax.make_mesh(shape, ("data", "more")[: len(shape)], axis_types=(kind,) * len(shape))
+
+
+def arguments(items):
+    rng = np.random.default_rng(0)
+    shapes = dict(x=(items, 6, 6, 8), residual=(items, 6, 6, 8), w=(3, 3, 8, 8), bias=(8,), gamma=(8,), beta=(8,))
+    arrays = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    arrays["w"] *= 0.2
+    arrays["x"] += np.arange(items).reshape(-1, 1, 1, 1)  # far apart: most of the variance is between shards
+    return arrays
+
+
+def conv(a):
+    return (ops.conv(a["x"], a["w"], a["bias"], a["residual"], activation="relu"),)
+
+
+def batch_norm(a):
+    return ops.batch_norm(a["x"], a["gamma"], a["beta"], a["residual"], activation="relu")
+
+
+def both(a):
+    (h,) = conv(a)
+    y, mean, var = batch_norm(a | dict(x=h + a["x"]))
+    return ops.conv(y, a["w"], a["bias"], h, activation="tanh"), mean, var
+
+
+def of_batch(arrays):
+    return {name: name in ("x", "residual") for name in arrays}
+
+
+def forward_and_gradients(function):
+    return lambda a: (function(a), jax.grad(lambda a: sum(jnp.sum(jnp.sin(out)) for out in function(a)))(a))
+
+
+def in_jit(mesh, items=8):
+    """Against the same on one device."""
+
+    def result(function):
+        arrays = arguments(items)
+        run = alone = forward_and_gradients(function)
+        batch = P(mesh.axis_names)
+        specs = {name: batch if along else P() for name, along in of_batch(arrays).items()}
+        if items % DEVICES:  # only a constraint may shard unevenly
+            along, specs = NamedSharding(mesh, batch), dict.fromkeys(specs, P())
+            shard = functools.partial(jax.lax.with_sharding_constraint, shardings=along)
+            run = lambda a: alone({n: shard(v) if of_batch(a)[n] else v for n, v in a.items()})  # noqa: E731
+        on_one = jax.jit(alone).lower(arrays).compile()
+        return compared(run, arrays, mesh, specs, on_one(arrays), kernels_in(on_one))
+
+    return {function.__name__: result(function) for function in (conv, batch_norm, both)}
+
+
+def in_shard_map(mesh, check_vma=True):
+    """Against every shard computed by itself on one device: batch statistics are those of a shard, as unfused."""
+    axis, shards = mesh.axis_names[0], mesh.devices.shape[0]
+
+    def result(function):
+        arrays, alone = arguments(8), forward_and_gradients(lambda a: function(a)[:1])
+        along = of_batch(arrays)
+        specs = {name: P(axis) if along[name] else P() for name in arrays}
+
+        def run(a):
+            y, gradients = alone(a)
+            if not check_vma:
+                gradients = {n: g if along[n] else jax.lax.psum(g, axis) for n, g in gradients.items()}
+            return y, gradients
+
+        mapped = jax.shard_map(
+            run, mesh=mesh, in_specs=(specs,), out_specs=((P(axis),), specs), axis_names={axis}, check_vma=check_vma)
+        parts = [{n: np.split(a, shards)[i] if along[n] else a for n, a in arrays.items()} for i in range(shards)]
+        on_one = jax.jit(alone).lower(parts[0]).compile()
+        ys, gradients = zip(*map(on_one, parts))
+        whole = {n: (np.concatenate if along[n] else sum)([g[n] for g in gradients]) for n in arrays}
+        expected = tuple(map(np.concatenate, zip(*ys))), whole
+        return compared(mapped, arrays, mesh, specs, expected, kernels_in(on_one))
+
+    return {function.__name__: result(function) for function in (conv, batch_norm, both)}
+
+
+def compared(run, arrays, mesh, specs, expected, kernels_on_one):
+    """How far from `expected` on the mesh, and by which collectives and kernels."""
+    placed = {name: jax.device_put(a, NamedSharding(mesh, specs[name])) for name, a in arrays.items()}
+    compiled = jax.jit(run).lower(placed).compile()
+    return {
+        "distance": max(distance(np.asarray(a), np.asarray(b)) for a, b in pairs(compiled(placed), expected)),
+        "collectives": [name for name in ("all-gather", "all-reduce", "all-to-all") if f" {name}" in compiled.as_text()],
+        "kernels": kernels_in(compiled),
+        "kernels on one device": kernels_on_one,
+    }
+
+
+def kernels_in(compiled):
+    return sorted(set(re.findall(r'custom_call_target="(jaxfuse_\w+)"', compiled.as_text())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""JAX's transformations and their compositions, over one case for each kind of rule behind them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from cases import CASES, CORE
+from compare import as_float64, distance, pairs
+
+
+def loss(function):
+    return lambda arrays: sum(jnp.sum(jnp.sin(out)) for out in jax.tree.leaves(function(arrays)))
+
+
+def grad(function):
+    return jax.grad(loss(function))
+
+
+def grad_of(wanted):
+    """Gradients of some arguments only."""
+
+    def transformed(function, arrays):
+        some = {name: a for name, a in arrays.items() if wanted(name, a)}
+        return grad(lambda some: function(arrays | some))(some)
+
+    return transformed
+
+
+def several(arrays, names=None, axis=0):
+    """Three of each argument in `names` along `axis`, and vmap's in_axes for them."""
+    axes = {name: axis if names is None or name in names else None for name in arrays}
+    stacked = {
+        name: a if axes[name] is None else jnp.stack([a, 0.9 * a[::-1], 1.1 * a], axes[name])
+        for name, a in arrays.items()
+    }
+    return stacked, (axes,)
+
+
+def vmapped(of, names=None, axis=0):
+    def transformed(function, arrays):
+        stacked, in_axes = several(arrays, names, axis)
+        return jax.vmap(of(function), in_axes)(stacked)
+
+    return transformed
+
+
+def over_vmap(of, names=None):
+    def transformed(function, arrays):
+        stacked, in_axes = several(arrays, names)
+        return of(jax.vmap(function, in_axes))(stacked)
+
+    return transformed
+
+
+def jvp_of(wanted):
+    def transformed(function, arrays):
+        some = {name: a for name, a in arrays.items() if wanted(name)}
+        return jax.jvp(lambda some: function(arrays | some), (some,), (jax.tree.map(jnp.cos, some),))
+
+    return transformed
+
+
+def tangent(function):
+    return lambda arrays: jax.jvp(function, (arrays,), (jax.tree.map(jnp.cos, arrays),))[1]
+
+
+def scanned(function):
+    def transformed(arrays):
+        xs = several(arrays, ["x"])[0]["x"]
+        return jax.lax.scan(lambda carry, x: (carry, function(arrays | dict(x=x))), 0.0, xs)[1]
+
+    return transformed
+
+
+def either(function):
+    def transformed(arrays):
+        return jax.lax.cond(arrays["x"].sum() < 1e9, function, lambda a: jax.tree.map(jnp.cos, function(a)), arrays)
+
+    return transformed
+
+
+def applied(of):
+    return lambda function, arrays: of(function)(arrays)
+
+
+FULL = ("x", "residual")
+TRANSFORMATIONS = {
+    "nothing": applied(lambda f: f),
+    "grad": applied(grad),
+    "grad of x": grad_of(lambda name, a: name == "x"),
+    "grad of all but x": grad_of(lambda name, a: name != "x"),
+    "grad of vectors": grad_of(lambda name, a: a.ndim == 1),
+    "vmap of x": vmapped(lambda f: f, ["x"]),
+    "vmap of the last axis": vmapped(lambda f: f, FULL, axis=-1),
+    "vmap of all": vmapped(lambda f: f),
+    "vmap of all but x": vmapped(lambda f: f, ["w", "bias", "scale", "gamma", "mean"]),
+    "vmap of grad": vmapped(grad),
+    "vmap of grad at one w": vmapped(grad, FULL),
+    "vmap of jvp": vmapped(tangent, ["x"]),
+    "grad of vmap": over_vmap(grad, FULL),
+    "grad of vmap of all": over_vmap(grad),
+    "jvp of vmap": over_vmap(tangent, FULL),
+    "jvp": jvp_of(lambda name: True),
+    "jvp of x": jvp_of(lambda name: name == "x"),
+    "jvp of all but x": jvp_of(lambda name: name != "x"),
+    "linearize": lambda f, arrays: jax.linearize(f, arrays)[1](jax.tree.map(jnp.cos, arrays)),
+    "forward over reverse": applied(lambda f: tangent(grad(f))),
+    "reverse over reverse": applied(lambda f: grad(grad(f))),
+    "reverse over forward": applied(lambda f: grad(tangent(f))),
+    "forward over forward": applied(lambda f: tangent(tangent(f))),
+    "vmap of forward over reverse": vmapped(lambda f: tangent(grad(f)), FULL),
+    "scan": applied(scanned),
+    "grad of scan": applied(lambda f: grad(scanned(f))),
+    "vmap of grad of scan": vmapped(lambda f: grad(scanned(f)), FULL),
+    "remat": applied(lambda f: grad(jax.checkpoint(f))),
+    "cond": applied(lambda f: grad(either(f))),
+    "nested jit": applied(lambda f: grad(jax.jit(f))),
+}
+
+
+@functools.cache
+def transformed_truth(case, transformation):
+    with jax.enable_x64(True):
+        return jax.jit(functools.partial(TRANSFORMATIONS[transformation], case.unfused))(as_float64(case.inputs()))
+
+
+@pytest.mark.parametrize("transformation", TRANSFORMATIONS)
+@pytest.mark.parametrize("name", CORE)
+def test_transformation(name, transformation, kernel):
+    case = CASES[name]
+    got = jax.jit(functools.partial(TRANSFORMATIONS[transformation], case.fused))(case.inputs())
+    for value, exact in pairs(got, transformed_truth(case, transformation)):
+        assert distance(value, exact) < 5e-5
+
+
+@pytest.mark.parametrize("transformation", ["nothing", "grad", "vmap of all", "forward over reverse"])
+@pytest.mark.parametrize("name", CORE)
+def test_without_jit(name, transformation, kernel):
+    case = CASES[name]
+    got = TRANSFORMATIONS[transformation](case.fused, case.inputs())
+    for value, exact in pairs(got, transformed_truth(case, transformation)):
+        assert distance(value, exact) < 5e-5

@@ -1,0 +1,83 @@
+// The table of batch_norm_kernels.h for the ISA that the including x_<isa>.cc file is compiled for: from run-time choices
+// to the template arguments of the loops.
+#pragma once
+
+#include "batch_norm_apply_loops.h"
+#include "batch_norm_stats_loops.h"
+
+namespace jaxfuse::batch_norm {
+namespace {
+
+template <auto v>
+struct Constant {
+  static constexpr auto value = v;
+};
+
+template <class F>
+void with_dtype(bool is_bf16, F f) {
+  is_bf16 ? f(bf16{}) : f(float{});
+}
+
+template <class F>
+void with_bool(bool condition, F f) {
+  condition ? f(Constant<true>{}) : f(Constant<false>{});
+}
+
+template <class F>
+void with_activation(Activation activation, F f) {
+  switch (activation) {
+    case Activation::none: return f(Constant<Activation::none>{});
+    case Activation::relu: return f(Constant<Activation::relu>{});
+    case Activation::relu6: return f(Constant<Activation::relu6>{});
+    case Activation::maximum0: return f(Constant<Activation::maximum0>{});
+    case Activation::clip6: return f(Constant<Activation::clip6>{});
+  }
+}
+
+template <class F>
+void with_gradient(const BackwardArgs& args, F f) {
+  using None = Constant<Activation::none>;
+  switch (args.derivative) {
+    case Derivative::none: return f(Constant<Derivative::none>{}, None{});
+    case Derivative::mask: return f(Constant<Derivative::mask>{}, None{});
+    case Derivative::recompute:
+      return with_activation(args.activation, [&](auto act) { f(Constant<Derivative::recompute>{}, act); });
+  }
+}
+
+constexpr Kernels kernels = {
+    [](const StatsArgs& args, const Tile& tile, double* sum, double* m2) {
+      with_dtype(args.bf16, [&](auto t) { stats<decltype(t)>(args, tile, sum, m2); });
+    },
+    merge,
+    [](const ApplyArgs& args, const Tile& tile) {
+      with_dtype(args.bf16, [&](auto t) {
+        with_activation(args.activation, [&](auto act) {
+          with_bool(args.residual, [&](auto residual) {
+            with_bool(args.mask, [&](auto mask) {
+              apply<decltype(t), act.value, residual.value, mask.value>(args, tile);
+            });
+          });
+        });
+      });
+    },
+    [](const BackwardArgs& args, const Tile& tile, double* sum_g, double* sum_gx) {
+      with_dtype(args.bf16, [&](auto t) {
+        with_gradient(args, [&](auto derivative, auto act) {
+          backward_stats<decltype(t), derivative.value, act.value>(args, tile, sum_g, sum_gx);
+        });
+      });
+    },
+    [](const BackwardArgs& args, const Tile& tile) {
+      with_dtype(args.bf16, [&](auto t) {
+        with_gradient(args, [&](auto derivative, auto act) {
+          with_bool(args.dresidual, [&](auto dresidual) {
+            backward_apply<decltype(t), derivative.value, act.value, dresidual.value>(args, tile);
+          });
+        });
+      });
+    },
+};
+
+}  // namespace
+}  // namespace jaxfuse::batch_norm

@@ -1,0 +1,235 @@
+// jaxfuse_conv_fwd: y = activation(scale·conv(x, w) + bias + residual) in one pass over y.
+#include "conv.h"
+
+#include <cstring>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "conv_epilogue.h"
+#include "nan_watch.h"
+
+namespace jaxfuse::conv {
+namespace {
+
+using dnnl::algorithm;
+
+struct Eltwise {
+  algorithm kind;
+  float alpha, beta;
+};
+
+Eltwise eltwise(Activation activation, float alpha) {
+  switch (activation) {
+    case Activation::relu: return {algorithm::eltwise_relu, 0, 0};
+    case Activation::relu6: return {algorithm::eltwise_clip, 0, 6};
+    case Activation::leaky_relu: return {algorithm::eltwise_relu, alpha, 0};
+    case Activation::elu: return {algorithm::eltwise_elu, alpha, 0};
+    case Activation::sigmoid: return {algorithm::eltwise_logistic, 0, 0};
+    case Activation::tanh: return {algorithm::eltwise_tanh, 0, 0};
+    case Activation::silu: return {algorithm::eltwise_swish, 1, 0};
+    case Activation::gelu: return {algorithm::eltwise_gelu_erf, 0, 0};
+    case Activation::gelu_tanh: return {algorithm::eltwise_gelu_tanh, 0, 0};
+    case Activation::hard_swish: return {algorithm::eltwise_hardswish, 1.0f / 6, 0.5f};
+    case Activation::softplus: return {algorithm::eltwise_soft_relu, 1, 0};
+    case Activation::none: break;
+  }
+  return {algorithm::undef, 0, 0};
+}
+
+struct Forward {
+  Geometry geometry;
+  Tensor x, w;
+  std::optional<Tensor> scale, bias, residual;
+  Tensor y;
+  Activation activation;
+  float alpha;
+};
+
+Forward checked(const Call& call) {
+  const bool has_scale = call.attr<bool>("has_scale"), has_bias = call.attr<bool>("has_bias"),
+             has_residual = call.attr<bool>("has_residual");
+  call.expect_counts(2 + has_scale + has_bias + has_residual, 1);
+  Forward f{Geometry(call), call.operand(0, "x"), call.operand(1, "w"), {}, {}, {}, call.result(0, "y"),
+            activation_named(call, call.attr<std::string_view>("activation")), call.attr<float>("alpha")};
+  call.expect_dtype(f.x, {DType::F32, DType::BF16});
+  call.expect_dtype(f.w, {f.x.dtype});
+  call.expect_dtype(f.y, {f.x.dtype});
+  f.geometry.check(call, f.x, f.w, f.y);
+  const Shape features{f.y.shape[f.geometry.out_spec[1]]};
+  size_t next = 2;
+  if (has_scale) {
+    f.scale = call.operand(next++, "scale");
+    call.expect_dtype(*f.scale, {DType::F32});
+    call.expect_shape(*f.scale, features);
+  }
+  if (has_bias) {
+    f.bias = call.operand(next++, "bias");
+    call.expect_dtype(*f.bias, {DType::F32, f.x.dtype});
+    call.expect_shape(*f.bias, features);
+  }
+  if (has_residual) {
+    f.residual = call.operand(next++, "residual");
+    call.expect_dtype(*f.residual, {f.x.dtype});
+    call.expect_shape(*f.residual, f.y.shape);
+  }
+  return f;
+}
+
+constexpr int post_op(int i) { return DNNL_ARG_ATTR_MULTIPLE_POST_OP(i) | DNNL_ARG_SRC_1; }
+
+// What oneDNN is asked for, and the user's buffers that it will read.
+struct Request {
+  dnnl::convolution_forward::primitive_desc descriptor;
+  onednn::Primitive::Layouts inputs;
+};
+
+// Post-ops in order: scale (then the bias, which must come after it), residual, activation. x, w, y and the residual
+// are taken as `type` inside.
+Request request(const Forward& f, Activation activation, ElementType type) {
+  const Geometry& g = f.geometry;
+  const auto x = g.data(f.x, g.lhs_spec), w = g.filter(f.w), y = g.data(f.y, g.out_spec);
+  onednn::Primitive::Layouts inputs{{DNNL_ARG_SRC, x}, {DNNL_ARG_WEIGHTS, w}};
+  dnnl::post_ops ops;
+  auto binary = [&](algorithm kind, const dnnl::memory::desc& user, const dnnl::memory::desc& wanted) {
+    inputs.emplace_back(post_op(ops.len()), user);
+    ops.append_binary(kind, wanted);
+  };
+  dnnl::memory::desc bias;
+  const ElementType given = f.bias ? element_type(f.bias->dtype) : ElementType::f32;
+  const ElementType wanted = type == ElementType::f32 ? type : given;
+  if (f.scale) {
+    const auto scale = g.per_feature(*f.scale, ElementType::f32);
+    binary(algorithm::binary_mul, scale, scale);
+    if (f.bias) binary(algorithm::binary_add, g.per_feature(*f.bias, given), g.per_feature(*f.bias, wanted));
+  } else if (f.bias) {
+    bias = {{f.bias->shape[0]}, wanted, dnnl::memory::format_tag::a};
+    inputs.emplace_back(DNNL_ARG_BIAS, dnnl::memory::desc({f.bias->shape[0]}, given, dnnl::memory::format_tag::a));
+  }
+  if (f.residual) binary(algorithm::binary_add, y, channels_last(y, type));
+  if (activation != Activation::none) {
+    const Eltwise e = eltwise(activation, f.alpha);
+    ops.append_eltwise(e.kind, e.alpha, e.beta);
+  }
+  dnnl::primitive_attr attr = attributes();
+  attr.set_post_ops(ops);
+  return {{onednn::engine(), dnnl::prop_kind::forward_inference, algorithm::convolution_direct, channels_last(x, type),
+           any_layout(w, type), bias, channels_last(y, type), g.strides, g.onednn_dilation(), g.padding_low,
+           g.padding_high, attr},
+          inputs};
+}
+
+// oneDNN's bf16 matrix kernels take input features two at a time. Where their number is odd they multiply the last one's
+// neighbour in memory, which belongs to another pixel or group, by a zero weight: an Inf or NaN there becomes a NaN here.
+bool takes_in_a_neighbour(const Forward& f, const Request& request) {
+  const int64_t features = f.w.shape[f.geometry.rhs_spec[1]];
+  const std::string implementation = request.descriptor.impl_info_str();
+  return f.x.dtype == DType::BF16 && features % 2 && implementation.find("brgconv") != std::string::npos;
+}
+
+// Null where post-ops leave oneDNN with nothing but its reference code, which is slow without bounds.
+onednn::SharedPrimitive make(const Forward& f, Activation activation) {
+  Request r = request(f, activation, kernel_type(f.x.dtype));
+  if (takes_in_a_neighbour(f, r)) r = request(f, activation, ElementType::f32);
+  const bool has_extras = r.inputs.size() > 2 || activation != Activation::none;
+  if (has_extras && std::string_view(r.descriptor.impl_info_str()).substr(0, 3) == "ref") return nullptr;
+  const onednn::Primitive::Layouts outputs{{DNNL_ARG_DST, f.geometry.data(f.y, f.geometry.out_spec)}};
+  return std::make_shared<onednn::Primitive>(r.descriptor, dnnl::convolution_forward(r.descriptor), r.inputs, outputs);
+}
+
+onednn::SharedPrimitive primitive(const Forward& f, Activation activation) {
+  int32_t alpha_bits;
+  std::memcpy(&alpha_bits, &f.alpha, sizeof alpha_bits);
+  onednn::Key key{0, int64_t(activation), alpha_bits, f.scale.has_value(), f.residual.has_value(),
+                  f.bias ? int64_t(f.bias->dtype) : -1};
+  for (const Tensor* t : {&f.x, &f.w, &f.y}) append_to(key, *t);
+  f.geometry.append_to(key);
+  return onednn::cached(key, [&] { return make(f, activation); });
+}
+
+void run(const onednn::Primitive& primitive, const Forward& f, void* y) {
+  std::vector<std::pair<int, const void*>> buffers{
+      {DNNL_ARG_SRC, f.x.data}, {DNNL_ARG_WEIGHTS, f.w.data}, {DNNL_ARG_DST, y}};
+  int op = 0;
+  if (f.scale) buffers.emplace_back(post_op(op++), f.scale->data);
+  if (f.bias) buffers.emplace_back(f.scale ? post_op(op++) : DNNL_ARG_BIAS, f.bias->data);
+  if (f.residual) buffers.emplace_back(post_op(op), f.residual->data);
+  primitive.run(buffers);
+}
+
+// y = activation(scale·in + bias + residual), by our own loops.
+void finish(const Forward& f, const void* in, DType in_dtype) {
+  std::vector<float> bias(f.bias ? f.bias->shape[0] : 0);
+  for (size_t i = 0; i < bias.size(); ++i) {
+    bias[i] = f.bias->dtype == DType::F32 ? f.bias->as<float>()[i] : from_bf16(f.bias->as<uint16_t>()[i]);
+  }
+  run_epilogue(f.y, f.geometry.out_spec[1],
+               {f.activation, f.alpha, in, in_dtype, f.scale ? f.scale->as<float>() : nullptr,
+                f.bias ? bias.data() : nullptr, f.residual ? f.residual->data : nullptr});
+}
+
+// The convolution with whatever oneDNN can add to it at full speed, and the rest by us.
+void run_apart(const Forward& f) {
+  if (const auto with_extras = primitive(f, Activation::none)) {
+    run(*with_extras, f, f.y.data);
+    const Forward bare{f.geometry, f.x, f.w, {}, {}, {}, f.y, f.activation, f.alpha};
+    if (f.activation != Activation::none) finish(bare, f.y.data, f.y.dtype);
+  } else {  // into f32, to be rounded once
+    const onednn::Scratch z(f.y.size() * sizeof(float));
+    const Tensor sums{f.y.name, z.data(), DType::F32, f.y.shape};
+    const Forward bare{f.geometry, f.x, f.w, {}, {}, {}, sums, f.activation, f.alpha};
+    run(*primitive(bare, Activation::none), bare, z.data());
+    finish(f, z.data(), DType::F32);
+  }
+}
+
+// Of a y rounded to its dtype as good as of the exact y.
+bool commutes_with_rounding(Activation activation) {
+  return activation == Activation::relu || activation == Activation::relu6;
+}
+
+// Whether the activation is better applied by us than inside oneDNN's convolution.
+bool better_apart(const Forward& f) {
+  const bool f32 = f.y.dtype == DType::F32;
+  switch (f.activation) {
+    case Activation::none: return true;
+    case Activation::relu:
+    case Activation::relu6:
+    case Activation::leaky_relu:
+    case Activation::hard_swish:  // if it costs less than asking all threads for NaN
+      return runs_on_one_thread(f.y) && (f32 || commutes_with_rounding(f.activation));
+    case Activation::elu:
+    case Activation::gelu:
+    case Activation::softplus:  // oneDNN is off by 1e-6, which is all of a small value, but does not show in bf16
+      return f32;
+    default: return false;
+  }
+}
+
+void run_fused(const Forward& f) {
+  const auto fused = primitive(f, f.activation);
+  if (!fused || fused->loses_threads) return run_apart(f);
+  const NanWatch watch;
+  run(*fused, f, f.y.data);
+  const NanWatch::Outcome outcome = watch.look();
+  if (outcome == NanWatch::Outcome::no_nan) return;
+  // The numbers that are right stay: whether a false alarm brought us here must not show in them.
+  const auto without_activation = primitive(f, Activation::none);
+  if (!without_activation) return run_apart(f);
+  const onednn::Scratch z(f.y.bytes());
+  run(*without_activation, f, z.data());
+  restore_not_finite(f.y, f.geometry.out_spec[1], z.data(), f.activation, f.alpha);
+  if (outcome == NanWatch::Outcome::thread_lost && commutes_with_rounding(f.activation)) fused->loses_threads = true;
+}
+
+void conv_fwd(const Call& call) {
+  const Forward f = checked(call);
+  if (f.y.size() == 0) return;
+  if (f.x.size() == 0 || f.w.size() == 0) return finish(f, nullptr, f.y.dtype);  // no products to sum
+  better_apart(f) ? run_apart(f) : run_fused(f);
+}
+
+JAXFUSE_HANDLER(jaxfuse_conv_fwd, conv_fwd);
+
+}  // namespace
+}  // namespace jaxfuse::conv

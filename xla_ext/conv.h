@@ -1,0 +1,54 @@
+// The geometry of a convolution as both directions need it: read from the attributes, checked against the shapes, and
+// told to oneDNN as memory descriptors over the user's own buffers, whatever order their dimensions are in.
+#pragma once
+
+#include "handler.h"
+#include "onednn.h"
+
+namespace jaxfuse::conv {
+
+// Positions of the dimensions in a shape: (batch, feature, spatial...), for the filter (output feature, input feature,
+// spatial...), as in jax.lax.ConvDimensionNumbers.
+using Spec = Shape;
+
+struct Geometry {
+  // Throws unless the attributes are a convolution's of 1 to 3 spatial dimensions.
+  explicit Geometry(const Call& call);
+
+  // Refuses unless x (*) w = y fits.
+  void check(const Call& call, const Tensor& x, const Tensor& w, const Tensor& y) const;
+  void append_to(onednn::Key& key) const;
+
+  // The user's x or y: logical order (batch, feature, spatial...), strides of the user's buffer.
+  dnnl::memory::desc data(const Tensor& t, const Spec& spec) const;
+  // The user's filter: logical order ([group,] output feature, input feature, spatial...).
+  dnnl::memory::desc filter(const Tensor& w) const;
+  // One number per output feature, to be broadcast over y.
+  dnnl::memory::desc per_feature(const Tensor& v, dnnl::memory::data_type type) const;
+
+  size_t spatial_rank() const { return strides.size(); }
+  dnnl::memory::dims onednn_dilation() const;  // oneDNN counts the holes: 0 is dense
+
+  Shape strides, padding_low, padding_high, dilation;
+  int64_t groups;
+  Spec lhs_spec, rhs_spec, out_spec;
+};
+
+using ElementType = dnnl::memory::data_type;
+ElementType element_type(DType dtype);
+
+// What oneDNN computes a convolution of this dtype with: bf16 only where its fast kernels have it, else f32.
+ElementType kernel_type(DType dtype);
+
+// The same dimensions in the layout that oneDNN chooses.
+dnnl::memory::desc any_layout(const dnnl::memory::desc& md, ElementType type);
+
+// The same dimensions, channels last: the layout that oneDNN's fastest kernels want of x and y. A buffer in another
+// layout is reordered, which costs less than a kernel that reads it as it is.
+dnnl::memory::desc channels_last(const dnnl::memory::desc& md, ElementType type);
+
+dnnl::primitive_attr attributes();  // with scratch memory managed by us
+
+void append_to(onednn::Key& key, const Tensor& t);
+
+}  // namespace jaxfuse::conv

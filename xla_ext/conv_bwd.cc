@@ -1,0 +1,170 @@
+// jaxfuse_conv_bwd: the gradients of y = activation(conv(x, w) + bias + residual), from y instead of what is inside:
+//   g = dy·activation'(y)     db = Σ g     dresidual = g     dx, dw = the convolution's own gradients at g
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string_view>
+
+#include "conv.h"
+#include "conv_epilogue.h"
+
+namespace jaxfuse::conv {
+namespace {
+
+using dnnl::algorithm;
+
+struct Backward {
+  Geometry geometry;
+  std::optional<Tensor> x, w, y, dx, dw, db, dresidual;
+  Tensor dy;
+  Activation activation;
+  float alpha;
+};
+
+// The derivative as a function of the value; there is none for the other activations.
+bool told_by_value(Activation activation) {
+  switch (activation) {
+    case Activation::none:
+    case Activation::relu:
+    case Activation::relu6:
+    case Activation::leaky_relu:
+    case Activation::elu:
+    case Activation::sigmoid:
+    case Activation::tanh: return true;
+    default: return false;
+  }
+}
+
+void check(const Call& call, const Backward& b) {
+  const DType dtype = b.dy.dtype;
+  call.expect_dtype(b.dy, {DType::F32, DType::BF16});
+  if (b.dy.shape.size() != b.geometry.out_spec.size()) {
+    call.refuse("dy has shape ", to_string(b.dy.shape), ", expected ", b.geometry.out_spec.size(), " dimensions");
+  }
+  for (const auto* t : {&b.x, &b.w, &b.dx, &b.dresidual}) {
+    if (*t) call.expect_dtype(**t, {dtype});
+  }
+  for (const auto* t : {&b.y, &b.dresidual}) {
+    if (*t) call.expect_shape(**t, b.dy.shape);
+  }
+  if (b.y) call.expect_dtype(*b.y, {dtype});
+  for (const auto* t : {&b.dw, &b.db}) {
+    if (*t) call.expect_dtype(**t, {DType::F32, dtype});
+  }
+  if (b.db) call.expect_shape(*b.db, {b.dy.shape[b.geometry.out_spec[1]]});
+  if (b.dx) b.geometry.check(call, *b.dx, *b.w, b.dy);
+  if (b.dw) b.geometry.check(call, *b.x, *b.dw, b.dy);
+}
+
+Backward checked(const Call& call) {
+  const bool want_dx = call.attr<bool>("want_dx"), want_dw = call.attr<bool>("want_dw"),
+             want_db = call.attr<bool>("want_db"), want_dresidual = call.attr<bool>("want_dresidual");
+  const Activation activation = activation_named(call, call.attr<std::string_view>("activation"));
+  if (!told_by_value(activation)) call.refuse("activation's derivative is not a function of its value");
+  call.expect_counts(want_dw + want_dx + 1 + (activation != Activation::none),
+                     want_dx + want_dw + want_db + want_dresidual);
+  size_t operand = 0, result = 0;
+  auto next_operand = [&](bool present, const char* name) {
+    return present ? std::optional(call.operand(operand++, name)) : std::nullopt;
+  };
+  auto next_result = [&](bool present, const char* name) {
+    return present ? std::optional(call.result(result++, name)) : std::nullopt;
+  };
+  auto x = next_operand(want_dw, "x"), w = next_operand(want_dx, "w"), dy = next_operand(true, "dy"),
+       y = next_operand(activation != Activation::none, "y");
+  auto dx = next_result(want_dx, "dx"), dw = next_result(want_dw, "dw"), db = next_result(want_db, "db"),
+       dresidual = next_result(want_dresidual, "dresidual");
+  Backward b{Geometry(call), x, w, y, dx, dw, db, dresidual, *dy, activation, call.attr<float>("alpha")};
+  check(call, b);
+  return b;
+}
+
+enum class Direction { data = 1, weights = 2 };
+
+onednn::Key key_of(Direction direction, const Geometry& geometry, const Tensor& x, const Tensor& w, const Tensor& y) {
+  onednn::Key key{int64_t(direction)};
+  for (const Tensor* t : {&x, &w, &y}) append_to(key, *t);
+  geometry.append_to(key);
+  return key;
+}
+
+// oneDNN wants to be told of the forward convolution that it differentiates.
+dnnl::convolution_forward::primitive_desc forward_hint(const Geometry& g, const dnnl::memory::desc& x,
+                                                       const dnnl::memory::desc& w, const dnnl::memory::desc& y,
+                                                       ElementType type) {
+  return {onednn::engine(), dnnl::prop_kind::forward_training, algorithm::convolution_direct, any_layout(x, type),
+          any_layout(w, type), any_layout(y, type), g.strides, g.onednn_dilation(), g.padding_low, g.padding_high};
+}
+
+onednn::SharedPrimitive make_data(const Geometry& g, const Tensor& dx, const Tensor& filter, const Tensor& dy) {
+  const auto x = g.data(dx, g.lhs_spec), w = g.filter(filter), y = g.data(dy, g.out_spec);
+  const ElementType type = kernel_type(dy.dtype);
+  dnnl::convolution_backward_data::primitive_desc descriptor(
+      onednn::engine(), algorithm::convolution_direct, channels_last(x, type), any_layout(w, type),
+      channels_last(y, type), g.strides, g.onednn_dilation(), g.padding_low, g.padding_high,
+      forward_hint(g, x, w, y, type), attributes());
+  return std::make_shared<onednn::Primitive>(
+      descriptor, dnnl::convolution_backward_data(descriptor),
+      onednn::Primitive::Layouts{{DNNL_ARG_DIFF_DST, y}, {DNNL_ARG_WEIGHTS, w}},
+      onednn::Primitive::Layouts{{DNNL_ARG_DIFF_SRC, x}});
+}
+
+onednn::SharedPrimitive make_weights(const Geometry& g, const Tensor& input, const Tensor& dw, const Tensor& dy) {
+  const auto x = g.data(input, g.lhs_spec), w = g.filter(dw), y = g.data(dy, g.out_spec);
+  const ElementType type = kernel_type(dy.dtype), dw_type = type == ElementType::f32 ? type : element_type(dw.dtype);
+  dnnl::convolution_backward_weights::primitive_desc descriptor(
+      onednn::engine(), algorithm::convolution_direct, channels_last(x, type), any_layout(w, dw_type),
+      channels_last(y, type), g.strides, g.onednn_dilation(), g.padding_low, g.padding_high,
+      forward_hint(g, x, w, y, type), attributes());
+  return std::make_shared<onednn::Primitive>(
+      descriptor, dnnl::convolution_backward_weights(descriptor),
+      onednn::Primitive::Layouts{{DNNL_ARG_SRC, x}, {DNNL_ARG_DIFF_DST, y}},
+      onednn::Primitive::Layouts{{DNNL_ARG_DIFF_WEIGHTS, w}});
+}
+
+void data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& dy, const void* g) {
+  if (dx.size() == 0) return;
+  if (w.size() == 0 || dy.size() == 0) return (void)std::memset(dx.data, 0, dx.bytes());
+  onednn::cached(key_of(Direction::data, geometry, dx, w, dy), [&] { return make_data(geometry, dx, w, dy); })
+      ->run({{DNNL_ARG_DIFF_DST, g}, {DNNL_ARG_WEIGHTS, w.data}, {DNNL_ARG_DIFF_SRC, dx.data}});
+}
+
+void weights_gradient(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& dy, const void* g) {
+  if (dw.size() == 0) return;
+  if (x.size() == 0 || dy.size() == 0) return (void)std::memset(dw.data, 0, dw.bytes());
+  onednn::cached(key_of(Direction::weights, geometry, x, dw, dy), [&] { return make_weights(geometry, x, dw, dy); })
+      ->run({{DNNL_ARG_SRC, x.data}, {DNNL_ARG_DIFF_DST, g}, {DNNL_ARG_DIFF_WEIGHTS, dw.data}});
+}
+
+void store_bias_gradient(const Tensor& db, const std::vector<float>& sums) {
+  for (size_t i = 0; i < sums.size(); ++i) {
+    if (db.dtype == DType::F32) {
+      db.as<float>()[i] = sums[i];
+    } else {
+      db.as<uint16_t>()[i] = to_bf16(sums[i]);
+    }
+  }
+}
+
+void conv_bwd(const Call& call) {
+  const Backward b = checked(call);
+  const int64_t feature = b.geometry.out_spec[1];
+  const bool g_is_dy = b.activation == Activation::none;
+  const bool g_in_scratch = !g_is_dy && !b.dresidual && (b.dx || b.dw);
+  const onednn::Scratch scratch(g_in_scratch ? b.dy.bytes() : 0);
+  void* written = b.dresidual ? b.dresidual->data : g_in_scratch ? scratch.data() : nullptr;
+  if (written || b.db) {
+    std::vector<float> sums(b.db ? b.dy.shape[feature] : 0);
+    run_gradient(b.dy, feature, {b.activation, b.alpha, b.y ? b.y->data : nullptr, written},
+                 b.db ? sums.data() : nullptr);
+    if (b.db) store_bias_gradient(*b.db, sums);
+  }
+  const void* g = g_is_dy ? b.dy.data : written;
+  if (b.dx) data_gradient(b.geometry, *b.dx, *b.w, b.dy, g);
+  if (b.dw) weights_gradient(b.geometry, *b.x, *b.dw, b.dy, g);
+}
+
+JAXFUSE_HANDLER(jaxfuse_conv_bwd, conv_bwd);
+
+}  // namespace
+}  // namespace jaxfuse::conv

@@ -1,0 +1,112 @@
+#include "conv_epilogue.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "parallel.h"
+#include "simd_level.h"
+
+namespace jaxfuse::conv {
+namespace {
+
+const Kernels& kernels() {
+  switch (simd_level()) {
+#ifdef __x86_64__
+    case SimdLevel::avx512: return avx512_kernels;
+    case SimdLevel::avx2: return avx2_kernels;
+#endif
+    default: return portable_kernels;
+  }
+}
+
+constexpr int64_t kChunkElements = 1 << 15, kMostChunks = 256;
+
+// A tensor as (outer, features, inner), cut into chunks of whole rows. The cut depends on the shape alone, so sums per
+// chunk repeat bit for bit on any number of threads.
+struct Chunks {
+  int64_t features, inner = 1, rows = 0, step = 0, count = 0;
+
+  Chunks(const Shape& shape, int64_t feature_position) {
+    features = shape[feature_position];
+    if (size_of(shape) == 0) return;
+    inner = size_of(Shape(shape.begin() + feature_position + 1, shape.end()));
+    rows = size_of(shape) / inner;  // elements, if inner == 1
+    const int64_t unit = inner == 1 ? features : 1, units = rows / unit;
+    const int64_t wanted = std::clamp<int64_t>(size_of(shape) / kChunkElements, 1, std::min(kMostChunks, units));
+    step = (units + wanted - 1) / wanted * unit;
+    count = (rows + step - 1) / step;
+  }
+
+  int64_t begin(int64_t chunk) const { return chunk * step; }
+  int64_t end(int64_t chunk) const { return std::min(rows, (chunk + 1) * step); }
+};
+
+EpilogueArgs arguments(const Tensor& y, const Chunks& chunks, const Epilogue& e) {
+  return {y.dtype == DType::BF16, chunks.features, chunks.inner, e.activation, e.alpha, e.in, e.in_dtype == DType::F32,
+          e.scale, e.bias, e.residual, y.data};
+}
+
+}  // namespace
+
+Activation activation_named(const Call& call, std::string_view name) {
+  static const std::map<std::string_view, Activation> table = {
+      {"none", Activation::none},             {"relu", Activation::relu},
+      {"relu6", Activation::relu6},           {"leaky_relu", Activation::leaky_relu},
+      {"elu", Activation::elu},               {"sigmoid", Activation::sigmoid},
+      {"tanh", Activation::tanh},             {"silu", Activation::silu},
+      {"gelu", Activation::gelu},             {"gelu_tanh", Activation::gelu_tanh},
+      {"hard_swish", Activation::hard_swish}, {"softplus", Activation::softplus},
+  };
+  auto found = table.find(name);
+  if (found == table.end()) call.refuse("activation is '", name, "', which this kernel does not know");
+  return found->second;
+}
+
+bool runs_on_one_thread(const Tensor& t) { return t.size() < 2 * kChunkElements; }
+
+void run_epilogue(const Tensor& y, int64_t feature_position, const Epilogue& e) {
+  const Chunks chunks(y.shape, feature_position);
+  const EpilogueArgs args = arguments(y, chunks, e);
+  auto* loop = kernels().epilogue;
+  parallel_for(chunks.count, [&](int64_t chunk) { loop(args, chunks.begin(chunk), chunks.end(chunk)); });
+}
+
+void restore_not_finite(const Tensor& y, int64_t feature_position, const void* z, Activation activation, float alpha) {
+  const Chunks chunks(y.shape, feature_position);
+  const EpilogueArgs args = arguments(y, chunks, {activation, alpha, z, y.dtype, nullptr, nullptr, nullptr});
+  auto* loop = kernels().restore;
+  parallel_for(chunks.count, [&](int64_t chunk) { loop(args, chunks.begin(chunk), chunks.end(chunk)); });
+}
+
+void run_gradient(const Tensor& dy, int64_t feature_position, const Gradient& gradient, float* db) {
+  const Chunks chunks(dy.shape, feature_position);
+  const GradientArgs args{dy.dtype == DType::BF16, chunks.features, chunks.inner, gradient.activation, gradient.alpha,
+                          dy.data, gradient.y, gradient.g};
+  const int64_t per_chunk = chunks.inner == 1 ? chunks.features : chunks.step;
+  std::vector<float> sums(db ? chunks.count * per_chunk : 0);
+  auto* loop = kernels().gradient;
+  parallel_for(chunks.count, [&](int64_t chunk) {
+    loop(args, chunks.begin(chunk), chunks.end(chunk), db ? sums.data() + chunk * per_chunk : nullptr);
+  });
+  if (!db) return;
+  std::vector<double> totals(chunks.features);
+  const int64_t n = chunks.inner == 1 ? chunks.count * chunks.features : chunks.rows;
+  for (int64_t i = 0; i < n; ++i) totals[i % chunks.features] += sums[i];
+  std::copy(totals.begin(), totals.end(), db);
+}
+
+float from_bf16(uint16_t bits) {
+  const uint32_t wide = uint32_t(bits) << 16;
+  float value;
+  std::memcpy(&value, &wide, sizeof value);
+  return value;
+}
+
+uint16_t to_bf16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  if (value != value) return uint16_t(bits >> 16 | 0x40);
+  return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+}  // namespace jaxfuse::conv

@@ -1,0 +1,45 @@
+// The elementwise passes around a convolution, on threads.
+#pragma once
+
+#include <string_view>
+
+#include "conv_kernels.h"
+#include "handler.h"
+
+namespace jaxfuse::conv {
+
+Activation activation_named(const Call& call, std::string_view name);
+
+struct Epilogue {
+  Activation activation;
+  float alpha;
+  const void* in;        // or null: zeros
+  DType in_dtype;        // y's or f32
+  const float* scale;    // or null: ones
+  const float* bias;     // or null: zeros
+  const void* residual;  // or null: zeros
+};
+
+// y = activation(scale·in + bias + residual); `in` and `residual` are shaped like y and may be y.
+void run_epilogue(const Tensor& y, int64_t feature_position, const Epilogue& epilogue);
+
+// y = activation(z) where z, which is like y, is not finite.
+void restore_not_finite(const Tensor& y, int64_t feature_position, const void* z, Activation activation, float alpha);
+
+// Whether the passes here are so small over t that the calling thread does them alone.
+bool runs_on_one_thread(const Tensor& t);
+
+struct Gradient {
+  Activation activation;
+  float alpha;
+  const void* y;  // not read for Activation::none
+  void* g;        // or null
+};
+
+// g = dy·activation'(y); db (or null) = Σ g over all but the feature, f32.
+void run_gradient(const Tensor& dy, int64_t feature_position, const Gradient& gradient, float* db);
+
+float from_bf16(uint16_t bits);
+uint16_t to_bf16(float value);
+
+}  // namespace jaxfuse::conv

@@ -1,0 +1,155 @@
+#include <algorithm>
+#include <string>
+
+#include "conv.h"
+
+namespace jaxfuse::conv {
+namespace {
+
+Spec checked_spec(const Call& call, const char* name, size_t rank) {
+  Spec spec = call.int_array(name), sorted = spec;
+  std::sort(sorted.begin(), sorted.end());
+  bool permutation = sorted.size() == rank;
+  for (size_t i = 0; permutation && i < rank; ++i) permutation = sorted[i] == int64_t(i);
+  if (!permutation) call.refuse(name, " is ", to_string(spec), ", expected a permutation of 0..", rank - 1);
+  return spec;
+}
+
+Shape checked_extents(const Call& call, const char* name, size_t count, int64_t least) {
+  Shape extents = call.int_array(name);
+  if (extents.size() != count) call.refuse(name, " has ", extents.size(), " entries, expected ", count);
+  for (int64_t extent : extents) {
+    if (extent < least) call.refuse(name, " is ", to_string(extents), ", expected entries of at least ", least);
+  }
+  return extents;
+}
+
+Shape row_major_strides(const Shape& shape) {
+  Shape strides(shape.size());
+  int64_t stride = 1;
+  for (size_t i = shape.size(); i-- > 0; stride *= shape[i]) strides[i] = stride;
+  return strides;
+}
+
+Shape permuted(const Shape& values, const Spec& spec) {
+  Shape result;
+  for (int64_t position : spec) result.push_back(values[position]);
+  return result;
+}
+
+}  // namespace
+
+Geometry::Geometry(const Call& call) {
+  const size_t n = call.int_array("window_strides").size();
+  if (n < 1 || n > 3) call.refuse("window_strides has ", n, " entries, expected 1 to 3 spatial dimensions");
+  strides = checked_extents(call, "window_strides", n, 1);
+  padding_low = checked_extents(call, "padding_low", n, 0);
+  padding_high = checked_extents(call, "padding_high", n, 0);
+  dilation = checked_extents(call, "rhs_dilation", n, 1);
+  lhs_spec = checked_spec(call, "lhs_spec", n + 2);
+  rhs_spec = checked_spec(call, "rhs_spec", n + 2);
+  out_spec = checked_spec(call, "out_spec", n + 2);
+  groups = call.attr<int64_t>("feature_group_count");
+  if (groups < 1) call.refuse("feature_group_count is ", groups, ", expected at least 1");
+}
+
+void Geometry::check(const Call& call, const Tensor& x, const Tensor& w, const Tensor& y) const {
+  for (const Tensor* t : {&x, &w, &y}) {
+    if (t->shape.size() != strides.size() + 2) {
+      call.refuse(t->name, " has shape ", to_string(t->shape), ", expected ", strides.size() + 2, " dimensions");
+    }
+  }
+  const Shape in = permuted(x.shape, lhs_spec), kernel = permuted(w.shape, rhs_spec);
+  if (kernel[0] % groups) {
+    call.refuse(w.name, " has ", kernel[0], " output features, not divisible by feature_group_count ", groups);
+  }
+  if (in[1] != kernel[1] * groups) {
+    call.refuse(w.name, " has shape ", to_string(w.shape), ": ", kernel[1], " input features times ", groups,
+                " groups, but ", x.name, " has ", in[1], " features");
+  }
+  Shape out = y.shape;
+  out[out_spec[0]] = in[0];
+  out[out_spec[1]] = kernel[0];
+  for (size_t i = 0; i < strides.size(); ++i) {
+    const int64_t window = kernel[i + 2] == 0 ? 0 : (kernel[i + 2] - 1) * dilation[i] + 1;
+    const int64_t room = in[i + 2] + padding_low[i] + padding_high[i] - window;
+    out[out_spec[i + 2]] = room < 0 ? 0 : room / strides[i] + 1;
+  }
+  call.expect_shape(y, out);
+}
+
+void Geometry::append_to(onednn::Key& key) const {
+  key.push_back(groups);
+  for (const Shape* part : {&strides, &padding_low, &padding_high, &dilation, &lhs_spec, &rhs_spec, &out_spec}) {
+    key.insert(key.end(), part->begin(), part->end());
+  }
+}
+
+dnnl::memory::desc Geometry::data(const Tensor& t, const Spec& spec) const {
+  return {permuted(t.shape, spec), element_type(t.dtype), permuted(row_major_strides(t.shape), spec)};
+}
+
+dnnl::memory::desc Geometry::filter(const Tensor& w) const {
+  Shape dims = permuted(w.shape, rhs_spec), strides = permuted(row_major_strides(w.shape), rhs_spec);
+  if (groups > 1) {  // output feature = group * (features per group) + feature in the group
+    dims[0] /= groups;
+    dims.insert(dims.begin(), groups);
+    strides.insert(strides.begin(), dims[1] * strides[0]);
+  }
+  return {dims, element_type(w.dtype), strides};
+}
+
+dnnl::memory::desc Geometry::per_feature(const Tensor& v, ElementType type) const {
+  // Strides as of a channels-last y: where y has one row, some kernels take this for a full tensor and compare layouts.
+  Shape dims(strides.size() + 2, 1), steps(strides.size() + 2, v.shape[0]);
+  dims[1] = v.shape[0];
+  steps[1] = 1;
+  return {dims, type, steps};
+}
+
+dnnl::memory::dims Geometry::onednn_dilation() const {
+  dnnl::memory::dims holes = dilation;
+  for (int64_t& d : holes) --d;
+  return holes;
+}
+
+ElementType element_type(DType dtype) { return dtype == DType::BF16 ? ElementType::bf16 : ElementType::f32; }
+
+ElementType kernel_type(DType dtype) {
+  switch (dnnl::get_effective_cpu_isa()) {
+    case dnnl::cpu_isa::sse41:
+    case dnnl::cpu_isa::avx:
+    case dnnl::cpu_isa::avx2:
+    case dnnl::cpu_isa::avx2_vnni:
+    case dnnl::cpu_isa::avx2_vnni_2: return ElementType::f32;
+    default: return element_type(dtype);
+  }
+}
+
+dnnl::memory::desc any_layout(const dnnl::memory::desc& md, ElementType type) {
+  return {md.get_dims(), type, dnnl::memory::format_tag::any};
+}
+
+dnnl::memory::desc channels_last(const dnnl::memory::desc& md, ElementType type) {
+  const dnnl::memory::dims dims = md.get_dims();
+  dnnl::memory::dims strides(dims.size());
+  strides[1] = 1;
+  int64_t stride = dims[1];
+  for (size_t i = dims.size(); i-- > 2; stride *= dims[i]) strides[i] = stride;
+  strides[0] = stride;
+  return {dims, type, strides};
+}
+
+dnnl::primitive_attr attributes() {
+  dnnl::primitive_attr attr;
+  attr.set_scratchpad_mode(dnnl::scratchpad_mode::user);
+  return attr;
+}
+
+void append_to(onednn::Key& key, const Tensor& t) {
+  key.push_back(int64_t(t.dtype));
+  key.push_back(int64_t(t.shape.size()));
+  key.insert(key.end(), t.shape.begin(), t.shape.end());
+}
+
+}  // namespace jaxfuse::conv

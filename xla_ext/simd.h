@@ -1,0 +1,182 @@
+// Vectors of f32 for kernel files that are compiled once per ISA: `Floats`, kLanes wide, loaded from and stored to f32 or
+// bf16. Arithmetic is the compiler's own on vector types (+ - * and ?: with a comparison), each operation rounded once,
+// so every ISA gives the same bits.
+//
+// Include only from x_<isa>.cc files. All is in an anonymous namespace, and these files include no header with inline
+// functions: the linker would keep one copy for all, perhaps one with instructions that this CPU lacks.
+#pragma once
+
+#include <cstdint>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+namespace jaxfuse {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#else
+constexpr int kLanes = 8;  // without AVX2 the compiler makes two SSE or NEON registers of it
+#endif
+
+using Floats = float __attribute__((vector_size(kLanes * 4)));
+using Ints = int32_t __attribute__((vector_size(kLanes * 4)));  // also what a comparison gives: -1 is true, 0 is false
+using Uints = uint32_t __attribute__((vector_size(kLanes * 4)));
+using Halves = uint16_t __attribute__((vector_size(kLanes * 2)));
+
+struct bf16 {
+  uint16_t bits;
+};
+
+// At any address.
+template <class Vector, class T>
+Vector load_bits(const T* p) {
+  using Unaligned [[gnu::aligned(alignof(T)), gnu::may_alias]] = Vector;
+  return *reinterpret_cast<const Unaligned*>(p);
+}
+
+template <class Vector, class T>
+void store_bits(T* p, Vector v) {
+  using Unaligned [[gnu::aligned(alignof(T)), gnu::may_alias]] = Vector;
+  *reinterpret_cast<Unaligned*>(p) = v;
+}
+
+inline Floats load(const float* p) { return load_bits<Floats>(p); }
+
+// One instruction each where GCC takes five for __builtin_convertvector; maskz, because GCC 12 warns of the others.
+inline Uints widened(Halves v) {
+#if defined(__AVX512F__)
+  return Uints(_mm512_maskz_cvtepu16_epi32(0xffff, __m256i(v)));
+#elif defined(__AVX2__)
+  return Uints(_mm256_cvtepu16_epi32(__m128i(v)));
+#else
+  return __builtin_convertvector(v, Uints);
+#endif
+}
+inline Halves narrowed(Uints v) {
+#if defined(__AVX512F__)
+  return Halves(_mm512_maskz_cvtepi32_epi16(0xffff, __m512i(v)));
+#else
+  return __builtin_convertvector(v, Halves);
+#endif
+}
+inline Floats load(const bf16* p) { return Floats(widened(load_bits<Halves>(p)) << 16); }
+
+// The nearest value that T holds, ties to even, NaN stays NaN.
+template <class T>
+Floats round_to(Floats v);
+template <>
+inline Floats round_to<float>(Floats v) {
+  return v;
+}
+template <>
+inline Floats round_to<bf16>(Floats v) {
+  const Uints bits = Uints(v);
+  const Uints rounded = bits + 0x7fff + (bits >> 16 & 1);  // would carry out of a NaN's mantissa
+  return Floats((v == v ? rounded : bits | 0x400000) & 0xffff0000);
+}
+
+// v must be what round_to<T> gives.
+inline void store(float* p, Floats v) { store_bits(p, v); }
+inline void store(bf16* p, Floats v) { store_bits(p, narrowed(Uints(v) >> 16)); }
+
+// Which lanes a load or a store touches in memory: all, or the first n < kLanes, with zeros loaded into the others.
+struct Whole {};
+struct First {
+  int64_t n;
+};
+
+template <class T>
+Floats load(const T* p, Whole) {
+  return load(p);
+}
+template <class T>
+Floats load(const T* p, First lanes) {
+  T values[kLanes] = {};
+  for (int64_t i = 0; i < lanes.n; ++i) values[i] = p[i];
+  return load(values);
+}
+
+template <class T>
+void store(T* p, Floats v, Whole) {
+  store(p, v);
+}
+template <class T>
+void store(T* p, Floats v, First lanes) {
+  T values[kLanes];
+  store(values, v);
+  for (int64_t i = 0; i < lanes.n; ++i) p[i] = values[i];
+}
+
+// Stores that leave the caches alone, for what will have left them before it is read; p must be a multiple of the size of
+// what is stored. finish_streaming() before another thread reads it.
+inline void store_streaming(float* p, Floats v, Whole) {
+#if defined(__AVX512F__)
+  _mm512_stream_ps(p, v);
+#elif defined(__AVX2__)
+  _mm256_stream_ps(p, v);
+#else
+  store(p, v);
+#endif
+}
+inline void store_streaming(bf16* p, Floats v, Whole) {
+  const Halves halves = narrowed(Uints(v) >> 16);
+#if defined(__AVX512F__)
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(p), __m256i(halves));
+#elif defined(__AVX2__)
+  _mm_stream_si128(reinterpret_cast<__m128i*>(p), __m128i(halves));
+#else
+  store_bits(p, halves);
+#endif
+}
+template <class T>
+void store_streaming(T* p, Floats v, First lanes) {
+  store(p, v, lanes);
+}
+
+inline void finish_streaming() {
+#ifdef __AVX2__
+  _mm_sfence();
+#endif
+}
+
+// f(index, lanes) for [begin, end) in vectors.
+template <class F>
+void for_vectors(int64_t begin, int64_t end, F f) {
+  int64_t i = begin;
+  for (; i + kLanes <= end; i += kLanes) f(i, Whole{});
+  if (i < end) f(i, First{end - i});
+}
+
+// A condition as bits: bit i is lane i.
+inline unsigned to_bits(Ints condition) {
+#if defined(__AVX512DQ__)
+  return _mm512_movepi32_mask(__m512i(condition));
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps(__m256(condition));
+#else
+  unsigned bits = 0;
+  for (int i = 0; i < kLanes; ++i) bits |= unsigned(condition[i] & 1) << i;
+  return bits;
+#endif
+}
+
+inline Ints from_bits(unsigned bits) {
+  Ints lane_bit;
+  for (int i = 0; i < kLanes; ++i) lane_bit[i] = 1 << i;
+  return ((Ints{} + int32_t(bits)) & lane_bit) != 0;
+}
+
+// One bit per lane in memory, in whole bytes.
+inline unsigned load_lane_bits(const uint8_t* p, First lanes) { return lanes.n > 8 ? p[0] | p[1] << 8 : p[0]; }
+inline unsigned load_lane_bits(const uint8_t* p, Whole) { return load_lane_bits(p, First{kLanes}); }
+
+inline void store_lane_bits(uint8_t* p, unsigned bits, First lanes) {
+  p[0] = uint8_t(bits);
+  if (lanes.n > 8) p[1] = uint8_t(bits >> 8);
+}
+inline void store_lane_bits(uint8_t* p, unsigned bits, Whole) { store_lane_bits(p, bits, First{kLanes}); }
+
+}  // namespace
+}  // namespace jaxfuse

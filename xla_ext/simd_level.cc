@@ -1,0 +1,55 @@
+#include "simd_level.h"
+
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+
+#include "handler.h"
+
+namespace jaxfuse {
+namespace {
+
+constexpr const char* kNames[] = {"portable", "avx2", "avx512"};
+
+SimdLevel cpu_level() {
+#ifdef __x86_64__
+  __builtin_cpu_init();  // static initialisers may run before the compiler's own call of it
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl")) {
+    return SimdLevel::avx512;
+  }
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return SimdLevel::avx2;
+#endif
+  return SimdLevel::portable;
+}
+
+SimdLevel chosen_level() {
+  const SimdLevel highest = cpu_level();
+  const char* wanted = std::getenv("JAXFUSE_SIMD");
+  if (!wanted) return highest;
+  for (int level = 0; level <= int(highest); ++level) {
+    if (std::string(wanted) == kNames[level]) return SimdLevel(level);
+  }
+  throw std::invalid_argument(std::string("the environment variable JAXFUSE_SIMD is \"") + wanted +
+                              "\", expected portable, avx2 or avx512, and this CPU has " + kNames[int(highest)] +
+                              "; unset it to use that");
+}
+
+std::string described_level() {
+  try {
+    return kNames[int(simd_level())];
+  } catch (const std::invalid_argument& problem) {
+    return problem.what();
+  }
+}
+
+const bool described = facts().emplace("simd", described_level()).second;
+
+}  // namespace
+
+SimdLevel simd_level() {
+  static const SimdLevel level = chosen_level();
+  return level;
+}
+
+}  // namespace jaxfuse
