@@ -42,7 +42,8 @@ class Case:
     def fused(self, arrays) -> tuple[jax.Array, ...]:
         """The outputs that depend on the arguments."""
         outs = getattr(ops, self.op)(**arrays, **self.options)
-        return (outs,) if self.op == "conv" else outs[:1] if "mean" in arrays else outs
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        return outs[:1] if "mean" in arrays else outs
 
     def unfused(self, arrays) -> tuple[jax.Array, ...]:
         """The same as anybody would write it, in the precision of the arguments."""
@@ -99,7 +100,15 @@ def _batch_norm(x, gamma, beta, residual=None, *, activation=None, epsilon=1e-5,
     return ACTIVATIONS[activation or "none"].value(y, 0.0), *statistics
 
 
-_UNFUSED = dict(conv=_conv, batch_norm=_batch_norm)
+def _max_pool(x, *, window_shape, strides=None, padding="VALID"):
+    whole = lambda sizes: (1, *sizes, 1)  # noqa: E731
+    if not isinstance(padding, str):
+        padding = ((0, 0), *padding, (0, 0))
+    strides = strides or (1,) * len(window_shape)
+    return (lax.reduce_window(x, -jnp.inf, lax.max, whole(window_shape), whole(strides), padding),)
+
+
+_UNFUSED = dict(conv=_conv, batch_norm=_batch_norm, max_pool=_max_pool)
 
 
 def conv(name, x, w, terms="", *, refused="", float32=(), **options):
@@ -117,6 +126,10 @@ def batch_norm(name, x, terms="", *, refused="", **options):
     terms = ["gamma", "beta", *terms.split()]
     shapes = {term: x if term == "residual" else (channels,) for term in terms}
     return Case(name, "batch_norm", dict(x=x) | shapes, options, refused)
+
+
+def max_pool(name, x, window_shape, **options):
+    return Case(name, "max_pool", dict(x=x), dict(window_shape=window_shape) | options)
 
 
 
@@ -176,7 +189,15 @@ BATCH_NORM = [
     batch_norm("given_statistics_residual", (2, 5, 5, 16), "residual mean var", activation="relu6"),
 ]
 
-CASES = {f"{case.op}-{case.name}": case for case in (*CONV, *BATCH_NORM)}
+MAX_POOL = [
+    max_pool("3x3_stride2", (2, 9, 9, 16), (3, 3), strides=(2, 2), padding="SAME"),
+    max_pool("3x3_overlapping", (2, 6, 5, 8), (3, 3), padding=((1, 1), (1, 1))),
+    max_pool("2x2_stride2", (2, 6, 6, 13), (2, 2), strides=(2, 2)),
+    max_pool("1d", (2, 9, 8), (3,), strides=(2,)),
+    max_pool("3d_asymmetric", (1, 4, 5, 4, 8), (2, 3, 2), strides=(2, 1, 2), padding=((0, 1), (1, 1), (0, 0))),
+]
+
+CASES = {f"{case.op}-{case.name}": case for case in (*CONV, *BATCH_NORM, *MAX_POOL)}
 
 # One of each kind of rule behind autodiff and batching; the transformations run over these.
 CORE = [
@@ -186,4 +207,5 @@ CORE = [
     "batch_norm-residual_relu",  # mask bits, batch statistics
     "batch_norm-relu6",  # recomputed sign
     "batch_norm-given_statistics",
+    "max_pool-3x3_overlapping",
 ]

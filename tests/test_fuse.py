@@ -2,6 +2,7 @@
 
 import functools
 import pathlib
+import platform
 import subprocess
 import sys
 
@@ -138,6 +139,21 @@ def test_policies():
         jaxfuse.fuse(block, policy="measurd")
     with pytest.raises(ValueError, match="unknown policy"):
         jaxfuse.explain(block, X, W, B, policy="fast")
+
+
+def test_measured_leaves_tiny_convolutions_alone():
+    (site,) = jaxfuse.explain(block, X[:1, :4, :4], W, B).skipped
+    assert "too small to gain: 9216 operations, measured faster from 200000" in site.reason
+    assert jaxfuse.explain(block, X, W, B).fused
+
+
+def test_native_kernels_are_there():
+    """Where the package brings them, nothing else in these tests may pass for want of them."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        pytest.skip("the native convolution kernels exist for Linux on x86-64")
+    from jaxfuse import ffi
+
+    assert {target: ffi.available(target) for target in ffi.TARGETS} == dict.fromkeys(ffi.TARGETS)
 
 
 def test_strict():

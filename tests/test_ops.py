@@ -10,7 +10,7 @@ import pytest
 from jax.test_util import check_grads
 
 from cases import CASES, CORE
-from compare import as_float64, by_xla, distance, pairs, unfused, value_and_gradients, with_cotangents
+from compare import as_float64, by_xla, distance, jit, pairs, unfused, value_and_gradients, with_cotangents
 from jaxfuse import ffi
 from jaxfuse.ops.activations import TABLE as ACTIVATIONS
 
@@ -18,6 +18,7 @@ DTYPES = ["float32", "bfloat16"]
 TARGETS = dict(
     conv=("jaxfuse_conv_fwd", "jaxfuse_conv_bwd"),
     batch_norm=("jaxfuse_batch_norm_apply", "jaxfuse_batch_norm_bwd_apply"),
+    max_pool=("jaxfuse_max_pool_fwd", "jaxfuse_max_pool_bwd"),
 )
 
 
@@ -33,7 +34,7 @@ def test_as_close_to_the_truth_as_unfused(name, dtype, kernel):
         assert value.dtype == unfused_value.dtype
         assert distance(value, true) <= 1.5 * distance(unfused_value, true) + rounding
     if native and dtype == "bfloat16":
-        y, true = np.asarray(jax.jit(case.fused)(args[0])[0], np.float64), np.asarray(exact[0][0])
+        y, true = np.asarray(jit(case.fused)(args[0])[0], np.float64), np.asarray(exact[0][0])
         one_rounding = 2.0**-8 * np.abs(true) + 2e-5 * np.abs(true).max()
         assert (np.abs(y - true) <= one_rounding).all()
     for first, second in pairs(got, run(*args)):
@@ -42,7 +43,7 @@ def test_as_close_to_the_truth_as_unfused(name, dtype, kernel):
 
 def compiled(case, kernel, *args):
     """Forward and backward, and whether they are native: they must be if the kernels take the case."""
-    lowered = jax.jit(lambda arrays, cts: value_and_gradients(case.fused, arrays, cts)).lower(*args)
+    lowered = jit(lambda arrays, cts: value_and_gradients(case.fused, arrays, cts)).lower(*args)
     native = kernel == "native" and not case.refused and ffi.available(TARGETS[case.op][0]) is None
     text = lowered.as_text()
     assert [target in text for target in TARGETS[case.op]] == [native, native]

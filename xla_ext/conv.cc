@@ -183,21 +183,11 @@ void run_apart(const Forward& f) {
   }
 }
 
-// Of a y rounded to its dtype as good as of the exact y.
-bool commutes_with_rounding(Activation activation) {
-  return activation == Activation::relu || activation == Activation::relu6;
-}
-
 // Whether the activation is better applied by us than inside oneDNN's convolution.
 bool better_apart(const Forward& f) {
   const bool f32 = f.y.dtype == DType::F32;
   switch (f.activation) {
     case Activation::none: return true;
-    case Activation::relu:
-    case Activation::relu6:
-    case Activation::leaky_relu:
-    case Activation::hard_swish:  // if it costs less than asking all threads for NaN
-      return runs_on_one_thread(f.y) && (f32 || commutes_with_rounding(f.activation));
     case Activation::elu:
     case Activation::gelu:
     case Activation::softplus:  // oneDNN is off by 1e-6, which is all of a small value, but does not show in bf16
@@ -208,18 +198,16 @@ bool better_apart(const Forward& f) {
 
 void run_fused(const Forward& f) {
   const auto fused = primitive(f, f.activation);
-  if (!fused || fused->loses_threads) return run_apart(f);
+  if (!fused) return run_apart(f);
   const NanWatch watch;
   run(*fused, f, f.y.data);
-  const NanWatch::Outcome outcome = watch.look();
-  if (outcome == NanWatch::Outcome::no_nan) return;
+  if (!watch.perhaps_nan()) return;
   // The numbers that are right stay: whether a false alarm brought us here must not show in them.
   const auto without_activation = primitive(f, Activation::none);
   if (!without_activation) return run_apart(f);
   const onednn::Scratch z(f.y.bytes());
   run(*without_activation, f, z.data());
   restore_not_finite(f.y, f.geometry.out_spec[1], z.data(), f.activation, f.alpha);
-  if (outcome == NanWatch::Outcome::thread_lost && commutes_with_rounding(f.activation)) fused->loses_threads = true;
 }
 
 void conv_fwd(const Call& call) {

@@ -62,8 +62,6 @@ Activation activation_named(const Call& call, std::string_view name) {
   return found->second;
 }
 
-bool runs_on_one_thread(const Tensor& t) { return t.size() < 2 * kChunkElements; }
-
 void run_epilogue(const Tensor& y, int64_t feature_position, const Epilogue& e) {
   const Chunks chunks(y.shape, feature_position);
   const EpilogueArgs args = arguments(y, chunks, e);

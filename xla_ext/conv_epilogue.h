@@ -26,8 +26,6 @@ void run_epilogue(const Tensor& y, int64_t feature_position, const Epilogue& epi
 // y = activation(z) where z, which is like y, is not finite.
 void restore_not_finite(const Tensor& y, int64_t feature_position, const void* z, Activation activation, float alpha);
 
-// Whether the passes here are so small over t that the calling thread does them alone.
-bool runs_on_one_thread(const Tensor& t);
 
 struct Gradient {
   Activation activation;

@@ -3,7 +3,6 @@
 // threads at once; no lock is held while anything is computed or compiled.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -44,8 +43,6 @@ class Primitive {
   // `buffers` lists (argument, the user's buffer).
   void run(const std::vector<std::pair<int, const void*>>& buffers) const;
 
-  // Set by callers that found threads of the team gone after a run: this primitive starts smaller teams.
-  mutable std::atomic<bool> loses_threads{false};
 
  private:
   struct Argument {

@@ -39,14 +39,15 @@ bool spin(Ready ready, std::chrono::microseconds limit) {
   return ready();
 }
 
-// For team members that wait for one another: spins, then lets others run, should there be fewer cores than threads.
+// For team members that wait for one another: spins, then naps. A member that is this late has lost its core to another
+// thread; only a core that falls idle makes the scheduler move it (yielding does not: 4 ms, a time slice, were lost).
 template <class Ready>
 void wait_until(Ready ready) {
-  while (!spin(ready, kSpin)) sched_yield();
+  while (!spin(ready, 2 * kSpin)) std::this_thread::sleep_for(std::chrono::microseconds(1));
 }
 
 constexpr int kTeamBits = 12;
-constexpr uint32_t kTeamMask = (1u << kTeamBits) - 1;
+constexpr uint64_t kTeamMask = (1u << kTeamBits) - 1;
 
 int usable_processors() {
   int n = std::max(1u, std::thread::hardware_concurrency());
@@ -64,26 +65,51 @@ int usable_processors() {
 thread_local int number = 0;
 thread_local int team = 1;
 thread_local int depth = 0;  // of regions that the thread started or works in
+thread_local bool invalid_in_region = false;
 
-ThreadPool* the_pool = nullptr;
+#if defined(__x86_64__)
+bool invalid_flag() { return _mm_getcsr() & _MM_EXCEPT_INVALID; }
+void lower_invalid_flag() { _mm_setcsr(_mm_getcsr() & ~_MM_EXCEPT_INVALID); }
+#else
+bool invalid_flag() { return false; }
+void lower_invalid_flag() {}
+#endif
+
+std::atomic<ThreadPool*> the_pool{nullptr};
+std::atomic_flag making_it = ATOMIC_FLAG_INIT;
 
 }  // namespace
 
 ThreadPool& ThreadPool::instance() {
-  static std::once_flag once;
-  std::call_once(once, [] {
-    the_pool = new ThreadPool;
-    // A forked child has none of the parent's threads.
-    pthread_atfork(nullptr, nullptr, [] { the_pool = new ThreadPool; });
-  });
-  return *the_pool;
+  for (;;) {
+    if (ThreadPool* pool = the_pool.load(std::memory_order_acquire)) return *pool;
+    if (making_it.test_and_set()) {
+      std::this_thread::yield();
+      continue;
+    }
+    // A forked child has none of the parent's threads: it makes a pool of its own when it needs one.
+    static const int registered = pthread_atfork(nullptr, nullptr, [] {
+      the_pool = nullptr;
+      making_it.clear();
+    });
+    (void)registered;
+    if (!the_pool.load()) the_pool = new ThreadPool;
+    making_it.clear();
+  }
 }
 
 int ThreadPool::thread_number() { return depth > 1 ? 0 : number; }
 int ThreadPool::team_size() { return depth > 1 ? 1 : team; }
 bool ThreadPool::in_parallel() { return depth > 0 && team_size() > 1; }
 
-ThreadPool::ThreadPool() : size_(usable_processors()) {
+void ThreadPool::forget_invalid() {
+  lower_invalid_flag();
+  invalid_in_region = false;
+}
+
+bool ThreadPool::saw_invalid() { return invalid_flag() || invalid_in_region; }
+
+ThreadPool::ThreadPool() : size_(usable_processors()), claimed_(new std::atomic<uint64_t>[size_]()) {
   for (int i = 1; i < size_; ++i) std::thread([this, i] { worker(i); }).detach();
 }
 
@@ -96,8 +122,8 @@ void ThreadPool::start(Work work, void* argument, int n) {
   work_ = work;
   argument_ = argument;
   running_.store(team - 1, std::memory_order_relaxed);
-  const uint32_t last = region_word_.load(std::memory_order_relaxed);
-  region_word_.store(((last >> kTeamBits) + 1) << kTeamBits | uint32_t(team), std::memory_order_seq_cst);
+  const uint64_t last = region_word_.load(std::memory_order_relaxed);
+  region_word_.store(((last >> kTeamBits) + 1) << kTeamBits | uint64_t(team), std::memory_order_seq_cst);
   if (sleeping_.load(std::memory_order_seq_cst) > 0) {
     std::lock_guard<std::mutex> lock(sleep_);
     wake_.notify_all();
@@ -105,12 +131,36 @@ void ThreadPool::start(Work work, void* argument, int n) {
 }
 
 void ThreadPool::finish() {
-  if (--depth > 0) return;
+  if (depth > 1) {
+    --depth;
+    return;
+  }
   if (team > 1) {
+    const uint64_t region = region_word_.load(std::memory_order_relaxed);
+    for (int share = 1; share < team; ++share) {
+      if (claim(share, region)) run_share(share);
+    }
+    number = 0;
     wait_until([this] { return running_.load(std::memory_order_acquire) == 0; });
+    invalid_in_region |= invalid_.exchange(false, std::memory_order_relaxed);
     team = 1;
     region_.unlock();
   }
+  depth = 0;
+}
+
+bool ThreadPool::claim(int share, uint64_t region) {
+  uint64_t last = claimed_[share].load(std::memory_order_relaxed);
+  while (last < region) {
+    if (claimed_[share].compare_exchange_weak(last, region, std::memory_order_acq_rel)) return true;
+  }
+  return false;
+}
+
+void ThreadPool::run_share(int share) {
+  number = share;
+  work_(argument_);
+  running_.fetch_sub(1, std::memory_order_release);
 }
 
 void ThreadPool::barrier() {
@@ -125,7 +175,7 @@ void ThreadPool::barrier() {
   }
 }
 
-uint32_t ThreadPool::wait_for_work(uint32_t seen) {
+uint64_t ThreadPool::wait_for_work(uint64_t seen) {
   const auto changed = [&] { return region_word_.load(std::memory_order_seq_cst) != seen; };
   if (!spin(changed, kSpin)) {
     std::unique_lock<std::mutex> lock(sleep_);
@@ -138,15 +188,16 @@ uint32_t ThreadPool::wait_for_work(uint32_t seen) {
 
 void ThreadPool::worker(int own_number) {
   depth = 1;
-  number = own_number;
-  for (uint32_t seen = 0;;) {
+  for (uint64_t seen = 0;;) {
     seen = wait_for_work(seen);
     const int members = seen & kTeamMask;
-    if (own_number < members) {
-      team = members;
-      work_(argument_);
-      running_.fetch_sub(1, std::memory_order_release);
-    }
+    if (own_number >= members || !claim(own_number, seen)) continue;
+    team = members;
+    number = own_number;
+    lower_invalid_flag();
+    work_(argument_);
+    if (invalid_flag()) invalid_.store(true, std::memory_order_relaxed);
+    running_.fetch_sub(1, std::memory_order_release);
   }
 }
 

@@ -10,6 +10,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 
 namespace jaxfuse {
@@ -33,6 +34,11 @@ class ThreadPool {
   // Waits until every thread of the caller's team has come here.
   void barrier();
 
+  // Whether an invalid operation (IEEE 754's exception: a comparison with NaN, Inf - Inf, ...) happened in the caller's
+  // regions, on whatever thread, since it last said forget_invalid(). Always false where the CPU is not x86.
+  static void forget_invalid();
+  static bool saw_invalid();
+
   // Of the calling thread, as OpenMP has them.
   static int thread_number();
   static int team_size();
@@ -41,7 +47,9 @@ class ThreadPool {
  private:
   ThreadPool();
   void worker(int number);
-  uint32_t wait_for_work(uint32_t seen);
+  uint64_t wait_for_work(uint64_t seen);
+  bool claim(int share, uint64_t region);
+  void run_share(int share);
 
   const int size_;
   std::mutex region_;  // held from start to finish by the one caller whose region runs
@@ -50,8 +58,13 @@ class ThreadPool {
   std::mutex sleep_;
   std::condition_variable wake_;
   // The region's number and, in the low kTeamBits, its team: one word, so that a worker that is late reads both of one
-  // region. It cannot miss a region that it is a member of, because that one does not finish without it.
-  alignas(64) std::atomic<uint32_t> region_word_{0};
+  // region.
+  alignas(64) std::atomic<uint64_t> region_word_{0};
+  // For each share (thread number) the last region in which somebody took it. Usually that is the worker of this number;
+  // if it has not begun when the caller is done with its own share (another process has its core), the caller takes it.
+  // No share is waited for by one that has ended, so whatever waits inside them, this cannot block.
+  std::unique_ptr<std::atomic<uint64_t>[]> claimed_;
+  std::atomic<bool> invalid_{false};
   alignas(64) std::atomic<int> sleeping_{0};
   alignas(64) std::atomic<int> running_{0};
   alignas(64) std::atomic<int> arrived_{0};
