@@ -44,7 +44,7 @@ def test_as_close_to_the_truth_as_unfused(name, dtype, kernel):
 def compiled(case, kernel, *args):
     """Forward and backward, and whether they are native: they must be if the kernels take the case."""
     lowered = jit(lambda arrays, cts: value_and_gradients(case.fused, arrays, cts)).lower(*args)
-    native = kernel == "native" and not case.refused and ffi.available(TARGETS[case.op][0]) is None
+    native = kernel == "installed" and not case.refused and ffi.available(TARGETS[case.op][0]) is None
     text = lowered.as_text()
     assert [target in text for target in TARGETS[case.op]] == [native, native]
     return lowered.compile(), native
@@ -145,7 +145,8 @@ REFUSED = {name: case.refused for name, case in CASES.items() if case.refused}
 
 
 @pytest.mark.parametrize("name, why", [*REFUSED.items(), ("batch_norm-residual_silu", "activation silu")])
-def test_refusals_say_why(name, why):
+@pytest.mark.parametrize("kernel", ["installed"], indirect=True)
+def test_refusals_say_why(name, why, kernel):
     case = CASES[name]
     if unavailable := ffi.available(TARGETS[case.op][0]):
         pytest.skip(unavailable)
@@ -159,7 +160,7 @@ DECOMPOSED = ("maximum0", "clip6", "silu", "gelu", "gelu_tanh", "hard_swish", "s
 
 
 @pytest.mark.parametrize("name", [n for n, case in CASES.items() if case.options.get("activation") not in DECOMPOSED])
-def test_autodiff_keeps_inputs_statistics_and_outputs(name):
+def test_autodiff_keeps_inputs_statistics_and_outputs(name, kernel):
     """Or one bit for each element; nothing from inside the op."""
     case = CASES[name]
     arrays = case.inputs()

@@ -128,7 +128,8 @@ def transformed_truth(case, transformation):
 
 @pytest.mark.parametrize("transformation", TRANSFORMATIONS)
 @pytest.mark.parametrize("name", CORE)
-def test_transformation(name, transformation):
+@pytest.mark.parametrize("kernel", ["installed"], indirect=True)
+def test_transformation(name, transformation, kernel):
     case = CASES[name]
     got = jit(functools.partial(TRANSFORMATIONS[transformation], case.fused))(case.inputs())
     for value, exact in pairs(got, transformed_truth(case, transformation)):
