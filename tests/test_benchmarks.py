@@ -108,9 +108,9 @@ def test_a_real_worker_answers_and_its_end_is_an_error():
 
 def test_environments_differ_only_in_the_peers_own_settings(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_of_the_shell")
-    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
+    monkeypatch.setenv("MALLOC_PERTURB_", "1")
     plain, tuned = peers.environment("xla", "tuned"), peers.environment("xla-tuned", "tuned")
-    assert "MALLOC_ARENA_MAX" not in plain and {**plain, **peers.PEERS["xla-tuned"].environment} == tuned
+    assert "MALLOC_PERTURB_" not in plain and {**plain, **peers.PEERS["xla-tuned"].environment} == tuned
     assert plain == peers.environment("jaxfuse", "tuned") and "XLA_FLAGS" not in plain
 
 

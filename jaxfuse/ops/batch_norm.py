@@ -249,6 +249,12 @@ def _refuse(config: BatchNormConfig, args) -> str | None:
     return ffi.available("jaxfuse_batch_norm_stats")
 
 
+def _refuse_backward(linear: Linear, args) -> str | None:
+    if not linear.config.batch_statistics:  # dx = scale·g has no term in x, whose NaN or Inf must not reach it
+        return "given statistics: the kernel computes the gradient through batch statistics"
+    return _refuse(linear.config, args)
+
+
 def _vector(channels):
     return jax.ShapeDtypeStruct((channels,), jnp.float32)
 
@@ -283,24 +289,21 @@ def _run_backward(linear: Linear, args, mesh_axes):
     kept, (dy, *dstatistics) = args[: linear.n_kept], args[linear.n_kept :]
     x, parameters, statistics, coefficients, mask = config.unpack_kept(kept)
     center, scale, _ = coefficients
-    channels, origin = x.shape[-1], statistics[0] if statistics else center
+    channels, mean = x.shape[-1], statistics[0]
     slope_from = dict(none=(), mask=mask, recompute=coefficients)[config.derivative]
     attrs = dict(activation=config.activation, deriv=config.derivative)
     sum_g, sum_gx = ffi.call(
-        "jaxfuse_batch_norm_bwd_stats", [_vector(channels)] * 2, dy, x, origin, *slope_from, **attrs
+        "jaxfuse_batch_norm_bwd_stats", [_vector(channels)] * 2, dy, x, mean, *slope_from, **attrs
     )
     if mesh_axes:
         sum_g, sum_gx = lax.psum((sum_g, sum_gx), mesh_axes)
     # z = (x - center)·scale + offset: dcenter = -scale·Σg, dscale = Σg·(x - center), doffset = Σg
-    dcoefficients = -scale * sum_g, sum_gx + (origin - center) * sum_g, sum_g
+    dcoefficients = -scale * sum_g, sum_gx + (mean - center) * sum_g, sum_g
     per_channel = functools.partial(_per_channel_of, config, len(statistics))
     coefficient_types, vjp = jax.vjp(per_channel, *statistics, *parameters)
     dsmall = vjp(tuple(d.astype(t.dtype) for d, t in zip(dcoefficients, coefficient_types)))
-    b = c = jnp.zeros((channels,), jnp.float32)
-    if config.batch_statistics:
-        count = np.float32(x.size // channels) * lax.psum(1, mesh_axes) if mesh_axes else np.float32(x.size // channels)
-        dmean, dvar = [d + ct for d, ct in zip(dsmall, dstatistics)]
-        b, c = 2 * dvar / count, dmean / count
+    count = np.float32(x.size // channels) * (lax.psum(1, mesh_axes) if mesh_axes else 1)
+    dmean, dvar = [d + ct for d, ct in zip(dsmall, dstatistics)]
     want_dx, *rest = linear.active
     want_dresidual = bool(config.has_residual and rest[0])
     full = []
@@ -308,7 +311,7 @@ def _run_backward(linear: Linear, args, mesh_axes):
         like_x = jax.ShapeDtypeStruct(x.shape, x.dtype)
         full = ffi.call(
             "jaxfuse_batch_norm_bwd_apply", [like_x] * (1 + want_dresidual),
-            dy, x, origin, scale, b, c, *slope_from, want_dresidual=want_dresidual, **attrs,
+            dy, x, mean, scale, 2 * dvar / count, dmean / count, *slope_from, want_dresidual=want_dresidual, **attrs,
         )
     grads = (*full[1 - want_dx :], *[None] * (config.has_residual and not want_dresidual), *dsmall[len(statistics) :])
     wanted = linear.active if want_dx else linear.active[1:]
@@ -324,7 +327,7 @@ OP = FusedOp(
     differentiable=_differentiable,
     for_autodiff=lambda config: dataclasses.replace(config, saving=True),
     forward_kernels=(Kernel("native", _refuse, _run_forward),),
-    backward_kernels=(Kernel("native", lambda linear, args: _refuse(linear.config, args), _run_backward),),
+    backward_kernels=(Kernel("native", _refuse_backward, _run_backward),),
     forward_axes=_forward_axes,
     backward_axes=_backward_axes,
 )
