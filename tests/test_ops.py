@@ -46,7 +46,8 @@ def compiled(case, kernel, *args):
     lowered = jit(lambda arrays, cts: value_and_gradients(case.fused, arrays, cts)).lower(*args)
     native = kernel == "installed" and not case.refused and ffi.available(TARGETS[case.op][0]) is None
     text = lowered.as_text()
-    assert [target in text for target in TARGETS[case.op]] == [native, native]
+    plain_gradient = "mean" in case.shapes  # of a batch norm with given statistics: no kernel for it
+    assert [target in text for target in TARGETS[case.op]] == [native, native and not plain_gradient]
     return lowered.compile(), native
 
 
