@@ -174,7 +174,7 @@ class Moments:
 
     def _squares(self, value, kind) -> None:
         for node in value.users:
-            if _is_square(node, value) and self._sums(node.out, kind):
+            if is_square(node, value) and self._sums(node.out, kind):
                 self.nodes.add(node.index)
 
     def _mark(self, value, kind):
@@ -206,7 +206,7 @@ class Moments:
     def _spread(self):
         """What follows from the mean: E[x²] - mean², and E[(x - mean)²]."""
         means = [v for v, _ in list(self.known.values()) if self.kinds[id(v)] == "mean"]
-        squared = [n.out for mean in means for n in mean.users if _is_square(n, mean)]
+        squared = [n.out for mean in means for n in mean.users if is_square(n, mean)]
         for square in squared:
             for node in square.users:
                 if node.primitive == "sub" and node.inputs[1] is square and self.kinds.get(id(node.inputs[0])) == "mean_sq":
@@ -233,7 +233,7 @@ FORMULAS = {
 PER_COUNT = {"sum": "mean", "sum_sq": "mean_sq", "sum_dev": "var"}
 
 
-def _is_square(node: Node, value: Value) -> bool:
+def is_square(node: Node, value: Value) -> bool:
     if node.primitive == "integer_pow":
         return node.params["y"] == 2
     if node.primitive == "mul":

@@ -1,14 +1,11 @@
 """Training batch norm, residual add and activation: a value with batch statistics, and what is done to it with them."""
 
-import dataclasses
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from jaxfuse.canonical import CAST, Moments, NotPerChannel, per_channel, size
+from jaxfuse.canonical import CAST, Moments, NotPerChannel, is_square, per_channel, size
 from jaxfuse.graph import Emission, Node, Value
 from jaxfuse.match import Chain, Match, Refusal, Walk, as_vector, depends_on, longest
 from jaxfuse.ops.batch_norm import OP, BatchNormConfig
@@ -187,11 +184,7 @@ def _uncast(value: Value) -> Value:
 def _squared(value: Value) -> Value | None:
     """What `value` is the square of (of it, or of it less its mean), casts not counted."""
     node = value.producer
-    if node is None or not (
-        node.primitive == "square"
-        or node.primitive == "integer_pow" and node.params["y"] == 2
-        or node.primitive == "mul" and node.inputs[0] is node.inputs[1]
-    ):
+    if node is None or not is_square(node, node.inputs[0]):
         return None
     base = node.inputs[0]
     if base.producer is not None and base.producer.primitive == "sub":
