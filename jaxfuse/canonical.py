@@ -126,7 +126,7 @@ def region_table(region: Region) -> np.ndarray | None:
             (made[id(node.out)],) = node.replay(inputs)
         return made[id(region.end)]
 
-    return table_of(function, region.start.shape, region.start.dtype)
+    return table_of(function, region.start.aval)
 
 
 # --- batch statistics --------------------------------------------------------------------------------------------

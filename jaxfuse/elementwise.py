@@ -92,13 +92,13 @@ def _is_elementwise(eqn) -> bool:
     return eqn.primitive.name in RULES and len(shapes) <= 1
 
 
-def table_of(function, shape, dtype) -> np.ndarray | None:
-    """[2, points]: value and derivative on FINITE then SPECIAL; None if a primitive is unknown."""
+def table_of(function, like) -> np.ndarray | None:
+    """[2, points]: value and derivative on FINITE then SPECIAL; None if a primitive is unknown. `like`: the argument's type."""
 
     def value_and_slope(x):
         return jax.jvp(function, (x,), (jnp.ones_like(x),))
 
-    traced = jax.make_jaxpr(value_and_slope)(jax.ShapeDtypeStruct(shape, dtype))
+    traced = jax.make_jaxpr(value_and_slope)(like)
     points = np.concatenate([FINITE, SPECIAL])
     try:
         with np.errstate(all="ignore"):
@@ -136,6 +136,8 @@ def _interpret(closed, arguments):
         inputs = [read(v) for v in eqn.invars]
         if eqn.primitive.name in CALLS:
             outputs = _interpret(_body(eqn), inputs)
+        elif eqn.primitive.name == "reshard":  # of a tangent, under a mesh
+            outputs = inputs
         else:
             outputs = [RULES[eqn.primitive.name](eqn.params, *inputs)]
         environment.update(zip(eqn.outvars, outputs))

@@ -7,7 +7,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxfuse import patterns, policy as policies, report as reports
-from jaxfuse.graph import Emission, Graph, Node, evaluate, subprograms
+from jaxfuse.graph import Emission, Graph, Node, evaluate, inside, retraced, subprograms
 from jaxfuse.match import Match
 from jaxfuse.signature import Call, Untraceable
 
@@ -58,10 +58,14 @@ def _enter(node: Node, bodies: dict, judge) -> tuple[Emission | None, list]:
         found.extend(inner.found)
         if not inner.replacements:
             return body
-        closed = jax.make_jaxpr(lambda *arguments: inner(list(arguments)))(*[v.aval for v in inner.graph.inputs])
-        return closed.jaxpr if isinstance(body, Jaxpr) else closed
 
-    params = {name: rewritten(body) for name, body in bodies.items()}
+        def run(*arrays):
+            return inner(list(arrays))
+
+        # the rules of loops and branches know of no constants: a jit keeps them
+        return retraced(body, jax.jit(run) if inner.graph.constant_arrays else run)
+
+    params = inside(node, lambda: {name: rewritten(body) for name, body in bodies.items()})
     if all(params[name] is body for name, body in bodies.items()):
         return None, found
     changed = Node(node.eqn.replace(params=node.params | params), node.index, [], node.name_stack)

@@ -16,7 +16,7 @@ ALLOWED = {
     "signature": set(),
     "report": {"match"},
     "policy": {"ops"},
-    "patterns": {"patterns", "graph", "canonical", "elementwise", "match", "ops"},
+    "patterns": {"patterns", "graph", "canonical", "elementwise", "match", "ops", "op"},
     "match": {"canonical", "elementwise", "graph"},
     "canonical": {"elementwise", "graph"},
     "elementwise": {"graph"},

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -63,7 +64,7 @@ def _near_miss(region, table, candidates) -> Stop:
 
 @functools.cache
 def _known(name: str, alpha: float) -> np.ndarray:
-    return table_of(functools.partial(TABLE[name].value, alpha=alpha), (2,), np.float32)
+    return table_of(functools.partial(TABLE[name].value, alpha=alpha), jax.ShapeDtypeStruct((2,), np.float32))
 
 
 _tables: dict = {}
