@@ -8,6 +8,7 @@
 import dataclasses
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -15,7 +16,7 @@ from jaxfuse.elementwise import RULES, is_elementwise, table_of
 from jaxfuse.graph import Node, Value
 
 ADD = ("add", "add_any")
-RESHAPED = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy")
+RESHAPED = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy", "pvary")
 CAST = "convert_element_type"
 
 
@@ -52,10 +53,10 @@ def _varying_axes(value: Value) -> set[int]:
     """Axes along which the value may change; broadcasts are seen through."""
     axes = {i for i, n in enumerate(value.shape) if n > 1}
     node = value.producer
-    if node is None or node.primitive not in ("broadcast_in_dim", CAST):
+    if node is None or node.primitive not in ("broadcast_in_dim", "pvary", CAST):
         return axes
     inner = _varying_axes(node.inputs[0])
-    return inner if node.primitive == CAST else {node.params["broadcast_dimensions"][i] for i in inner} & axes
+    return inner if node.primitive != "broadcast_in_dim" else {node.params["broadcast_dimensions"][i] for i in inner} & axes
 
 
 # --- elementwise functions ---------------------------------------------------------------------------------------
@@ -120,13 +121,20 @@ def region_table(region: Region) -> np.ndarray | None:
         made = {id(region.start): x}
         for node in region.nodes:
             inputs = [
-                made[id(v)] if id(v) in made else v.literal if v.literal is not None else jnp.full(v.shape, constant(v), v.dtype)
+                made[id(v)] if id(v) in made else v.literal if v.literal is not None else _number(v)
                 for v in node.inputs
             ]
             (made[id(node.out)],) = node.replay(inputs)
         return made[id(region.end)]
 
     return table_of(function, region.start.aval)
+
+
+def _number(value: Value):
+    """A constant value of the program, varying over the axes of a `shard_map` as it does there."""
+    varying = tuple(value.aval.manual_axis_type.varying)
+    number = jnp.full(value.shape, constant(value), value.dtype)
+    return jax.lax.pcast(number, varying, to="varying") if varying else number
 
 
 # --- batch statistics --------------------------------------------------------------------------------------------

@@ -4,11 +4,11 @@ import functools
 from typing import NamedTuple
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr
 
 from jaxfuse import patterns, policy as policies, report as reports
-from jaxfuse.graph import Emission, Graph, Node, evaluate, inside, retraced, subprograms
-from jaxfuse.match import Match
+from jaxfuse.graph import RULED, Emission, Graph, Node, evaluate, inside, programs, retraced, subprograms
+from jaxfuse.match import Match, Refusal
 from jaxfuse.signature import Call, Untraceable
 
 
@@ -43,6 +43,9 @@ def plan(closed: ClosedJaxpr, judge) -> Plan:
             found += inner
             if emission:
                 replacements |= {id(value): emission for value in node.outputs}
+        elif node.primitive in RULED:
+            reason = f"it is inside a {node.primitive}: a function with rules of its own stays as it is"
+            found += _refused(reason, [site for body in programs(node).values() for site in plan(_closed(body), judge).found])
     found.sort(key=lambda result: result.anchor.index)
     return Plan(graph, replacements, found)
 
@@ -54,7 +57,7 @@ def _enter(node: Node, bodies: dict, judge) -> tuple[Emission | None, list]:
     def rewritten(body):
         if isinstance(body, tuple):
             return tuple(map(rewritten, body))
-        inner = plan(body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ()), judge)
+        inner = plan(_closed(body), judge)
         found.extend(inner.found)
         if not inner.replacements:
             return body
@@ -65,7 +68,10 @@ def _enter(node: Node, bodies: dict, judge) -> tuple[Emission | None, list]:
         # the rules of loops and branches know of no constants: a jit keeps them
         return retraced(body, jax.jit(run) if inner.graph.constant_arrays else run)
 
-    params = inside(node, lambda: {name: rewritten(body) for name, body in bodies.items()})
+    try:
+        params = inside(node, lambda: {name: rewritten(body) for name, body in bodies.items()})
+    except Exception as error:  # JAX finds the rewritten body unfit where the user's own was not
+        return None, _refused(f"the body of {node} cannot be rewritten: {error}".splitlines()[0], found)
     if all(params[name] is body for name, body in bodies.items()):
         return None, found
     changed = Node(node.eqn.replace(params=node.params | params), node.index, [], node.name_stack)
@@ -74,6 +80,15 @@ def _enter(node: Node, bodies: dict, judge) -> tuple[Emission | None, list]:
         return zip(node.outputs, changed.replay([read(v) for v in node.inputs]))
 
     return Emission(tuple(node.inputs), run), found
+
+
+def _refused(reason: str, found: list) -> list:
+    """The sites, of which none is rewritten, for this reason unless they have another."""
+    return [Refusal(site.pattern, site.anchor, site.operands, reason) if isinstance(site, Match) else site for site in found]
+
+
+def _closed(body) -> ClosedJaxpr:
+    return body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ())
 
 
 def fuse(fn, *, policy: str = "measured", strict: bool = False):

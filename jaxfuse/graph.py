@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 INLINED = ("jit", "pjit", "closed_call", "core_call")
 CONTROL = ("scan", "while", "cond", "checkpoint", "remat2", "shard_map")
+RULED = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")  # the user's own rules, which their bodies belong to
 FRAMEWORKS = ("jax", "jaxlib", "jaxfuse", "flax", "haiku", "equinox", "keras", "optax", "numpy")
 
 
@@ -188,9 +189,12 @@ def _demand(wanted: list[Value], environment, steps) -> None:
 
 
 def subprograms(node: Node) -> dict[str, object]:
-    """Parameters of a node that hold programs which run as part of this one: loops, branches, remat, shards."""
-    if node.primitive not in (*CONTROL, *INLINED):
-        return {}
+    """The programs of a node that run as part of this one: loops, branches, remat, shards."""
+    return programs(node) if node.primitive in (*CONTROL, *INLINED) else {}
+
+
+def programs(node: Node) -> dict[str, object]:
+    """Parameters of a node that hold programs."""
     return {
         name: value
         for name, value in node.params.items()
