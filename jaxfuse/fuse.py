@@ -8,6 +8,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxfuse import patterns, policy as policies, report as reports
 from jaxfuse.graph import RULED, Emission, Graph, Node, evaluate, inside, programs, retraced, subprograms
+from jaxfuse.live import accept
 from jaxfuse.match import Match, Refusal
 from jaxfuse.signature import Call, Untraceable
 
@@ -31,11 +32,13 @@ def plan(closed: ClosedJaxpr, judge) -> Plan:
     claimed: set[int] = set()
     for pattern in patterns.ORDER:
         for anchor in pattern.anchors(graph):
+            if anchor.index in claimed:
+                continue
             for result in pattern.match(graph, anchor, claimed, judge):
                 found.append(result)
                 if isinstance(result, Match):
-                    claimed |= {node.index for node in result.nodes}
-                    replacements |= {id(value): result.emission for value in result.defines}
+                    claimed |= {node.index for node in result.nodes} | accept(graph, result)
+                    replacements |= {id(value): emission for emission in result.emissions for value in emission.defines}
     for node in graph.nodes:
         bodies = subprograms(node)
         if bodies:
@@ -79,7 +82,7 @@ def _enter(node: Node, bodies: dict, judge) -> tuple[Emission | None, list]:
     def run(read):
         return zip(node.outputs, changed.replay([read(v) for v in node.inputs]))
 
-    return Emission(tuple(node.inputs), run), found
+    return Emission(tuple(node.inputs), tuple(node.outputs), run), found
 
 
 def _refused(reason: str, found: list) -> list:

@@ -5,6 +5,6 @@
                                              `measured(op, config, types)` says why a site is not worth it, or ""
 """
 
-from jaxfuse.patterns import batch_norm, conv, max_pool
+from jaxfuse.patterns import batch_norm, conv, conv_grad, max_pool
 
-ORDER = (batch_norm, conv, max_pool)
+ORDER = (batch_norm, conv_grad, conv, max_pool)
