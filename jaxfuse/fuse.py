@@ -10,7 +10,7 @@ from jaxfuse import patterns, policy as policies, report as reports
 from jaxfuse.graph import RULED, Emission, Graph, Node, evaluate, inside, programs, retraced, subprograms
 from jaxfuse.live import accept
 from jaxfuse.match import Match, Refusal
-from jaxfuse.signature import Call, Untraceable
+from jaxfuse.signature import Call, Untraceable, compiled
 
 
 class Plan(NamedTuple):
@@ -108,32 +108,13 @@ def fuse(fn, *, policy: str = "measured", strict: bool = False):
     Raises: ValueError for an unknown policy (here); FusionError if strict, when called.
     """
     judge = policies.judge(policy)
-    compiled: dict = {}  # signature -> jitted function of the traced leaves; None: it cannot be traced, runs as it is
-    with_concrete_numbers: set = set()
 
-    @functools.wraps(fn)
-    def fused(*args, **kwargs):
-        call = Call(args, kwargs)
-        if call.key in with_concrete_numbers:
-            call = Call(args, kwargs, concrete=True)
-        if call.key not in compiled:
-            compiled[call.key] = jax.jit(functools.partial(_run, fn, call, judge, strict), donate_argnums=call.donated(fn))
-        function = compiled[call.key]
-        if function is None:
-            return fn(*args, **kwargs)
-        try:
-            return function(*call.leaves)
-        except Untraceable as failure:
-            if call.has_numbers and not call.concrete:
-                with_concrete_numbers.add(call.key)
-                return fused(*args, **kwargs)
-            reports.log(_untraceable(failure))
-            if strict:
-                raise reports.FusionError(str(_untraceable(failure))) from failure
-        compiled[call.key] = None
-        return fn(*args, **kwargs)
+    def give_up(failure: Untraceable):
+        reports.log(_untraceable(failure))
+        if strict:
+            raise reports.FusionError(str(_untraceable(failure))) from failure
 
-    return fused
+    return compiled(fn, functools.partial(_run, fn, judge, strict), give_up)
 
 
 def explain(fn, *args, policy: str = "measured", **kwargs) -> reports.FusionReport:
@@ -145,21 +126,22 @@ def explain(fn, *args, policy: str = "measured", **kwargs) -> reports.FusionRepo
     for concrete in (False, True):
         call = Call(args, kwargs, concrete)
         try:
-            return _report(plan(call.trace(fn, call.leaves)[0], judge))
+            return _report(plan(call.trace(fn)[0], judge))
         except Untraceable as error:
             failure = error
     return _untraceable(failure)
 
 
-def _run(fn, call: Call, judge, strict: bool, *leaves):
+def _run(fn, judge, strict: bool, /, *args, **kwargs):
     """Under `jax.jit`: traces fn, plans, and computes the rewritten program."""
-    closed, out_tree = call.trace(fn, leaves)
+    call = Call(args, kwargs, concrete=True)
+    closed, out_tree = call.trace(fn)
     program = plan(closed, judge)
     report = _report(program)
     reports.log(report)
     if strict and report.skipped:
         raise reports.FusionError(f"{len(report.skipped)} sites stay unfused\n{report}")
-    return jax.tree.unflatten(out_tree, program(list(leaves)))
+    return jax.tree.unflatten(out_tree, program(call.leaves))
 
 
 def _untraceable(failure: Untraceable) -> reports.FusionReport:
