@@ -8,6 +8,7 @@
 import dataclasses
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -15,7 +16,7 @@ from jaxfuse.elementwise import POINTS, RULES, is_elementwise, table_of, values_
 from jaxfuse.graph import Node, Value
 
 ADD = ("add", "add_any")
-RESHAPED = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy")
+RESHAPED = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy", "pvary")
 CAST = "convert_element_type"
 
 
@@ -52,10 +53,10 @@ def _varying_axes(value: Value) -> set[int]:
     """Axes along which the value may change; broadcasts are seen through."""
     axes = {i for i, n in enumerate(value.shape) if n > 1}
     node = value.producer
-    if node is None or node.primitive not in ("broadcast_in_dim", CAST):
+    if node is None or node.primitive not in ("broadcast_in_dim", "pvary", CAST):
         return axes
     inner = _varying_axes(node.inputs[0])
-    return inner if node.primitive == CAST else {node.params["broadcast_dimensions"][i] for i in inner} & axes
+    return inner if node.primitive != "broadcast_in_dim" else {node.params["broadcast_dimensions"][i] for i in inner} & axes
 
 
 # --- elementwise functions ---------------------------------------------------------------------------------------
@@ -76,7 +77,7 @@ class Region:
         made = {id(self.start): array}
         for node in self.nodes:
             inputs = [
-                made[id(v)] if id(v) in made else v.literal if v.literal is not None else jnp.full(v.shape, constant(v), v.dtype)
+                made[id(v)] if id(v) in made else v.literal if v.literal is not None else _number(v)
                 for v in node.inputs
             ]
             (made[id(node.out)],) = node.replay(inputs)
@@ -130,7 +131,7 @@ def constant(value: Value) -> float | None:
 
 def region_table(region: Region) -> np.ndarray | None:
     """Value and derivative of the region's function on the points of elementwise.py."""
-    return table_of(lambda x: region.replay(x, (region.end,))[0], region.start.shape, region.start.dtype)
+    return table_of(lambda x: region.replay(x, (region.end,))[0], region.start.aval)
 
 
 def served_from_end(region: Region) -> bool:
@@ -139,10 +140,17 @@ def served_from_end(region: Region) -> bool:
     start = region.start
 
     def of(points, wanted):
-        return values_of(lambda x: region.replay(x, wanted), start.shape, start.dtype, points)
+        return values_of(lambda x: region.replay(x, wanted), start.aval, points)
 
     ends = of(POINTS, (region.end,))
     return ends is not None and np.array_equal(of(POINTS, region.masks), of(ends[0], region.masks))
+
+
+def _number(value: Value):
+    """A constant value of the program, varying over the axes of a `shard_map` as it does there."""
+    varying = tuple(value.aval.manual_axis_type.varying)
+    number = jnp.full(value.shape, constant(value), value.dtype)
+    return jax.lax.pcast(number, varying, to="varying") if varying else number
 
 
 # --- batch statistics --------------------------------------------------------------------------------------------

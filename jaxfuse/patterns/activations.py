@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -37,7 +38,7 @@ def is_derivative(region: Region, mask: Value) -> bool:
     """Whether the function's derivative is 1 where the mask is set and 0 elsewhere."""
     start = region.start
     table, _ = _cached_table(region)
-    set_at = values_of(lambda x: region.replay(x, (mask,)), start.shape, start.dtype, FINITE)
+    set_at = values_of(lambda x: region.replay(x, (mask,)), start.aval, FINITE)
     return set_at is not None and np.array_equal(set_at[0], table[1, : len(FINITE)])
 
 
@@ -74,7 +75,7 @@ def _near_miss(region, table, candidates) -> Stop:
 
 @functools.cache
 def _known(name: str, alpha: float) -> np.ndarray:
-    return table_of(functools.partial(TABLE[name].value, alpha=alpha), (2,), np.float32)
+    return table_of(functools.partial(TABLE[name].value, alpha=alpha), jax.ShapeDtypeStruct((2,), np.float32))
 
 
 _tables: dict = {}

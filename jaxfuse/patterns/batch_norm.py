@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxpr_as_fun
 
 from jaxfuse.canonical import CAST, Moments, NotPerChannel, is_square, per_channel, size
-from jaxfuse.graph import Emission, Node, Value
+from jaxfuse.graph import Emission, Graph, Node, Value, evaluate
 from jaxfuse.match import Chain, Match, Refusal, Walk, as_vector, depends_on, longest
+from jaxfuse.op import equally_varying
 from jaxfuse.ops.batch_norm import OP, BatchNormConfig
 from jaxfuse.patterns import batch_norm_grad
 from jaxfuse.patterns.activations import name_activation
@@ -19,11 +19,13 @@ class PerChannelProgram:
     """The user's own arithmetic from (mean, var, *parameters) to (center, scale, offset); equal if it reads the same."""
 
     def __init__(self, function, types):
-        self.closed = jax.make_jaxpr(function)(*types)
-        self.text = str(self.closed.jaxpr), tuple(np.asarray(c).tobytes() for c in self.closed.consts)
+        closed = jax.make_jaxpr(function)(*types)
+        self.graph = Graph(closed)
+        self.text = str(closed.jaxpr), tuple(np.asarray(c).tobytes() for c in closed.consts)
 
     def __call__(self, *arrays):
-        return jaxpr_as_fun(self.closed)(*arrays)
+        """Inside a `shard_map` the arrays vary over its axes, and every number of the program has to follow them."""
+        return evaluate(self.graph, arrays, {}, lambda node, values: node.replay(equally_varying(values)))
 
     def __eq__(self, other):
         return isinstance(other, PerChannelProgram) and self.text == other.text
@@ -32,7 +34,7 @@ class PerChannelProgram:
         return hash(self.text)
 
     def __repr__(self):
-        return f"PerChannelProgram({len(self.closed.jaxpr.eqns)} equations)"
+        return f"PerChannelProgram({len(self.graph.nodes)} equations)"
 
 
 def anchors(graph):
