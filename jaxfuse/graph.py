@@ -79,6 +79,7 @@ class Graph:
 
     def __init__(self, closed: ClosedJaxpr):
         self.nodes: list[Node] = []
+        self.transposes: dict[tuple[int, tuple[int, ...]], Value] = {}  # see layout.transposed
         self._seen: dict = {}
         jaxpr = closed.jaxpr
         self.inputs = [Value(v.aval) for v in jaxpr.invars]

@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxfuse.canonical import ADD, CAST, NotPerChannel, Region, constant, is_float_cast, per_channel, regions
+from jaxfuse.canonical import ADD, CAST, NotPerChannel, Region, constant, is_float_cast, per_channel, regions, repeats
 from jaxfuse.elementwise import is_elementwise
 from jaxfuse.graph import Emission, Graph, Node, Value
+from jaxfuse.layout import Layout
 
 
 class Stop(NamedTuple):
@@ -30,12 +31,17 @@ class Activated(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """act((value₀ - center)·scale + offset + residual), as a list of steps from the anchor's value to `end`."""
+    """act((value₀ - center)·scale + offset + residual), as a list of steps from the anchor's value to `end`.
+
+    `layout` is how `end` lies compared with the anchor's value, `residual_layout` how it lay where the residual came in.
+    """
 
     end: Value
+    layout: Layout
     nodes: tuple[Node, ...] = ()
     affine: tuple[tuple[str, Value], ...] = ()  # ("add" | "sub" | "mul" | "div", one number for each channel)
     residual: Value | None = None
+    residual_layout: Layout | None = None
     activation: Activated | None = None
 
     def label(self, anchor: str) -> str:
@@ -102,15 +108,17 @@ class Walk:
     def chains(self, start: Value, first: Node | None = None) -> tuple[list[Chain], Stop]:
         """Every chain from `start` (shortest first, the empty one included unless `first`, the step to begin with, is
         given) and why the last could not be extended."""
-        chain, found = Chain(start), []
+        chain = Chain(start, Layout.of(start.shape))
+        found = [chain] if first is None else []
         while True:
             step = self._affine(chain, first) if first is not None else self._step(chain)
             first = None
             if isinstance(step, Stop):
                 return found or [chain], step
-            found = found or [chain]
+            gains = step.layout.permutation != chain.layout.permutation or step.layout == chain.layout
             chain = step
-            found.append(chain)
+            if gains:  # a reshape at the end is left where it is
+                found.append(chain)
 
     def _step(self, chain: Chain) -> Chain | Stop:
         value = chain.end
@@ -133,9 +141,20 @@ class Walk:
             return Stop(f"{node} belongs to another fused site")
         if is_float_cast(node):
             return dataclasses.replace(chain, end=node.out, nodes=(*chain.nodes, node))
+        layout = chain.layout.then(node)
+        if layout:
+            if not layout.axes(self.axis):
+                return Stop(f"{node} merges the channel axis with another")
+            return dataclasses.replace(chain, end=node.out, nodes=(*chain.nodes, node), layout=layout)
         if chain.activation is not None:
-            return Stop("the activation ends it")
+            return self._after_activation(chain, node)
         return self._affine(chain, node)
+
+    def _after_activation(self, chain: Chain, node: Node) -> Stop:
+        full_size = [v for v in node.inputs if v.shape == chain.end.shape and not repeats(v)]
+        if node.primitive in ADD and len(full_size) == 2 and full_size[0] is not full_size[1]:
+            return Stop(f"{node} adds after the activation: no kernel yet on cpu", "add")
+        return Stop("the activation ends it")
 
     def _activation(self, chain: Chain) -> Chain | Stop | None:
         """The longest elementwise region from here that has a name."""
@@ -160,17 +179,17 @@ class Walk:
         other = right if left is chain.end else left
         if other is left and kind in ("sub", "div"):
             return Stop(f"{node} has the value on its right side")
-        small = per_channel(other, chain.end, self.axis)
+        small = per_channel(other, chain.end, chain.layout.axes(self.axis))
         extended = dataclasses.replace(chain, end=node.out, nodes=(*chain.nodes, node))
         if not isinstance(small, NotPerChannel):
             if chain.residual is not None and kind in ("mul", "div"):
                 return Stop(f"{node} scales the sum with the residual", "scale")
             return dataclasses.replace(extended, affine=(*chain.affine, (kind, small)))
-        if kind != "add" or other.shape != chain.end.shape:
+        if kind != "add" or other.shape != chain.end.shape or repeats(other):
             return Stop(small.reason, dict(add="bias", sub="bias").get(kind, "scale"))
         if chain.residual is not None:
             return Stop(f"{node} adds a second full-size value", "add")
-        return dataclasses.replace(extended, residual=_unwidened(other))
+        return dataclasses.replace(extended, residual=_unwidened(other), residual_layout=chain.layout)
 
     def _missed(self, chain: Chain, users: list[Node]) -> str | None:
         """What the walk would have taken next, had the value no other reader."""
