@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator
 
@@ -19,28 +20,36 @@ RESHAPES = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy")
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A value as `origin.transpose(permutation).reshape(shape)`."""
+    """A value as `origin.reshape(factors).transpose(permutation).reshape(shape)`. Each factor is (axis of the origin,
+    length): the origin's axes themselves, or pieces of them, as `vmap` over the weights of a convolution makes."""
 
     origin: tuple[int, ...]
+    factors: tuple[tuple[int, int], ...]
     permutation: tuple[int, ...]
     shape: tuple[int, ...]
 
     @classmethod
     def of(cls, shape) -> "Layout":
         shape = tuple(map(int, shape))
-        return cls(shape, tuple(range(len(shape))), shape)
+        return cls(shape, tuple(enumerate(shape)), tuple(range(len(shape))), shape)
 
     @property
     def transposed(self) -> tuple[int, ...]:
-        return tuple(self.origin[d] for d in self.permutation)
+        return tuple(self.factors[i][1] for i in self.permutation)
 
     @property
     def is_permutation(self) -> bool:
-        return self.shape == self.transposed
+        """Whether it is the origin with its axes in another order, or in the same."""
+        return self.shape == self.transposed and not self._is_split
 
     @property
-    def keeps_order(self) -> bool:
-        return self.permutation == tuple(range(len(self.origin)))
+    def axis_order(self) -> tuple[int, ...]:
+        """The order in which the origin's axes lie in `shape`, as far as an op can write them so."""
+        return tuple(range(len(self.origin))) if self._is_split else self.permutation
+
+    @property
+    def _is_split(self) -> bool:
+        return len(self.factors) != len(self.origin)
 
     def then(self, node: Node) -> "Layout | None":
         """The layout of the node's output, if the node only moves elements and the result can be told in this form."""
@@ -48,13 +57,25 @@ class Layout:
         if is_reshape(node):
             return dataclasses.replace(self, shape=shape)
         if node.primitive == "transpose":
-            permutation = self._then_permuted(node.params["permutation"])
-            return permutation and Layout(self.origin, permutation, shape)
+            split = self if self.shape == self.transposed else self._split()
+            permutation = split._then_permuted(node.params["permutation"])
+            return permutation and dataclasses.replace(split, permutation=permutation, shape=shape)
         return None
 
+    def _split(self) -> "Layout":
+        """The same with every factor that the last reshape splits as the pieces."""
+        pieces = {i: [length] for i, (_, length) in enumerate(self.factors)}
+        for merged, split in _blocks(self.transposed, self.shape):
+            if len(merged) == 1 < len(split):
+                pieces[self.permutation[merged[0]]] = [self.shape[d] for d in split]
+        factors = [(self.factors[i][0], length) for i, lengths in pieces.items() for length in lengths]
+        starts = list(itertools.accumulate(map(len, pieces.values()), initial=0))
+        permutation = [starts[i] + k for i in self.permutation for k in range(len(pieces[i]))]
+        return dataclasses.replace(self, factors=tuple(factors), permutation=tuple(permutation))
+
     def _then_permuted(self, order) -> tuple[int, ...] | None:
-        """The permutation after axes of `shape` were put into `order`: axes that were merged or split move as one."""
-        if self.is_permutation:
+        """The permutation after axes of `shape` were put into `order`: factors that were merged move as one."""
+        if self.shape == self.transposed:
             return tuple(self.permutation[d] for d in order)
         blocks = list(_blocks(self.transposed, self.shape))
         block_of = {d: i for i, (_, split) in enumerate(blocks) for d in split}
@@ -63,30 +84,38 @@ class Layout:
         if moved != [d for i in sequence for d in blocks[i][1]]:
             return None
         merged = [self.permutation[d] for i in sequence for d in blocks[i][0]]
-        return (*[d for d in self.permutation if d not in merged], *merged)  # axes of length 1 go anywhere
+        return (*[i for i in self.permutation if i not in merged], *merged)  # factors of length 1 go anywhere
 
-    def axes(self, axis: int) -> tuple[int, ...]:
-        """The axes of `shape` that together are the origin's `axis`; () if it is merged with others."""
-        place = self.permutation.index(axis)
-        if self.is_permutation:
-            return (place,)
-        for merged, split in _blocks(self.transposed, self.shape):
-            if place in merged:
-                return split if len(merged) == 1 else ()
-        return ()
+    def axes(self, axis: int) -> tuple[int, ...] | None:
+        """The axes of `shape` that together are the origin's `axis`, in order; None if others are merged with it."""
+        places = [self.permutation.index(i) for i, (own, _) in enumerate(self.factors) if own == axis]
+        if self.shape != self.transposed:
+            split_of = {merged: split for merged, split in _blocks(self.transposed, self.shape)}
+            places = [place for place in places if self.transposed[place] != 1]
+            if any((place,) not in split_of for place in places):
+                return None
+            places = [d for place in places for d in split_of[place,]]
+        return tuple(places) if places == sorted(places) else None
 
-    def place(self, array, from_permutation=None):
-        """The array in this layout; it is given in the origin's, or transposed by `from_permutation`."""
-        return self._permute(array, from_permutation or range(len(self.origin)), self.permutation).reshape(self.shape)
+    def place(self, array, order=None):
+        """The array in this layout; it is given as the origin with its axes in that order."""
+        own = range(len(self.origin))
+        if not self._is_split:
+            return _permute(array, order or own, self.permutation).reshape(self.shape)
+        pieces = _permute(array, order or own, own).reshape([length for _, length in self.factors])
+        return lax.transpose(pieces, self.permutation).reshape(self.shape)
 
-    def undo(self, array, to_permutation=None):
+    def undo(self, array, order):
         """`place` backwards."""
-        return self._permute(array.reshape(self.transposed), self.permutation, to_permutation or range(len(self.origin)))
+        array, own = array.reshape(self.transposed), range(len(self.origin))
+        if not self._is_split:
+            return _permute(array, self.permutation, order)
+        return _permute(lax.transpose(array, inverse(self.permutation)).reshape(self.origin), own, order)
 
-    @staticmethod
-    def _permute(array, from_, to):
-        order = [list(from_).index(d) for d in to]
-        return array if order == sorted(order) else lax.transpose(array, order)
+
+def _permute(array, given, wanted):
+    order = [list(given).index(d) for d in wanted]
+    return array if order == sorted(order) else lax.transpose(array, order)
 
 
 def is_reshape(node: Node) -> bool:

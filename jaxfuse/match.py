@@ -111,16 +111,20 @@ class Walk:
         chain = Chain(start, Layout.of(start.shape))
         found = [chain] if first is None else []
         while True:
-            step = self._affine(chain, first) if first is not None else self._step(chain)
+            step = self._step(chain) if first is None else self._affine(chain, first)
             first = None
             if isinstance(step, Stop):
                 return found or [chain], step
-            gains = step.layout.permutation != chain.layout.permutation or step.layout == chain.layout
-            chain = step
-            if gains:  # a reshape at the end is left where it is
-                found.append(chain)
+            steps = step if isinstance(step, list) else [step]
+            found += [step for step in steps if not self._is_mere_reshape(chain, step)]
+            chain = steps[-1]
 
-    def _step(self, chain: Chain) -> Chain | Stop:
+    def _is_mere_reshape(self, before: Chain, after: Chain) -> bool:
+        """It gains nothing: at a chain's end it is left where it is."""
+        return after.layout != before.layout and after.layout.axis_order == before.layout.axis_order
+
+    def _step(self, chain: Chain) -> Chain | list[Chain] | Stop:
+        """The next step; several where it is an activation of which a part is one too (relu6 and its relu)."""
         value = chain.end
         users = [n for n in value.users if n.index not in self.aside]
         if not users:
@@ -128,10 +132,8 @@ class Walk:
         if self.graph.is_returned(value):
             return Stop(f"{value!r} is returned by the program", self._missed(chain, users))
         if chain.activation is None:
-            activated = self._activation(chain)
-            if isinstance(activated, Chain):
-                return activated
-            if isinstance(activated, Stop) and activated.missed:
+            activated = self._activations(chain)
+            if isinstance(activated, list) or activated and activated.missed:
                 return activated
         if len(users) > 1:
             readers = " and ".join(map(str, users[:3]))
@@ -143,7 +145,7 @@ class Walk:
             return dataclasses.replace(chain, end=node.out, nodes=(*chain.nodes, node))
         layout = chain.layout.then(node)
         if layout:
-            if not layout.axes(self.axis):
+            if layout.axes(self.axis) is None:
                 return Stop(f"{node} merges the channel axis with another")
             return dataclasses.replace(chain, end=node.out, nodes=(*chain.nodes, node), layout=layout)
         if chain.activation is not None:
@@ -156,17 +158,18 @@ class Walk:
             return Stop(f"{node} adds after the activation: no kernel yet on cpu", "add")
         return Stop("the activation ends it")
 
-    def _activation(self, chain: Chain) -> Chain | Stop | None:
-        """The longest elementwise region from here that has a name."""
-        stop = None
-        for region in reversed(regions(chain.end, self.graph.is_returned)):
+    def _activations(self, chain: Chain) -> list[Chain] | Stop | None:
+        """The elementwise regions from here that have a name, shortest first; else why the longest has none."""
+        named, stop = [], None
+        for region in regions(chain.end, self.graph.is_returned):
             if any(n.index in self.claimed or n.index in self.aside for n in region.nodes):
                 continue
-            named = self.name_activation(region)
-            if isinstance(named, Activated):
-                return dataclasses.replace(chain, end=region.end, nodes=(*chain.nodes, *region.nodes), activation=named)
-            stop = stop or named
-        return stop
+            name = self.name_activation(region)
+            if isinstance(name, Activated):
+                named.append(dataclasses.replace(chain, end=region.end, nodes=(*chain.nodes, *region.nodes), activation=name))
+            else:
+                stop = name
+        return named or stop
 
     def _affine(self, chain: Chain, node: Node) -> Chain | Stop:
         """One addition, subtraction, multiplication or division: by a number per channel, or of a residual."""

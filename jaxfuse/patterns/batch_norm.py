@@ -202,7 +202,7 @@ def _unmasked(value: Value) -> Value:
     node = value.producer
     if node is not None and node.primitive == "select_n" and len(node.inputs) == 3:
         for zero, kept in (node.inputs[1:], node.inputs[:0:-1]):
-            if constant(zero) == 0 and kept.producer is not None:
+            if constant(zero) == 0 and constant(kept) is None:
                 return _uncast(kept)
     return value
 

@@ -116,8 +116,8 @@ def _with_pad(config: ConvConfig, pad: Node):
 
 
 def _label(head: Head, chain: Chain) -> str:
-    after = [] if chain.layout.keeps_order else ["transpose"]
-    return "+".join([*head.steps, chain.label("conv"), *after])
+    order = chain.layout.axis_order
+    return "+".join([*head.steps, chain.label("conv"), *["transpose"] * (order != tuple(sorted(order)))])
 
 
 def _configured(config: ConvConfig, chain: Chain, permutation) -> ConvConfig:
@@ -138,7 +138,7 @@ def _target(graph, chain: Chain, channel_axis: int):
         order = channels_last(chain.end.ndim, layout.permutation.index(channel_axis))
         if (id(chain.end), order) in graph.transposes:
             return tuple(layout.permutation[d] for d in order), transposed(graph, chain.end, order)
-    return layout.permutation, None
+    return layout.axis_order, None
 
 
 def _fused(graph, node: Node, head: Head, chain: Chain, measured) -> Match | str:
