@@ -23,9 +23,9 @@ class Plan(NamedTuple):
         return evaluate(self.graph, arguments, self.replacements)
 
 
-def plan(closed: ClosedJaxpr, judge) -> Plan:
-    """Finds every site of the program, the bodies of its loops and branches included."""
-    graph = Graph(closed)
+def plan(closed: ClosedJaxpr, judge, outer: tuple[Graph, Node] | None = None) -> Plan:
+    """Finds every site of the program, the bodies of its loops and branches included; `outer` as in `Graph`."""
+    graph = Graph(closed, outer)
     replacements: dict[int, Emission] = {}
     found: list = []
     claimed: set[int] = set()
@@ -33,13 +33,13 @@ def plan(closed: ClosedJaxpr, judge) -> Plan:
         for anchor in pattern.anchors(graph):
             for result in pattern.match(graph, anchor, claimed, judge):
                 found.append(result)
+                claimed |= {node.index for node in result.nodes}
                 if isinstance(result, Match):
-                    claimed |= {node.index for node in result.nodes}
                     replacements |= {id(value): result.emission for value in result.defines}
     for node in graph.nodes:
         bodies = subprograms(node)
         if bodies:
-            emission, inner = _enter(node, bodies, judge)
+            emission, inner = _enter(graph, node, bodies, judge)
             found += inner
             if emission:
                 replacements |= {id(value): emission for value in node.outputs}
@@ -47,14 +47,14 @@ def plan(closed: ClosedJaxpr, judge) -> Plan:
     return Plan(graph, replacements, found)
 
 
-def _enter(node: Node, bodies: dict, judge) -> tuple[Emission | None, list]:
+def _enter(graph: Graph, node: Node, bodies: dict, judge) -> tuple[Emission | None, list]:
     """The same control-flow node over rewritten bodies; None where nothing in them is rewritten."""
     found: list = []
 
     def rewritten(body):
         if isinstance(body, tuple):
             return tuple(map(rewritten, body))
-        inner = plan(body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ()), judge)
+        inner = plan(body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ()), judge, (graph, node))
         found.extend(inner.found)
         if not inner.replacements:
             return body

@@ -75,9 +75,13 @@ class Node:
 
 
 class Graph:
-    """nodes in program order; inputs and outputs of the program; constants the program closes over."""
+    """nodes in program order; inputs and outputs of the program; constants the program closes over.
 
-    def __init__(self, closed: ClosedJaxpr):
+    `outer` is (graph, node) for the body of a loop or branch: the node whose body this is, and the graph it stands in.
+    """
+
+    def __init__(self, closed: ClosedJaxpr, outer: "tuple[Graph, Node] | None" = None):
+        self.outer = outer
         self.nodes: list[Node] = []
         self._seen: dict = {}
         jaxpr = closed.jaxpr

@@ -3,8 +3,11 @@
     anchors(graph)                           nodes where a match may begin
     match(graph, node, claimed, measured)    yields Match and Refusal; `claimed` are nodes of other matches,
                                              `measured(op, config, types)` says why a site is not worth it, or ""
+
+The first three have kernels. The others are recognised only, in an order in which the larger comes first: a cell's dense
+layers belong to its row.
 """
 
-from jaxfuse.patterns import batch_norm, conv, max_pool
+from jaxfuse.patterns import batch_norm, conv, max_pool, recurrent
 
-ORDER = (batch_norm, conv, max_pool)
+ORDER = (batch_norm, conv, max_pool, recurrent)
