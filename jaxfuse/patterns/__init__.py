@@ -8,6 +8,6 @@ The first three have kernels. The others are recognised only, in an order in whi
 layers belong to its row.
 """
 
-from jaxfuse.patterns import batch_norm, conv, max_pool, recurrent
+from jaxfuse.patterns import attention, batch_norm, conv, dense, dense_grad, max_pool, recurrent
 
-ORDER = (batch_norm, conv, max_pool, recurrent)
+ORDER = (batch_norm, conv, max_pool, recurrent, attention, dense, dense_grad)
