@@ -11,7 +11,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.elementwise import RULES, is_elementwise, table_of
+from jaxfuse.elementwise import POINTS, RULES, is_elementwise, table_of, values_of
 from jaxfuse.graph import Node, Value
 
 ADD = ("add", "add_any")
@@ -63,11 +63,24 @@ def _varying_axes(value: Value) -> set[int]:
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """The elementwise function that `nodes` compute from `start` alone; `end` is all that is read of them outside."""
+    """The elementwise function that `nodes` compute from `start` alone. Of them only `end` is read outside, and `masks`,
+    comparisons that autodiff keeps of it."""
 
     start: Value
     end: Value
     nodes: tuple[Node, ...]
+    masks: tuple[Value, ...] = ()
+
+    def replay(self, array, wanted: tuple[Value, ...]) -> list:
+        """The wanted values for another array in place of `start`."""
+        made = {id(self.start): array}
+        for node in self.nodes:
+            inputs = [
+                made[id(v)] if id(v) in made else v.literal if v.literal is not None else jnp.full(v.shape, constant(v), v.dtype)
+                for v in node.inputs
+            ]
+            (made[id(node.out)],) = node.replay(inputs)
+        return [made[id(v)] for v in wanted]
 
 
 LONGEST_FUNCTION = 24  # nodes; jax.nn.gelu with tanh is 8, mish by hand 10
@@ -88,8 +101,10 @@ def regions(start: Value, is_returned: Callable[[Value], bool]) -> list[Region]:
         values[id(node.out)] = node.out
         frontier |= {n.index: n for n in node.out.users if n.index not in inside}
         read = [v for v in values.values() if is_returned(v) or any(n.index not in inside for n in v.users)]
-        if len(read) == 1 and read[0] is not start and jnp.issubdtype(read[0].dtype, jnp.floating):
-            found.append(Region(start, read[0], tuple(inside[i] for i in sorted(inside))))
+        masks = tuple(v for v in read if v.dtype == bool and not is_returned(v))
+        ends = [v for v in read if v not in masks]
+        if len(ends) == 1 and ends[0] is not start and jnp.issubdtype(ends[0].dtype, jnp.floating):
+            found.append(Region(start, ends[0], tuple(inside[i] for i in sorted(inside)), masks))
     return found
 
 
@@ -115,18 +130,19 @@ def constant(value: Value) -> float | None:
 
 def region_table(region: Region) -> np.ndarray | None:
     """Value and derivative of the region's function on the points of elementwise.py."""
+    return table_of(lambda x: region.replay(x, (region.end,))[0], region.start.shape, region.start.dtype)
 
-    def function(x):
-        made = {id(region.start): x}
-        for node in region.nodes:
-            inputs = [
-                made[id(v)] if id(v) in made else v.literal if v.literal is not None else jnp.full(v.shape, constant(v), v.dtype)
-                for v in node.inputs
-            ]
-            (made[id(node.out)],) = node.replay(inputs)
-        return made[id(region.end)]
 
-    return table_of(function, region.start.shape, region.start.dtype)
+def served_from_end(region: Region) -> bool:
+    """Whether the masks come out the same if they are computed from the function's value instead of its argument, as
+    x > 0 does from relu(x): then nothing needs to keep the argument."""
+    start = region.start
+
+    def of(points, wanted):
+        return values_of(lambda x: region.replay(x, wanted), start.shape, start.dtype, points)
+
+    ends = of(POINTS, (region.end,))
+    return ends is not None and np.array_equal(of(POINTS, region.masks), of(ends[0], region.masks))
 
 
 # --- batch statistics --------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from jaxfuse.graph import INLINED, Node
 # Dense where activations bend; the ties 0, ±1, ±3, 6 exactly; far out; then the values that must survive.
 FINITE = np.concatenate([np.linspace(-9, 9, 289), [-2.5, 2.5, 5.999, 6.001, -1e-3, 1e-3, -40.0, 40.0]])
 SPECIAL = np.array([np.inf, -np.inf, np.nan])
+POINTS = np.concatenate([FINITE, SPECIAL])
 CALLS = ("custom_jvp_call", "custom_vjp_call", *INLINED)
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
@@ -98,14 +99,18 @@ def table_of(function, shape, dtype) -> np.ndarray | None:
     def value_and_slope(x):
         return jax.jvp(function, (x,), (jnp.ones_like(x),))
 
-    traced = jax.make_jaxpr(value_and_slope)(jax.ShapeDtypeStruct(shape, dtype))
-    points = np.concatenate([FINITE, SPECIAL])
+    return values_of(value_and_slope, shape, dtype, POINTS)
+
+
+def values_of(function, shape, dtype, points: np.ndarray) -> np.ndarray | None:
+    """[outputs, points]: what the function of one array gives at each of the points; None if a primitive is unknown."""
+    traced = jax.make_jaxpr(function)(jax.ShapeDtypeStruct(shape, dtype))
     try:
         with np.errstate(all="ignore"):
-            value, slope = _interpret(traced, [points])
+            values = _interpret(traced, [points])
     except KeyError:
         return None
-    return np.stack([np.broadcast_to(np.asarray(a, np.float64), points.shape) for a in (value, slope)])
+    return np.stack([np.broadcast_to(np.asarray(a, np.float64), points.shape) for a in values])
 
 
 def same(table: np.ndarray, known: np.ndarray, tolerance: float) -> bool:

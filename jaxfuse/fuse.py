@@ -8,6 +8,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxfuse import patterns, policy as policies, report as reports
 from jaxfuse.graph import Emission, Graph, Node, evaluate, subprograms
+from jaxfuse.live import accept
 from jaxfuse.match import Match
 from jaxfuse.signature import Call, Untraceable
 
@@ -31,11 +32,14 @@ def plan(closed: ClosedJaxpr, judge, outer: tuple[Graph, Node] | None = None) ->
     claimed: set[int] = set()
     for pattern in patterns.ORDER:
         for anchor in pattern.anchors(graph):
+            if anchor.index in claimed:
+                continue
             for result in pattern.match(graph, anchor, claimed, judge):
                 found.append(result)
                 claimed |= {node.index for node in result.nodes}
                 if isinstance(result, Match):
-                    replacements |= {id(value): result.emission for value in result.defines}
+                    claimed |= accept(graph, result)
+                    replacements |= {id(value): emission for emission in result.emissions for value in emission.defines}
     for node in graph.nodes:
         bodies = subprograms(node)
         if bodies:
@@ -69,7 +73,7 @@ def _enter(graph: Graph, node: Node, bodies: dict, judge) -> tuple[Emission | No
     def run(read):
         return zip(node.outputs, changed.replay([read(v) for v in node.inputs]))
 
-    return Emission(tuple(node.inputs), run), found
+    return Emission(tuple(node.inputs), tuple(node.outputs), run), found
 
 
 def fuse(fn, *, policy: str = "measured", strict: bool = False):

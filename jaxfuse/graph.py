@@ -83,6 +83,8 @@ class Graph:
     def __init__(self, closed: ClosedJaxpr, outer: "tuple[Graph, Node] | None" = None):
         self.outer = outer
         self.nodes: list[Node] = []
+        self.replaced: set[int] = set()  # ids of values that a match computes instead of their producers
+        self.gone: set[int] = set()  # indices of nodes that nobody needs any more
         self._seen: dict = {}
         jaxpr = closed.jaxpr
         self.inputs = [Value(v.aval) for v in jaxpr.invars]
@@ -140,9 +142,11 @@ class Graph:
 
 
 class Emission(NamedTuple):
-    """What replaces the producers of some values: `run(read)` yields (value, array) once all `needs` can be read."""
+    """What replaces the producers of the values it `defines`: `run(read)` yields (value, array) for each of them once all
+    `needs` can be read."""
 
     needs: tuple[Value, ...]
+    defines: tuple[Value, ...]
     run: Callable[[Callable[[Value], object]], Iterable[tuple[Value, object]]]
 
 

@@ -6,7 +6,7 @@ a report can say what was almost fused.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -37,6 +37,16 @@ class Chain:
     affine: tuple[tuple[str, Value], ...] = ()  # ("add" | "sub" | "mul" | "div", one number for each channel)
     residual: Value | None = None
     activation: Activated | None = None
+    region: Region | None = None  # of the activation
+
+    @property
+    def masks(self) -> tuple[Value, ...]:
+        """Comparisons of the activation's argument, which autodiff keeps."""
+        return self.region.masks if self.region else ()
+
+    def masks_from(self, y) -> Iterator[tuple[Value, object]]:
+        """The masks, computed from the activation's value `y`."""
+        return zip(self.masks, self.region.replay(y, self.masks)) if self.masks else iter(())
 
     def label(self, anchor: str) -> str:
         """Like "conv+bias+add+relu". Shifts alone are a bias, together with a factor they are a normalisation."""
@@ -66,13 +76,12 @@ class Chain:
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """A place to rewrite: `emission` computes `defines` instead of their producers; `nodes` belong to this match."""
+    """A place to rewrite: the emissions compute what they define instead of its producers; `nodes` belong to this match."""
 
     pattern: str
     anchor: Node
     nodes: tuple[Node, ...]
-    defines: tuple[Value, ...]
-    emission: Emission
+    emissions: tuple[Emission, ...]
     kernel: str
     operands: tuple[Value, ...]
     bytes_saved: int
@@ -135,7 +144,7 @@ class Walk:
         (node,) = users
         if node.index in self.claimed:
             return Stop(f"{node} belongs to another fused site")
-        if is_float_cast(node):
+        if is_float_cast(node) and not chain.masks:
             return dataclasses.replace(chain, end=node.out, nodes=(*chain.nodes, node))
         if chain.activation is not None:
             return Stop("the activation ends it")
@@ -149,7 +158,8 @@ class Walk:
                 continue
             named = self.name_activation(region)
             if isinstance(named, Activated):
-                return dataclasses.replace(chain, end=region.end, nodes=(*chain.nodes, *region.nodes), activation=named)
+                nodes = (*chain.nodes, *region.nodes)
+                return dataclasses.replace(chain, end=region.end, nodes=nodes, activation=named, region=region)
             stop = stop or named
         return stop
 
@@ -180,6 +190,7 @@ class Walk:
         """What the walk would have taken next, had the value no other reader."""
         if chain.activation is not None:
             return None
+        users = [node for node in users if len(node.outputs) == 1]
         for node in users:
             alone = Region(chain.end, node.out, (node,))
             if is_elementwise(node) and all(v is chain.end or constant(v) is not None for v in node.inputs):
@@ -225,14 +236,15 @@ def as_vector(array, channels: int):
     return jnp.broadcast_to(array, (channels,))
 
 
-def depends_on(values: list[Value], targets: set[int], since: int) -> bool:
-    """Whether any of the values is computed from a target; only nodes from index `since` on need to be looked at."""
+def depends_on(values: list[Value], targets: set[int], since: int, behind: set[int] = frozenset()) -> bool:
+    """Whether any of the values is computed from a target; only nodes from index `since` on need to be looked at, and not
+    what lies behind the values `behind`."""
     stack, seen = list(values), set()
     while stack:
         value = stack.pop()
         if id(value) in targets:
             return True
-        node = value.producer
+        node = None if id(value) in behind else value.producer
         if node is not None and node.index >= since and node.index not in seen:
             seen.add(node.index)
             stack += node.inputs

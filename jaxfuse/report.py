@@ -40,8 +40,8 @@ def site(found: Match | Refusal) -> Site:
     shapes = tuple(tuple(v.shape) for v in found.operands)
     dtypes = tuple(str(v.dtype) for v in found.operands)
     if isinstance(found, Match):
-        # the last step is where the user wrote the pattern's end; the anchor is the convolution or the statistics
-        return Site(found.pattern, found.direction, shapes, dtypes, found.anchor.source(), found.kernel, found.bytes_saved)
+        kernel, saved = found.kernel, found.bytes_saved
+        return Site(found.pattern, found.direction, shapes, dtypes, found.anchor.source(), kernel, saved)
     return Site(found.pattern, found.direction, shapes, dtypes, found.anchor.source(), reason=found.reason)
 
 

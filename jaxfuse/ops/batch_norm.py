@@ -45,14 +45,15 @@ class BatchNormConfig:
     batch_statistics: bool = True
     has_residual: bool = False
     activation: str = "none"
-    saving: bool = False  # also return center, scale, offset and, with a residual, the activation's mask bits
+    saving: bool = False  # also return center, scale, offset and, where that is the derivative, the activation's mask
+    keeps_mask: bool = False  # a mask of bits, also where the derivative can be had without
 
     @property
     def derivative(self) -> str:
         """Where the backward pass takes act'(z) from: the sign is recomputed from x where no residual went into z."""
         if self.activation == "none":
             return "none"
-        return "mask" if self.has_residual else "recompute"
+        return "mask" if self.has_residual or self.keeps_mask else "recompute"
 
     @property
     def saves(self) -> int:
@@ -236,14 +237,18 @@ _DTYPES = ("float32", "bfloat16")
 _ACTIVATIONS = ("none", "relu", "relu6", "maximum0", "clip6")
 
 
-def _refuse(config: BatchNormConfig, args) -> str | None:
-    x = args[0]
+def refuse_array(x, axis: int) -> str | None:
+    """Why the kernels do not take x with its channels at `axis`."""
     if str(x.dtype) not in _DTYPES:
         return f"dtype {x.dtype}: the kernel takes {' and '.join(_DTYPES)}"
-    if config.axis != len(x.shape) - 1:
-        return f"channel axis {config.axis} of rank {len(x.shape)}: the kernel takes channels last"
-    if 0 in x.shape:
-        return f"empty array of shape {tuple(x.shape)}"
+    if axis != len(x.shape) - 1:
+        return f"channel axis {axis} of rank {len(x.shape)}: the kernel takes channels last"
+    return f"empty array of shape {tuple(x.shape)}" if 0 in x.shape else None
+
+
+def _refuse(config: BatchNormConfig, args) -> str | None:
+    if reason := refuse_array(args[0], config.axis):
+        return reason
     if config.activation not in _ACTIVATIONS:
         return f"activation {config.activation}: the kernel takes {', '.join(_ACTIVATIONS)}"
     return ffi.available("jaxfuse_batch_norm_stats")

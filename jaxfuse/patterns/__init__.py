@@ -4,10 +4,10 @@
     match(graph, node, claimed, measured)    yields Match and Refusal; `claimed` are nodes of other matches,
                                              `measured(op, config, types)` says why a site is not worth it, or ""
 
-The first three have kernels. The others are recognised only, in an order in which the larger comes first: a cell's dense
-layers belong to its row.
+The first four have kernels. The others are recognised only; they come after all that have one, the larger first: a cell's
+dense layers belong to its row.
 """
 
-from jaxfuse.patterns import attention, batch_norm, conv, dense, dense_grad, max_pool, recurrent
+from jaxfuse.patterns import attention, batch_norm, conv, conv_grad, dense, dense_grad, max_pool, recurrent
 
-ORDER = (batch_norm, conv, max_pool, recurrent, attention, dense, dense_grad)
+ORDER = (batch_norm, conv_grad, conv, max_pool, recurrent, attention, dense, dense_grad)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfuse.canonical import ADD, CAST, constant
-from jaxfuse.elementwise import FINITE, is_elementwise, table_of
+from jaxfuse.elementwise import FINITE, is_elementwise, values_of
 from jaxfuse.graph import Graph, Node, Value
 from jaxfuse.match import Activated, Refusal
 from jaxfuse.patterns.activations import _known as known
@@ -32,7 +32,7 @@ def activation_grad(graph: Graph, preactivation: Value, activated: Activated):
         products = _products(dy, values, back)
         made = {id(n.out) for n in products}
         for last in products[::-1]:
-            outside = [n for n in last.out.users if id(n.out) not in made]
+            outside = [n for n in last.out.users if not any(id(v) in made for v in n.outputs)]
             if outside and _is_slope(z, dy, (*functions, *products), last, activated):
                 yield _row(z, dy, products, last, outside, activated.name)
                 return
@@ -94,9 +94,9 @@ def _is_slope(z: Value, dy: Value, nodes: tuple[Node, ...], last: Node, activate
 
         for node in nodes:
             (made[id(node.out)],) = node.replay([read(v) for v in node.inputs])
-        return made[id(last.out)]
+        return [made[id(last.out)]]
 
-    table = table_of(function, z.shape, z.dtype)
+    slope = values_of(function, z.shape, z.dtype, FINITE)
     tolerance = 2e-2 if jnp.finfo(z.dtype).bits < 32 else 1e-4
-    n = len(FINITE)
-    return table is not None and np.allclose(table[0, :n], known(activated.name, activated.alpha)[1, :n], rtol=tolerance, atol=tolerance)
+    expected = known(activated.name, activated.alpha)[1, : len(FINITE)]
+    return slope is not None and np.allclose(slope[0], expected, rtol=tolerance, atol=tolerance)

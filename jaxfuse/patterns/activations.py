@@ -5,8 +5,9 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.canonical import Region, region_table
-from jaxfuse.elementwise import FINITE, same, table_of
+from jaxfuse.canonical import Region, region_table, served_from_end
+from jaxfuse.elementwise import FINITE, same, table_of, values_of
+from jaxfuse.graph import Value
 from jaxfuse.match import Activated, Stop
 from jaxfuse.ops.activations import TABLE
 
@@ -16,7 +17,7 @@ _TOLERANCE = {jnp.dtype(jnp.bfloat16): 1e-2, jnp.dtype(jnp.float16): 2e-3}
 
 def name_activation(region: Region) -> Activated | Stop:
     """The activation with the same values, the same derivatives (ties included) and the same NaN and infinities."""
-    table = _cached_table(region)
+    table, masks_served = _cached_table(region)
     if table is None:
         return Stop(f"{region.nodes[0]} is not a known activation")
     tolerance = _TOLERANCE.get(jnp.dtype(region.start.dtype), 2e-5)
@@ -26,8 +27,18 @@ def name_activation(region: Region) -> Activated | Stop:
                if same(table, known, tolerance)]
     if fitting:
         _, name, alpha = min(fitting)
+        if not masks_served:
+            return Stop(f"{region.start!r} is compared at {region.masks[0].producer}, which {name}'s value cannot serve", name)
         return Activated(name, alpha)
     return _near_miss(region, table, candidates)
+
+
+def is_derivative(region: Region, mask: Value) -> bool:
+    """Whether the function's derivative is 1 where the mask is set and 0 elsewhere."""
+    start = region.start
+    table, _ = _cached_table(region)
+    set_at = values_of(lambda x: region.replay(x, (mask,)), start.shape, start.dtype, FINITE)
+    return set_at is not None and np.array_equal(set_at[0], table[1, : len(FINITE)])
 
 
 def _candidates(table):
@@ -70,7 +81,8 @@ _tables: dict = {}
 
 
 def _cached_table(region: Region):
-    """Tables by what the nodes say; the derivative rule of a custom_jvp is told by the function that made it."""
+    """(region_table, served_from_end) by what the nodes say; the derivative rule of a custom_jvp is told by the function
+    that made it."""
     numbers = {id(region.start): 0}
     text = []
     for node in region.nodes:
@@ -78,9 +90,9 @@ def _cached_table(region: Region):
         numbers[id(node.out)] = len(numbers)
         text.append((node.primitive, node.source() if node.primitive == "custom_jvp_call" else "", str(wiring),
                      str({k: v for k, v in node.params.items() if k != "jvp_jaxpr_fun"})))
-    key = tuple(text), region.start.shape, str(region.start.dtype)
+    key = tuple(text), tuple(numbers[id(mask)] for mask in region.masks), region.start.shape, str(region.start.dtype)
     if key not in _tables:
         if len(_tables) > 4096:
             _tables.clear()
-        _tables[key] = region_table(region)
+        _tables[key] = region_table(region), not region.masks or served_from_end(region)
     return _tables[key]

@@ -4,13 +4,13 @@ from jaxfuse.canonical import ADD, CAST, constant
 from jaxfuse.graph import Node, Value
 from jaxfuse.match import Refusal
 from jaxfuse.patterns.autodiff import forward, no_kernel
-from jaxfuse.patterns.dense import batch_axes
+from jaxfuse.patterns.dense import batch_axes, is_product
 
 LONGEST = 8  # steps between the product and the softmax: casts, scale, masks
 
 
 def anchors(graph):
-    return [n for n in forward(graph).nodes if n.primitive == "dot_general" and batch_axes(n)]
+    return [n for n in forward(graph).nodes if is_product(n) and batch_axes(n)]
 
 
 def match(graph, node: Node, claimed: set[int], measured):

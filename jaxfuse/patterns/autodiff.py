@@ -10,22 +10,28 @@ import weakref
 import jax
 
 from jaxfuse.graph import Graph, Node, Value
+from jaxfuse.live import FusedReader
 
 
 class Part:
-    """Some nodes of a graph, with values of their own, whose users are these nodes only. Indices are the graph's."""
+    """Some nodes of a graph, with values of their own, whose users are these nodes and fused ops. Indices are the graph's."""
 
     def __init__(self, graph: Graph, kept: list[Node], outputs: list[Value]):
         self.outer, copies = graph.outer, {}
 
         def copy(value: Value) -> Value:
-            return copies.setdefault(id(value), Value(value.aval, literal=value.literal))
+            if id(value) not in copies:
+                copies[id(value)] = Value(value.aval, literal=value.literal)
+                copies[id(value)].users += filter(_is_fused, value.users)
+            return copies[id(value)]
 
         self.inputs = [copy(value) for value in graph.inputs]
         self.nodes = []
         for node in kept:
             twin = Node(node.eqn, node.index, [copy(v) for v in node.inputs], node.name_stack, node.called_from)
-            copies |= zip(map(id, node.outputs), twin.outputs)
+            for value, made in zip(node.outputs, twin.outputs):
+                copies[id(value)] = made
+                made.users += filter(_is_fused, value.users)
             self.nodes.append(twin)
         self.outputs = [copy(value) for value in outputs]
         self.returned = frozenset(map(id, self.outputs))
@@ -66,6 +72,11 @@ def _is_transposed(node: Node, inside_backward: bool) -> bool:
     return "transpose(" in stack or inside_backward and "rematted_computation" not in stack
 
 
+def _is_fused(node) -> bool:
+    """A fused op of the forward pass, among the users of what it reads."""
+    return isinstance(node, FusedReader) and node.match.direction == "forward"
+
+
 @functools.lru_cache(4096)
 def _text(name_stack) -> str:
     return str(name_stack)
@@ -89,9 +100,9 @@ def _needed(graph: Graph, transposed: frozenset[int], outputs: list[Value]) -> l
     """Nodes that are not transposed and that something other than the backward pass reads."""
     returned, kept = set(map(id, outputs)), set()
     for node in reversed(graph.nodes):
-        if node.index not in transposed and (
+        if node.index not in transposed and node.index not in graph.gone and (
             node.eqn.effects
-            or any(id(v) in returned or any(n.index in kept for n in v.users) for v in node.outputs)
+            or any(id(v) in returned or any(n.index in kept or _is_fused(n) for n in v.users) for v in node.outputs)
             or not any(v.users for v in node.outputs)
         ):
             kept.add(node.index)

@@ -9,6 +9,7 @@ from jaxfuse.canonical import CAST, Moments, NotPerChannel, is_square, per_chann
 from jaxfuse.graph import Emission, Node, Value
 from jaxfuse.match import Chain, Match, Refusal, Walk, as_vector, depends_on, longest
 from jaxfuse.ops.batch_norm import OP, BatchNormConfig
+from jaxfuse.patterns import batch_norm_grad
 from jaxfuse.patterns.activations import name_activation
 
 LARGEST_PROGRAM = 64  # nodes of per-channel arithmetic between the statistics and the result
@@ -59,11 +60,14 @@ def match(graph, node: Node, claimed: set[int], measured):
     if first is None:
         yield Refusal("bn", node, (x,), "nothing normalises it: no step on it uses its statistics")
         return
-    walk = Walk(graph, axis, claimed, name_activation, frozenset(moments.nodes))
-    chains, stop = walk.chains(start, first)
-    found, chain, refused = longest(chains, x.dtype, lambda chain: _fused(graph, node, moments, chain, measured))
+    gradient = batch_norm_grad.find(graph, moments)
+    aside = frozenset(moments.nodes) | (gradient.nodes if gradient else frozenset())
+    chains, stop = Walk(graph, axis, claimed, name_activation, aside).chains(start, first)
+    found, chain, refused = longest(chains, x.dtype, lambda chain: _fused(graph, node, moments, gradient, chain, measured))
     if found:
         yield found
+        if gradient:
+            yield _backward(graph, node, gradient, found, measured)
     if refused and _label(refused[0]) != _label(chain) * bool(found):
         unscaled = stop.reason if refused[1] is _UNSCALED else refused[1]
         yield Refusal(_label(refused[0]), node, (x,), unscaled)
@@ -97,7 +101,13 @@ def _since(moments: Moments) -> int:
     return min(value.producer.index for value, _ in moments.known.values())
 
 
-def _fused(graph, node: Node, moments: Moments, chain: Chain, measured) -> Match | str:
+def _backward(graph, node: Node, gradient, forward: Match, measured) -> Match | Refusal:
+    bits = next((v for v in forward.emissions[0].defines if v.producer is None), None)
+    result = batch_norm_grad.fused(graph, gradient, forward.pattern, node, bits, measured)
+    return Refusal(forward.pattern, node, (gradient.g, gradient.moments.x), result, "backward") if isinstance(result, str) else result
+
+
+def _fused(graph, node: Node, moments: Moments, gradient, chain: Chain, measured) -> Match | str:
     """The match, or why not."""
     x, known = moments.x, set(moments.known)
     if not any(kind in ("mul", "div") for kind, _ in chain.affine):
@@ -112,7 +122,8 @@ def _fused(graph, node: Node, moments: Moments, chain: Chain, measured) -> Match
         return program
     per_channel_program, parameters = program
     name = chain.activation.name if chain.activation else "none"
-    config = BatchNormConfig(moments.axis, per_channel_program, True, chain.residual is not None, name)
+    saving = gradient is not None and batch_norm_grad.mask_of(gradient, chain) is not None
+    config = BatchNormConfig(moments.axis, per_channel_program, True, chain.residual is not None, name, saving, saving)
     full = (x, chain.residual) if chain.residual is not None else (x,)
     types = tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (*full, *parameters))
     kernel, reason = OP.forward.kernel(config, types)
@@ -120,15 +131,21 @@ def _fused(graph, node: Node, moments: Moments, chain: Chain, measured) -> Match
     if reason:
         return reason
 
+    rows = size(x) // max(1, x.shape[moments.axis])
+    bits = [Value(jax.ShapeDtypeStruct((rows, -(-x.shape[moments.axis] // 8)), jnp.uint8))] * saving
+
     def run(read):
-        y, mean, var = OP(config, *map(read, (*full, *parameters)))
+        y, mean, var, *saved = OP(config, *map(read, (*full, *parameters)))
         yield chain.end, y
+        yield from chain.masks_from(y)
+        yield from zip(bits, saved[3:])
         for value, formula in moments.known.values():
             yield value, formula(mean, var, moments.count).astype(value.dtype).reshape(value.shape)
 
     bytes_saved = np.dtype(x.dtype).itemsize * size(x) * (1 + 2 * len([n for n in chain.nodes if n.primitive != CAST]) // 2)
-    defines = (chain.end, *[value for value, _ in moments.known.values()])
-    return Match(_label(chain), node, chain.nodes, defines, Emission((*full, *parameters), run), kernel.name, full, bytes_saved)
+    defines = (chain.end, *[value for value, _ in moments.known.values()], *chain.masks, *bits)
+    emission = Emission((*full, *parameters), defines, run)
+    return Match(_label(chain), node, chain.nodes, (emission,), kernel.name, full, bytes_saved)
 
 
 def _per_channel_program(moments: Moments, chain: Chain):

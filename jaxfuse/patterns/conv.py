@@ -20,7 +20,7 @@ def anchors(graph):
 
 def match(graph, node: Node, claimed: set[int], measured):
     """Yields one Match or Refusal for the convolution, and a Refusal for the step that its epilogue could not take."""
-    config = _config(node)
+    config = config_of(node)
     if isinstance(config, str):
         yield Refusal("conv", node, tuple(node.inputs), config)
         return
@@ -34,7 +34,7 @@ def match(graph, node: Node, claimed: set[int], measured):
         yield Refusal(f"{chain.label('conv')}+{stop.missed}", node, tuple(node.inputs), stop.reason)
 
 
-def _config(node: Node) -> ConvConfig | str:
+def config_of(node: Node) -> ConvConfig | str:
     """The op's config for this convolution, or why the op does not cover it."""
     params = node.params
     x, w = node.inputs
@@ -83,9 +83,10 @@ def _fused(node: Node, chain: Chain, config: ConvConfig, measured) -> Match | st
             shift = -center if scale is None else -center * scale
             offset = shift if offset is None else offset + shift
         operands = [a for a in (scale, offset, *map(read, residual)) if a is not None]
-        return zip([chain.end], OP(config, read(x), read(w), *operands))
+        (y,) = OP(config, read(x), read(w), *operands)
+        return [(chain.end, y), *chain.masks_from(y)]
 
     itemsize = np.dtype(node.out.dtype).itemsize
     saved = 2 * itemsize * int(np.prod(node.out.shape)) * bool(chain.nodes)
-    return Match(chain.label("conv"), node, (node, *chain.nodes), (chain.end,), Emission((x, w, *residual, *smalls), run),
-                 kernel.name, (x, w, *residual), saved)
+    emission = Emission((x, w, *residual, *smalls), (chain.end, *chain.masks), run)
+    return Match(chain.label("conv"), node, (node, *chain.nodes), (emission,), kernel.name, (x, w, *residual), saved)

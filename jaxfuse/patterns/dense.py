@@ -60,7 +60,7 @@ class DenseWalk(Walk):
 
 def anchors(graph):
     """Last first: where two layers meet in a residual add, the later one takes the add."""
-    return [n for n in reversed(forward(graph).nodes) if n.primitive == "dot_general" and not batch_axes(n) and n.out.ndim]
+    return [n for n in reversed(forward(graph).nodes) if is_product(n) and not batch_axes(n) and n.out.ndim]
 
 
 def match(graph, node: Node, claimed: set[int], measured):
@@ -165,6 +165,11 @@ def is_parameter(value: Value) -> bool:
     return False
 
 
+def is_product(node: Node) -> bool:
+    """A dot_general that contracts something; einsum writes elementwise products as one that does not."""
+    return node.primitive == "dot_general" and bool(node.params["dimension_numbers"][0][0])
+
+
 def batch_axes(node: Node) -> tuple[int, ...]:
     _, (batch, _) = node.params["dimension_numbers"]
     return tuple(batch)
@@ -174,7 +179,7 @@ def _siblings(node: Node) -> list[Node]:
     """The layers that contract the same axes of the same input, in program order."""
     side = int(_weight_is_left(node, _transposed(node)[1]))
     contracted = node.params["dimension_numbers"][0]
-    return [n for n in node.inputs[side].users if n.primitive == "dot_general" and not batch_axes(n)
+    return [n for n in node.inputs[side].users if is_product(n) and not batch_axes(n)
             and n.inputs[side] is node.inputs[side] and n.params["dimension_numbers"][0][side] == contracted[side]]
 
 

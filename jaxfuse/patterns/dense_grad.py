@@ -7,11 +7,11 @@ from jaxfuse.canonical import CAST
 from jaxfuse.graph import Node, Value
 from jaxfuse.match import Refusal
 from jaxfuse.patterns.autodiff import backward, no_kernel
-from jaxfuse.patterns.dense import batch_axes
+from jaxfuse.patterns.dense import batch_axes, is_product
 
 
 def anchors(graph):
-    return [graph.nodes[i] for i in sorted(backward(graph)) if graph.nodes[i].primitive == "dot_general"]
+    return [graph.nodes[i] for i in sorted(backward(graph)) if is_product(graph.nodes[i])]
 
 
 def match(graph, node: Node, claimed: set[int], measured):
@@ -22,7 +22,7 @@ def match(graph, node: Node, claimed: set[int], measured):
     cotangent = _cotangent(node, back)
     users = [n for n in cotangent.users if n.index in back and n.index not in claimed]
     batched = bool(batch_axes(node))
-    products = [n for n in users if n.primitive == "dot_general" and bool(batch_axes(n)) == batched]
+    products = [n for n in users if is_product(n) and bool(batch_axes(n)) == batched]
     casts = [n for n in users if n.primitive == CAST]
     sums = [] if batched else [n for n in (*users, *[n for c in casts for n in c.out.users]) if _is_bias_gradient(n, claimed)]
     name = "matmul_grad" if batched else "dense_grad" + "+bias_grad" * bool(sums)

@@ -28,4 +28,4 @@ def match(graph, node: Node, claimed: set[int], measured):
     def run(read):
         return zip([node.out], OP(config, read(x)))
 
-    yield Match("max_pool", node, (node,), (node.out,), Emission((x,), run), kernel.name, (x,), 0)
+    yield Match("max_pool", node, (node,), (Emission((x,), (node.out,), run),), kernel.name, (x,), 0)

@@ -1,0 +1,185 @@
+"""Full-size values as what they are per channel: Σ coefficient_k[channel] · tensor_k + offset[channel].
+
+Whatever autodiff makes of a normalisation has this form in the normalised tensor x and in the cotangent g of the result,
+however the user spelled it: sums over the batch of such values and of their products need only Σg and Σg·x.
+
+x enters as x - mean: where the program subtracts the mean too, nothing is left of it, and nothing cancels.
+"""
+
+import heapq
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from jaxfuse.canonical import ADD, CAST, Moments, NotPerChannel, is_float_cast, is_square, per_channel
+from jaxfuse.graph import Node, Value
+
+MOST_TENSORS = 4  # in one form; what has more is a tensor of its own
+
+
+class Vector(NamedTuple):
+    """One number for each channel, still to be computed: `of(read)` once all `needs` can be read."""
+
+    needs: tuple[Value, ...]
+    of: Callable
+
+    def __add__(self, other):
+        return Vector(self.needs + other.needs, lambda read: self.of(read) + other.of(read))
+
+    def __mul__(self, other):
+        return Vector(self.needs + other.needs, lambda read: self.of(read) * other.of(read))
+
+    def __neg__(self):
+        return Vector(self.needs, lambda read: -self.of(read))
+
+    def inverse(self):
+        return Vector(self.needs, lambda read: 1 / self.of(read))
+
+
+def number(value: float) -> Vector:
+    return Vector((), lambda read: jnp.float32(value))
+
+
+def vector(value: Value) -> Vector:
+    def of(read):
+        array = jnp.asarray(read(value))
+        return array.astype(jnp.promote_types(array.dtype, jnp.float32)).reshape(-1)
+
+    return Vector(() if value.literal is not None else (value,), of)
+
+
+class Form(NamedTuple):
+    """Σ coefficient · tensor + offset; `terms` maps id(tensor) to (tensor, coefficient)."""
+
+    terms: dict[int, tuple[Value, Vector]]
+    offset: Vector | None = None
+
+    def __add__(self, other):
+        terms = dict(self.terms)
+        for key, (tensor, coefficient) in other.terms.items():
+            terms[key] = tensor, terms[key][1] + coefficient if key in terms else coefficient
+        return Form(terms, _sum(self.offset, other.offset))
+
+    def __mul__(self, factor: Vector):
+        terms = {key: (tensor, coefficient * factor) for key, (tensor, coefficient) in self.terms.items()}
+        return Form(terms, self.offset and self.offset * factor)
+
+    def coefficient(self, tensor: Value) -> Vector | None:
+        return self.terms[id(tensor)][1] if id(tensor) in self.terms else None
+
+
+class Product(NamedTuple):
+    """left · right, element by element; only a sum over the batch can take it further."""
+
+    left: Form
+    right: Form
+
+    def __mul__(self, factor: Vector):
+        return Product(self.left * factor, self.right)
+
+
+class Forms:
+    """Forms of what the program computes from x and from `cotangents`, tensor by tensor as far as they stay per channel.
+
+    `of` maps id(value) to (value, Form or Product); `sums` are the values that sum one of them over the batch; `nodes`
+    are the indices of the nodes looked through.
+    """
+
+    def __init__(self, moments: Moments, cotangents: Iterable[Value] = ()):
+        self.x, self.axis, self.axes = moments.x, moments.axis, moments.axes
+        self._means = {key for key, kind in moments.kinds.items() if kind == "mean"}
+        self.mean = next(value for value, _ in moments.known.values() if id(value) in self._means)
+        self.of: dict[int, tuple[Value, Form | Product]] = {}
+        self.sums: list[tuple[Value, Form | Product]] = []
+        self.nodes: set[int] = set()
+        self._pending: list[tuple[int, Node]] = []
+        for tensor in cotangents:
+            self._found(tensor, Form({id(tensor): (tensor, number(1))}))
+        self._found(self.x, Form({id(self.x): (self.x, number(1))}, vector(self.mean)))
+        while self._pending:
+            _, node = heapq.heappop(self._pending)
+            if node.index not in self.nodes:
+                self._look_through(node)
+
+    def _found(self, value: Value, form: Form | Product):
+        self.of[id(value)] = value, form
+        for node in value.users:
+            if node.index >= 0 and len(node.outputs) == 1:
+                heapq.heappush(self._pending, (node.index, node))
+
+    def _look_through(self, node: Node):
+        if node.primitive == "reduce_sum":
+            if tuple(sorted(node.params["axes"])) == self.axes:
+                self.nodes.add(node.index)
+                self.sums.append((node.out, self.of[id(node.inputs[0])][1]))
+            return
+        form = self._form(node) if node.out.shape == self.x.shape else None
+        if form is not None and (isinstance(form, Product) or len(form.terms) <= MOST_TENSORS):
+            self.nodes.add(node.index)
+            self._found(node.out, form)
+
+    def _form(self, node: Node) -> Form | Product | None:
+        name = node.primitive
+        if is_float_cast(node) or name in ("neg", "copy"):
+            form = self.of[id(node.inputs[0])][1]
+            return form * number(-1) if name == "neg" else form
+        if is_square(node, node.inputs[0]):
+            form = self._operand(node.inputs[0])
+            return Product(form, form) if isinstance(form, Form) else None
+        if name not in (*ADD, "sub", "mul", "div"):
+            return None
+        left, right = map(self._operand, node.inputs)
+        if name == "mul":
+            return _times(left, right)
+        if isinstance(right, Product) or name == "div" and right.terms:
+            return None
+        if name == "div":
+            return left * right.offset.inverse()
+        if isinstance(left, Product):
+            return None
+        difference = name == "sub"
+        if difference and right.offset is not None and not right.terms and self._is_mean(node.inputs[1]):
+            without = self._without_mean(left)
+            if without is not None:
+                return without
+        return left + (right * number(-1) if difference else right)
+
+    def _operand(self, value: Value) -> Form | Product:
+        known = self.of.get(id(value))
+        if known is not None:
+            return known[1]
+        small = per_channel(value, self.x, self.axis)
+        if not isinstance(small, NotPerChannel):
+            return Form({}, vector(small))
+        tensor = narrow(value)
+        return Form({id(tensor): (tensor, number(1))})
+
+    def _is_mean(self, value: Value) -> bool:
+        small = per_channel(value, self.x, self.axis)
+        return id(value) in self._means or id(small) in self._means
+
+    def _without_mean(self, form: Form) -> Form | None:
+        """x - mean, if the form is x's own: exactly what the tensor stands for."""
+        own = self.of[id(self.x)][1]
+        return Form(form.terms) if form.offset is own.offset and set(form.terms) == {id(self.x)} else None
+
+
+def narrow(value: Value) -> Value:
+    """What a widening cast was made of."""
+    node = value.producer
+    if node is not None and node.primitive == CAST and node.inputs[0].literal is None and is_float_cast(node):
+        if jnp.promote_types(node.inputs[0].dtype, value.dtype) == value.dtype:
+            return node.inputs[0]
+    return value
+
+
+def _sum(left: Vector | None, right: Vector | None) -> Vector | None:
+    return left + right if left and right else left or right
+
+
+def _times(left: Form | Product, right: Form | Product) -> Form | Product | None:
+    for one, other in ((left, right), (right, left)):
+        if isinstance(other, Form) and not other.terms:
+            return one * other.offset
+    return None if Product in map(type, (left, right)) else Product(left, right)

@@ -1,0 +1,52 @@
+"""Who reads a value, once what is already fused is gone: the graph's lists of users, kept true while matches are made."""
+
+from jaxfuse.graph import Graph, Node, Value
+from jaxfuse.match import Match
+
+
+class FusedReader:
+    """Stands among the users of a value for the match that needs it. No pattern looks through it."""
+
+    primitive, params, inputs, outputs = "fused", {}, (), ()
+
+    def __init__(self, match: Match):
+        self.match, self.index = match, -1 - match.anchor.index  # no node of the graph
+
+    def __str__(self):
+        return f"the fused {self.match.pattern} ({self.match.direction}) at {self.match.anchor.source()}"
+
+
+def accept(graph: Graph, match: Match) -> set[int]:
+    """Makes the match a reader of what it needs; takes the nodes that nobody needs any more out of the lists of users.
+
+    Returns the indices of those nodes."""
+    reader = FusedReader(match)
+    for value in dict.fromkeys(need for emission in match.emissions for need in emission.needs):
+        value.users.append(reader)
+    defined = tuple(value for emission in match.emissions for value in emission.defines)
+    graph.replaced |= set(map(id, defined))
+    gone = unneeded(graph, defined)
+    for node in gone.values():
+        for value in dict.fromkeys(node.inputs):
+            value.users.remove(node)
+    graph.gone |= set(gone)
+    return set(gone)
+
+
+def unneeded(graph: Graph, defined: tuple[Value, ...]) -> dict[int, Node]:
+    """The nodes, by index, that nobody needs once `defined` are computed otherwise."""
+    gone: dict[int, Node] = {}
+    replaced = graph.replaced | {id(value) for value in defined}
+    pending = [value.producer for value in defined]
+
+    def needed(value: Value) -> bool:
+        return id(value) not in replaced and (
+            graph.is_returned(value) or any(user.index not in gone for user in value.users))
+
+    while pending:
+        node = pending.pop()
+        if node is None or node.index in gone or node.index in graph.gone or node.eqn.effects or any(map(needed, node.outputs)):
+            continue
+        gone[node.index] = node
+        pending += [value.producer for value in node.inputs]
+    return gone

@@ -1,0 +1,167 @@
+"""What autodiff has made of a training batch norm: sums over the batch, and the gradient of x. See forms.py."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfuse.canonical import Moments, constant, size
+from jaxfuse.forms import Form, Forms, Product, Vector
+from jaxfuse.graph import Emission, Graph, Value
+from jaxfuse.live import unneeded
+from jaxfuse.match import Chain, Match, depends_on
+from jaxfuse.ops.batch_norm_grad import DX, SUMS, GradientConfig
+from jaxfuse.patterns.activations import is_derivative
+
+
+class Gradient(NamedTuple):
+    """g: the cotangent of the normalised value; sums: over the batch, of g and of products with it; results: what has the
+    form a·g + b·(x - mean) + c, and is read as a gradient; nodes: indices of what is no longer needed then."""
+
+    moments: Moments
+    forms: Forms
+    g: Value
+    sums: list[tuple[Value, Form | Product]]
+    results: list[tuple[Value, Form]]
+    nodes: frozenset[int]
+
+    @property
+    def defines(self) -> tuple[Value, ...]:
+        return tuple(value for value, _ in (*self.sums, *self.results))
+
+
+def find(graph: Graph, moments: Moments) -> Gradient | None:
+    """The gradient through the batch statistics of x, if the program computes it."""
+    x = moments.x
+    products = [form for _, form in Forms(moments).sums if isinstance(form, Product)]
+    tensors = {id(t): t for p in products for side in p for t, _ in side.terms.values() if t is not x}
+    if not tensors:
+        return None
+    forms = Forms(moments, sorted(tensors.values(), key=lambda t: t.producer.index if t.producer else -1))
+    sums = [(value, form) for value, form in forms.sums if _is_sum_of_gradient(form, x)]
+    cotangents = {id(t): t for _, form in sums for t in _tensors(form) if t is not x}
+    if len(cotangents) != 1:
+        return None
+    (g,) = cotangents.values()
+    results = _results(graph, forms, x, g)
+    gone = unneeded(graph, tuple(value for value, _ in (*sums, *results)))
+    return Gradient(moments, forms, g, sums, results, frozenset(gone))
+
+
+def _tensors(form: Form | Product) -> list[Value]:
+    sides = (form,) if isinstance(form, Form) else form
+    return [tensor for side in sides for tensor, _ in side.terms.values()]
+
+
+def _is_sum_of_gradient(form: Form | Product, x: Value) -> bool:
+    """Of g alone, or of g times a form of x: one g, and never its square."""
+    sides = (form,) if isinstance(form, Form) else form
+    with_g = [side for side in sides if any(t is not x for t, _ in side.terms.values())]
+    return len(with_g) == 1 and len({id(t) for t in _tensors(form)} - {id(x)}) == 1
+
+
+def _results(graph: Graph, forms: Forms, x: Value, g: Value) -> list[tuple[Value, Form]]:
+    """Values with g and x in their form that are read by something else than more of it."""
+    found: list[tuple[Value, Form]] = []
+    for value, form in sorted(forms.of.values(), key=lambda known: known[0].producer.index if known[0].producer else -1):
+        if isinstance(form, Product) or not {id(x), id(g)} <= set(form.terms) or value.dtype != x.dtype:
+            continue
+        if any(known is operand for known, _ in found for operand in value.producer.inputs):
+            continue
+        if graph.is_returned(value) or any(node.index not in forms.nodes for node in value.users):
+            found.append((value, form))
+    return found
+
+
+def mask_of(gradient: Gradient, chain: Chain) -> Value | None:
+    """The comparison that gates the cotangent, if it is the derivative of the chain's activation."""
+    node = gradient.g.producer
+    if node is None or node.primitive != "select_n" or len(node.inputs) != 3 or constant(node.inputs[1]) != 0:
+        return None
+    mask = node.inputs[0]
+    return mask if any(m is mask for m in chain.masks) and is_derivative(chain.region, mask) else None
+
+
+def fused(graph: Graph, gradient: Gradient, label: str, anchor, bits: Value | None, measured) -> Match | str:
+    """The match, or why not; `bits` are the activation's mask if the forward pass saves it."""
+    moments, g, x = gradient.moments, gradient.g, gradient.moments.x
+    dy = g if bits is None else g.producer.inputs[2]
+    masks = () if bits is None else (bits,)
+    config = GradientConfig(moments.axis, bool(masks))
+    channels = x.shape[moments.axis]
+    vector = jax.ShapeDtypeStruct((channels,), jnp.float32)
+    full = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (dy, x)]
+    kernel, reason = SUMS.kernel(config, (*full, vector, *masks))
+    reason = reason or measured("batch_norm", config, full)
+    if reason:
+        return reason
+    factors = [need for _, form in gradient.sums for need in _needs(form)]
+    since = min(value.producer.index for value in gradient.defines)
+    if depends_on(factors, {id(value) for value, _ in gradient.sums}, since):
+        return "its sums over the batch depend on each other"
+
+    def operands(read):
+        return read(dy), read(x), jnp.asarray(read(gradient.forms.mean)).astype(jnp.float32).reshape(-1)
+
+    def run_sums(read):
+        sum_g, sum_gx = SUMS(config, *operands(read), *map(read, masks))
+        for value, form in gradient.sums:
+            yield value, _total(form, x, g, sum_g, sum_gx, moments.count, read).astype(value.dtype).reshape(value.shape)
+
+    full_needs = (dy, x, gradient.forms.mean, *masks)
+    emissions = [Emission((*full_needs, *factors), tuple(value for value, _ in gradient.sums), run_sums)]
+    emissions += [_result(graph, gradient, config, operands, full_needs, *result, bits is not None and i == 0)
+                  for i, result in enumerate(gradient.results)]
+    bytes_saved = np.dtype(x.dtype).itemsize * size(x) * 4
+    return Match(label, anchor, (), tuple(emissions), kernel.name, (dy, x), bytes_saved, "backward")
+
+
+def _result(graph, gradient: Gradient, config, operands, full_needs, value: Value, form: Form, gated: bool) -> Emission:
+    x, g, channels = gradient.moments.x, gradient.g, gradient.moments.x.shape[config.axis]
+    others = [(t, k) for t, k in form.terms.values() if t is not x and t is not g]
+    needs = (*full_needs, *[t for t, _ in others], *_needs(form))
+    if gated and _is_read(graph, gradient, g):
+        sums = {id(v) for v, _ in gradient.sums}
+        if not depends_on(list(needs[len(full_needs):]), {id(g)}, g.producer.index, behind=sums):
+            config = GradientConfig(config.axis, config.masked, wants_g=True)
+    defines = (value, g) if config.wants_g else (value,)
+
+    def run(read):
+        def per_channel(coefficient: Vector | None):
+            made = jnp.float32(0) if coefficient is None else coefficient.of(read)
+            return jnp.broadcast_to(made.astype(jnp.float32), (channels,))
+
+        a, b, c = map(per_channel, (form.coefficient(g), form.coefficient(x), form.offset))
+        masks = [read(need) for need in full_needs[3:]]
+        dx, *rest = DX(config, *operands(read), a, b, c, *masks)
+        beside = [d for d in range(x.ndim) if d != config.axis]
+        for tensor, coefficient in others:
+            dx = (dx + jnp.expand_dims(per_channel(coefficient), beside) * read(tensor)).astype(x.dtype)
+        return zip(defines, (dx, *rest))
+
+    return Emission(needs, defines, run)
+
+
+def _is_read(graph: Graph, gradient: Gradient, g: Value) -> bool:
+    return graph.is_returned(g) or any(node.index not in gradient.nodes for node in g.users)
+
+
+def _needs(form: Form | Product) -> list[Value]:
+    """What the coefficients are computed from."""
+    sides = (form,) if isinstance(form, Form) else form
+    return [need for side in sides for vector in (*[k for _, k in side.terms.values()], side.offset) if vector
+            for need in vector.needs]
+
+
+def _total(form: Form | Product, x: Value, g: Value, sum_g, sum_gx, count: int, read):
+    """The sum over the batch: Σ(x - mean) = 0, so of a form p·g + q·(x - mean) + r it is p·Σg + count·r, and of the product
+    of one with g and one without, q·(x - mean) + r, it is p·q·Σg·(x - mean) + p·r·Σg."""
+
+    def of(vector):
+        return 0 if vector is None else vector.of(read)
+
+    if isinstance(form, Form):
+        return of(form.coefficient(g)) * sum_g + count * of(form.offset)
+    with_g, without = form if form.left.coefficient(g) else (form.right, form.left)
+    return of(with_g.coefficient(g)) * (of(without.coefficient(x)) * sum_gx + of(without.offset) * sum_g)

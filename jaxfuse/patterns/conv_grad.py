@@ -1,0 +1,166 @@
+"""What autodiff has made of a convolution: the gradients of its input, its filter and its bias, which share a cotangent.
+
+What to look for is asked of JAX itself: the transpose of the very convolution, traced for its shapes.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+
+from jaxfuse.canonical import constant, regions, size
+from jaxfuse.graph import Emission, Graph, Node, Value
+from jaxfuse.live import unneeded
+from jaxfuse.match import Activated, Match, Refusal, depends_on
+from jaxfuse.op import Linear
+from jaxfuse.ops.conv import OP, ConvConfig
+from jaxfuse.patterns.activations import is_derivative, name_activation
+from jaxfuse.patterns.conv import config_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradients:
+    """Nodes that compute the gradients of one convolution for the cotangent `dz` of what it gives."""
+
+    dz: Value
+    dx: Node | None
+    dw: Node | None
+    db: Node | None = None
+    y: Value | None = None  # where dz is the cotangent of an activation's value y, through its derivative
+    activation: Activated = Activated("none", 0.0)
+
+    @property
+    def dy(self) -> Value:
+        return self.dz if self.y is None else self.dz.producer.inputs[2]
+
+
+def anchors(graph: Graph):
+    return [node for node in graph.nodes if node.primitive == "conv_general_dilated"]
+
+
+def match(graph: Graph, node: Node, claimed: set[int], measured):
+    """Yields a Match or a Refusal for every pair of gradients of this convolution; nothing if it is not differentiated."""
+    config = config_of(node)
+    if isinstance(config, str):
+        return
+    for gradients in _gradients(node, claimed):
+        gradients = _with_activation(graph, _with_bias(gradients, config))
+        result = _fused(graph, node, gradients, config, measured)
+        if isinstance(result, str) and gradients.y is not None:
+            gradients = dataclasses.replace(gradients, y=None, activation=Activated("none", 0.0))
+            result = _fused(graph, node, gradients, config, measured)
+        if isinstance(result, Match):
+            yield result
+        else:
+            yield Refusal(_label(gradients, False), node, (gradients.dz, *node.inputs), result, "backward")
+
+
+def _gradients(node: Node, claimed: set[int]) -> list[Gradients]:
+    x, w = node.inputs
+    if x.literal is not None or w.literal is not None:
+        return []
+    of_x, of_w = _transposed(node.eqn.primitive, _key(node.params), *[(v.shape, v.dtype) for v in (x, w)])
+    dxs = {id(n.inputs[0]): n for n in _applied(w, of_x) if n.index not in claimed}
+    dws = {id(n.inputs[1]): n for n in _applied(x, of_w) if n.index not in claimed}
+    both = [Gradients(dxs[key].inputs[0], dxs[key], dws[key]) for key in dxs if key in dws]
+    if both or dxs and dws:
+        return both
+    return [Gradients(n.inputs[0], n, None) for n in dxs.values()] + [Gradients(n.inputs[1], None, n) for n in dws.values()]
+
+
+def _key(params: dict):
+    return tuple(sorted(params.items()))
+
+
+@functools.lru_cache(maxsize=4096)
+def _transposed(primitive, params, x, w):
+    """The equations, each (primitive's name, parameters), by which the gradient of x comes from w and the cotangent, and
+    that of w from x and the cotangent; the last of each is the convolution."""
+    x, w = (jax.ShapeDtypeStruct(*of) for of in (x, w))
+    conv = functools.partial(primitive.bind, **dict(params))
+    y = jax.eval_shape(conv, x, w)
+    of_x = jax.make_jaxpr(lambda w, g: jax.linear_transpose(lambda x: conv(x, w), x)(g))(w, y)
+    of_w = jax.make_jaxpr(lambda x, g: jax.linear_transpose(lambda w: conv(x, w), w)(g))(x, y)
+    return [[(eqn.primitive.name, eqn.params) for eqn in traced.jaxpr.eqns] for traced in (of_x, of_w)]
+
+
+def _applied(value: Value, steps) -> list[Node]:
+    """The nodes that end this chain of equations from the value."""
+    found = [value]
+    for name, params in steps:
+        nodes = [n for v in found for n in v.users if n.primitive == name and n.params == params]
+        found = [n.out for n in nodes]
+    return list({n.index: n for n in nodes}.values())
+
+
+def _with_bias(gradients: Gradients, config: ConvConfig) -> Gradients:
+    """The sum of the cotangent over all but its channels."""
+    others = tuple(d for d in range(gradients.dz.ndim) if d != config.out_spec[1])
+    sums = [n for n in gradients.dz.users if n.primitive == "reduce_sum" and tuple(sorted(n.params["axes"])) == others]
+    return dataclasses.replace(gradients, db=sums[0]) if sums else gradients
+
+
+def _with_activation(graph: Graph, gradients: Gradients) -> Gradients:
+    """Looks through the activation's derivative, select(z > 0, 0, dy), to y and dy."""
+    node = gradients.dz.producer
+    if node is None or node.primitive != "select_n" or len(node.inputs) != 3 or constant(node.inputs[1]) != 0:
+        return gradients
+    mask = node.inputs[0]
+    for region in _regions_of(graph, mask):
+        named = name_activation(region) if any(m is mask for m in region.masks) else None
+        if isinstance(named, Activated) and is_derivative(region, mask):
+            return dataclasses.replace(gradients, y=region.end, activation=named)
+    return gradients
+
+
+def _regions_of(graph: Graph, mask: Value):
+    """The elementwise functions of the value that the mask compares."""
+    value = mask
+    while value.dtype == bool and value.producer is not None:
+        value = next((v for v in value.producer.inputs if constant(v) is None), None)
+        if value is None:
+            return []
+    return regions(value, graph.is_returned)
+
+
+def _label(gradients: Gradients, with_add: bool) -> str:
+    parts = ["conv", *["bias"] * (gradients.db is not None), *["add"] * with_add]
+    return "+".join([*parts, *[gradients.activation.name] * (gradients.y is not None)])
+
+
+def _fused(graph: Graph, node: Node, gradients: Gradients, config: ConvConfig, measured) -> Match | str:
+    """The match, or why not."""
+    x, w = node.inputs
+    dx, dw, db = gradients.dx, gradients.dw, gradients.db
+    wanted = [n.out for n in (dx, dw, db) if n is not None]
+    dz_too = gradients.y is not None and _is_read_elsewhere(graph, gradients, wanted)
+    defines = (*wanted, *[gradients.dz] * dz_too)
+    config = dataclasses.replace(config, has_bias=db is not None, has_residual=dz_too, activation=gradients.activation.name,
+                                 alpha=gradients.activation.alpha)
+    kept = (x, w) if gradients.y is None else (x, w, gradients.y)
+    active = (dx is not None, dw is not None, *[True] * (config.has_bias + config.has_residual))
+    results = (x, w, *[n.out for n in (db,) if n is not None], *[gradients.dz] * dz_too)
+    types = tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in results)
+    linear = Linear(config, active, types, len(kept))
+    needs = (*kept, gradients.dy)
+    arguments = tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in needs)
+    kernel, reason = OP.backward.kernel(linear, arguments)
+    reason = reason or measured("conv", config, types)
+    if reason:
+        return reason
+    if depends_on(list(needs), set(map(id, defines)), min(v.producer.index for v in defines)):
+        return "the convolution's gradients depend on each other"
+
+    def run(read):
+        return zip(defines, OP.backward(linear, *map(read, needs)))
+
+    saved = np.dtype(x.dtype).itemsize * size(gradients.dz) * (config.has_bias + 2 * (gradients.y is not None))
+    emission = Emission(needs, defines, run)
+    label = _label(gradients, dz_too)
+    return Match(label, node, (), (emission,), kernel.name, (gradients.dy, x, w), saved, "backward")
+
+
+def _is_read_elsewhere(graph: Graph, gradients: Gradients, wanted: list[Value]) -> bool:
+    gone = unneeded(graph, tuple(wanted))
+    return graph.is_returned(gradients.dz) or any(n.index not in gone for n in gradients.dz.users)
