@@ -8,6 +8,6 @@ The first four have kernels. The others are recognised only; they come after all
 dense layers belong to its row.
 """
 
-from jaxfuse.patterns import attention, batch_norm, conv, conv_grad, dense, dense_grad, max_pool, recurrent
+from jaxfuse.patterns import attention, batch_norm, conv, conv_grad, dense, dense_grad, max_pool, norm, optimizer, recurrent
 
-ORDER = (batch_norm, conv_grad, conv, max_pool, recurrent, attention, dense, dense_grad)
+ORDER = (batch_norm, conv_grad, conv, max_pool, recurrent, attention, dense, norm, dense_grad, optimizer)
