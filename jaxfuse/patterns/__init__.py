@@ -8,6 +8,8 @@ The first four have kernels. The others are recognised only; they come after all
 dense layers belong to its row.
 """
 
-from jaxfuse.patterns import attention, batch_norm, conv, conv_grad, dense, dense_grad, max_pool, norm, optimizer, recurrent
+from jaxfuse.patterns import (
+    attention, batch_norm, batch_norm_inference, conv, conv_grad, dense, dense_grad, max_pool, norm, optimizer, recurrent)
 
-ORDER = (batch_norm, conv_grad, conv, max_pool, recurrent, attention, dense, norm, dense_grad, optimizer)
+ORDER = (batch_norm, conv_grad, conv, max_pool, recurrent, attention, dense, norm, batch_norm_inference, dense_grad,
+         optimizer)

@@ -41,9 +41,9 @@ def match(graph, node: Node, claimed: set[int], measured):
 
 
 def _step(value: Value, node: Node) -> str:
-    """What the node does to scores: "scale", "mask", "cast", or ""."""
-    if node.primitive == CAST:
-        return "cast"
+    """What the node does to scores: "scale", "mask", "rearranged", or ""."""
+    if node.primitive in (CAST, "transpose", "reshape"):
+        return "rearranged"
     if node.primitive in ("mul", "div") and any(v.shape == () or constant(v) is not None for v in node.inputs):
         return "scale"
     if node.primitive in ADD and node.inputs[0] is not node.inputs[1] and node.out.shape == value.shape:

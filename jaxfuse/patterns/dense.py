@@ -81,10 +81,10 @@ def match(graph, node: Node, claimed: set[int], measured):
         if row:
             yield row
     groups: dict[tuple, list[Layer]] = {}
-    for layer in layers:
-        groups.setdefault((layer.label, layer.stop if layer.stop.missed else None), []).append(layer)
+    for layer in layers:  # a query's scale is no reason to compute it apart from key and value
+        groups.setdefault((layer.label.removesuffix("+scale"), layer.stop if layer.stop.missed else None), []).append(layer)
     for group in groups.values():
-        yield _row(group)
+        yield _row(sorted(group, key=lambda layer: len(layer.label)))
 
 
 def _row(group: list[Layer], suffix: str = "", reason: str = "", nodes: tuple[Node, ...] = ()) -> Refusal:

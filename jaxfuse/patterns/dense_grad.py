@@ -9,6 +9,8 @@ from jaxfuse.match import Refusal
 from jaxfuse.patterns.autodiff import backward, no_kernel
 from jaxfuse.patterns.dense import batch_axes, is_product
 
+REARRANGED = (CAST, "transpose")
+
 
 def anchors(graph):
     return [graph.nodes[i] for i in sorted(backward(graph)) if is_product(graph.nodes[i])]
@@ -18,15 +20,13 @@ def match(graph, node: Node, claimed: set[int], measured):
     """Yields the row of all contractions with this one's cotangent."""
     if node.index in claimed:
         return
-    back = backward(graph)
-    cotangent = _cotangent(node, back)
-    users = [n for n in cotangent.users if n.index in back and n.index not in claimed]
-    batched = bool(batch_axes(node))
+    back, batched = backward(graph), bool(batch_axes(node))
+    cotangents = _same_numbers(_cotangent(node, back))
+    users = list({n.index: n for v in cotangents for n in v.users if n.index in back and n.index not in claimed}.values())
     products = [n for n in users if is_product(n) and bool(batch_axes(n)) == batched]
-    casts = [n for n in users if n.primitive == CAST]
-    sums = [] if batched else [n for n in (*users, *[n for c in casts for n in c.out.users]) if _is_bias_gradient(n, claimed)]
+    sums = [] if batched else [n for n in users if _is_bias_gradient(n)]
     name = "matmul_grad" if batched else "dense_grad" + "+bias_grad" * bool(sums)
-    operands = {id(v): v for n in products for v in (cotangent, *n.inputs)}
+    operands = {id(v): v for n in products for v in sorted(n.inputs, key=lambda v: v not in cotangents)}
     yield Refusal(name, node, tuple(operands.values()), no_kernel(), "backward", (*products, *sums))
 
 
@@ -36,5 +36,15 @@ def _cotangent(node: Node, back: frozenset[int]) -> Value:
     return (made or node.inputs)[0]
 
 
-def _is_bias_gradient(node: Node, claimed: set[int]) -> bool:
-    return node.primitive == "reduce_sum" and node.index not in claimed and 0 < node.out.ndim < node.inputs[0].ndim
+def _same_numbers(value: Value) -> list[Value]:
+    """The value before it was cast and transposed, and all casts and transposes of that."""
+    while value.producer is not None and value.producer.primitive in REARRANGED:
+        value = value.producer.inputs[0]
+    values = [value]
+    for value in values:
+        values += [n.out for n in value.users if n.primitive in REARRANGED]
+    return values
+
+
+def _is_bias_gradient(node: Node) -> bool:
+    return node.primitive == "reduce_sum" and 0 < node.out.ndim < node.inputs[0].ndim
