@@ -21,7 +21,7 @@ def match(graph, node: Node, claimed: set[int], measured):
     for _ in range(LONGEST):
         if _reaches_softmax(value):
             steps.add("softmax")
-            reason = ""
+            reason = f"{value!r} is returned by the program" if part.is_returned(value) else ""
             break
         reason = _read_elsewhere(part, value)
         if reason or not value.users:
@@ -36,8 +36,8 @@ def match(graph, node: Node, claimed: set[int], measured):
     if not steps & {"scale", "softmax"}:
         yield Refusal("matmul", node, tuple(node.inputs), no_kernel(), nodes=(node,))
     else:
-        missed = reason if "softmax" not in steps and value.users else ""
-        yield Refusal("attention scores", node, tuple(node.inputs), missed or no_kernel(), nodes=tuple(nodes))
+        reason = reason if value.users else ""  # nothing is missed where nothing follows
+        yield Refusal("attention scores", node, tuple(node.inputs), reason or no_kernel(), nodes=tuple(nodes))
 
 
 def _step(value: Value, node: Node) -> str:

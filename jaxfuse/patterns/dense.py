@@ -140,13 +140,19 @@ def _transposed(node: Node) -> tuple[Value, list[int], tuple[Node, ...]]:
 
 
 def _weight_is_left(node: Node, order: list[int]) -> bool:
-    """w·x instead of x·w: what comes from the left operand is made the last axis, or only the left one is a parameter."""
+    """w·x instead of x·w: what comes from the left operand is made the last axis, or has a bias, or is the only parameter."""
     left = _free_axes_on_the_left(node)
     if left in (0, node.out.ndim):
         return left != 0
     if order != sorted(order):
         return order[-1] < left
-    return is_parameter(node.inputs[0]) and not is_parameter(node.inputs[1])
+    for user in node.out.users:
+        if user.primitive in ADD:
+            along = [axes for v in user.inputs if v is not node.out and len(axes := varying_axes(v)) == 1]
+            if along:
+                return left == 1 and along[0] == {0}
+    lhs, rhs = node.inputs
+    return lhs.ndim == 2 and is_parameter(lhs) and not is_parameter(rhs)
 
 
 def _free_axes_on_the_left(node: Node) -> int:

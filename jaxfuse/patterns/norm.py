@@ -6,6 +6,9 @@ alone (broadcasts, epsilon, gamma and beta multiplied in) and over what is done 
 
 import dataclasses
 
+import jax.numpy as jnp
+import numpy as np
+
 from jaxfuse.canonical import ADD, CAST, RESHAPED, constant, is_square, size
 from jaxfuse.canonical import _varying_axes as varying_axes
 from jaxfuse.graph import Node, Value
@@ -32,7 +35,7 @@ def match(graph, node: Node, claimed: set[int], measured):
         return
     part = forward(graph)
     norm = _Norm(part, node, x)
-    if norm.end is None or any(n.index in claimed for n in norm.nodes):
+    if norm.end is None or not (norm.centered or norm.has_mean_square()) or any(n.index in claimed for n in norm.nodes):
         return
     name, reason = _name(norm, tuple(node.params["axes"]), kept)
     before, nodes = _add_before(part, x, claimed)
@@ -106,8 +109,12 @@ def _is_mean(value: Value) -> bool:
 
 
 def _uncast(value: Value) -> Value:
-    while value.producer is not None and value.producer.primitive == CAST and value.producer.inputs[0].literal is None:
-        value = value.producer.inputs[0]
+    """What a widening cast was made of."""
+    while value.producer is not None and value.producer.primitive == CAST:
+        inner = value.producer.inputs[0]
+        if inner.literal is not None or jnp.promote_types(inner.dtype, value.dtype) != value.dtype:
+            break
+        value = inner
     return value
 
 
@@ -228,6 +235,12 @@ class _Norm:
         mine = {n.index for n in self.nodes}
         readers = [n for n in value.users if n.index not in mine]
         return readers + ["the program's result"] * part.is_returned(value)
+
+    def has_mean_square(self) -> bool:
+        """Whether a sum is divided by its count: what is divided by its length is a vector, not a norm layer."""
+        count = size(self.x) // max(1, np.prod([n for d, n in enumerate(self.x.shape) if d not in self.axes], dtype=int))
+        divided = [(n, constant(v)) for n in self.nodes if n.primitive in ("div", "mul") for v in n.inputs]
+        return any(c is not None and abs((c if n.primitive == "div" else c * count**2) - count) < 1e-6 * count for n, c in divided)
 
     def scaled_along(self, kept: list[int]) -> bool:
         """Whether gamma or beta has one number for each channel, not for each place in a row."""
