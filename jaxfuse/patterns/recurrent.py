@@ -6,6 +6,8 @@
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
+
 from jaxfuse.canonical import ADD, CAST, RESHAPED, Region, constant
 from jaxfuse.elementwise import is_elementwise
 from jaxfuse.graph import Node, Value
@@ -15,7 +17,7 @@ from jaxfuse.patterns.autodiff import forward, no_kernel
 
 REARRANGED = (*RESHAPED, CAST, "transpose", "slice", "split", "concatenate")
 LARGEST_GATE = 40  # nodes between a gate and the dense layers it comes from
-LONGEST_SPELLING = 6  # nodes of a sigmoid that is not one primitive
+LONGEST_SPELLING = 10  # nodes of a gate's function that is not one primitive
 
 
 class Gate(NamedTuple):
@@ -159,24 +161,35 @@ def _misfit(what: str, roles) -> str:
 def _gate(value: Value, resets: bool = False) -> Gate | None:
     """The function of a sum of dense layers that this value is; with `resets`, the sum may contain products too."""
     value, nodes = _rearranged(value)
-    start, spelling = value, []
-    while len(spelling) < LONGEST_SPELLING and (before := _before(start)) is not None:
-        spelling.insert(0, start.producer)
-        start = before
+    start, spelling = value, ()
+    while (before := _before(start)) is not None and len(spelling) < LONGEST_SPELLING:
+        start, spelling = before[0], (*before[1], *spelling)
         dots, way = _summed(start, resets)
         if dots:
-            name = _function(start, value, tuple(spelling))
-            return Gate(name, spelling[-1], dots, (*nodes, *spelling, *way))
+            return Gate(_function(start, value, spelling), spelling[-1], dots, (*nodes, *spelling, *way))
     return None
 
 
-def _before(value: Value) -> Value | None:
-    """x, if the value is an elementwise function of x alone that is more than a shift or a factor."""
-    node = value.producer
-    if node is None or not is_elementwise(node):
-        return None
-    inputs = [v for v in node.inputs if constant(v) is None]
-    return inputs[0] if len(inputs) == 1 else None
+def _before(value: Value) -> tuple[Value, tuple[Node, ...]] | None:
+    """(x, nodes) if the value is a function of x alone, element by element; x is the nearest such value."""
+    nodes: dict[int, Node] = {}
+    frontier = {id(value): value}
+    while len(nodes) < LONGEST_SPELLING:
+        last = max(frontier.values(), key=lambda v: v.producer.index if v.producer else -1)
+        node = last.producer
+        if node is None or not (is_elementwise(node) or _is_unknown_function(node)):
+            return None
+        nodes[node.index] = node
+        del frontier[id(last)]
+        frontier |= {id(v): v for v in node.inputs if constant(v) is None}
+        if len(frontier) == 1:
+            return next(iter(frontier.values())), tuple(nodes[i] for i in sorted(nodes))
+    return None
+
+
+def _is_unknown_function(node: Node) -> bool:
+    return (len(node.inputs) == len(node.outputs) == 1 and node.out.shape == node.inputs[0].shape
+            and node.primitive not in REARRANGED and jnp.issubdtype(node.out.dtype, jnp.floating))
 
 
 def _function(start: Value, end: Value, nodes: tuple[Node, ...]) -> str:
