@@ -96,13 +96,15 @@ class Match:
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """A place that stays as it is, or a step that was not taken, and why."""
+    """A place that stays as it is, or a step that was not taken, and why. `nodes` are those that this row speaks of: no
+    later pattern makes a row of them."""
 
     pattern: str
     anchor: Node
     operands: tuple[Value, ...]
     reason: str
     direction: str = "forward"
+    nodes: tuple[Node, ...] = ()
 
 
 class Walk:

@@ -53,9 +53,7 @@ def match(graph, node: Node, claimed: set[int], measured):
         yield Refusal("bn", node, (x,), f"{x.producer} leaves elements out of the statistics: no kernel yet on cpu")
         return
     left = min((r.left for r in reductions(node.inputs[0]) if r.first is node and r.left), key=len, default=())
-    if len(left) != 1:
-        over = [d for d in range(x.ndim) if d not in left]
-        yield Refusal("norm", node, (x,), f"statistics over axes {over} of {x!r}: batch norm is over all axes but one")
+    if len(left) != 1 or left == (0,):  # rows of the batch, or groups: norm.py has them
         return
     (axis,) = left
     moments = Moments(x, axis)
