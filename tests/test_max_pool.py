@@ -16,7 +16,7 @@ nn = pytest.importorskip("flax.linen")
 BF16 = jnp.bfloat16
 DTYPES = [jnp.float32, BF16]
 needs_native = pytest.mark.skipif(
-    ffi.available("jaxfuse_max_pool_fwd") is not None, reason=str(ffi.available("jaxfuse_max_pool_fwd"))
+    ffi.unavailable("jaxfuse_max_pool_fwd") is not None, reason=str(ffi.unavailable("jaxfuse_max_pool_fwd"))
 )
 
 # x's shape, window, strides, padding

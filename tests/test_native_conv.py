@@ -14,7 +14,7 @@ from conv_oracle import ALPHA, BF16, CASES, F32, LONG, Case, backward, convolve,
 
 from jaxfuse import ffi
 
-pytestmark = pytest.mark.skipif(ffi.available("jaxfuse_conv_fwd") is not None, reason=str(ffi.available("jaxfuse_conv_fwd")))
+pytestmark = pytest.mark.skipif(ffi.unavailable("jaxfuse_conv_fwd") is not None, reason=str(ffi.unavailable("jaxfuse_conv_fwd")))
 
 DTYPES = [F32, BF16]
 VALUES = {

@@ -44,7 +44,7 @@ def test_as_close_to_the_truth_as_unfused(name, dtype, kernel):
 def compiled(case, kernel, *args):
     """Forward and backward, and whether they are native: they must be if the kernels take the case."""
     lowered = jit(lambda arrays, cts: value_and_gradients(case.fused, arrays, cts)).lower(*args)
-    native = kernel == "installed" and not case.refused and ffi.available(TARGETS[case.op][0]) is None
+    native = kernel == "installed" and not case.refused and ffi.unavailable(TARGETS[case.op][0]) is None
     text = lowered.as_text()
     plain_gradient = "mean" in case.shapes  # of a batch norm with given statistics: no kernel for it
     assert [target in text for target in TARGETS[case.op]] == [native, native and not plain_gradient]
@@ -149,7 +149,7 @@ REFUSED = {name: case.refused for name, case in CASES.items() if case.refused}
 @pytest.mark.parametrize("kernel", ["installed"], indirect=True)
 def test_refusals_say_why(name, why, kernel):
     case = CASES[name]
-    if unavailable := ffi.available(TARGETS[case.op][0]):
+    if unavailable := ffi.unavailable(TARGETS[case.op][0]):
         pytest.skip(unavailable)
     (equation,) = jax.make_jaxpr(case.fused)(case.inputs()).eqns
     op = importlib.import_module(f"jaxfuse.ops.{case.op}").OP

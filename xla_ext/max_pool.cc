@@ -8,7 +8,6 @@
 #include <limits>
 #include <vector>
 
-#include "batch_norm_tiles.h"
 #include "handler.h"
 #include "max_pool_kernels.h"
 #include "parallel.h"
@@ -17,19 +16,7 @@
 namespace jaxfuse::max_pool {
 namespace {
 
-const Kernels& kernels(const Call& call) {
-  try {
-    switch (simd_level()) {
-#ifdef __x86_64__
-      case SimdLevel::avx512: return avx512_kernels;
-      case SimdLevel::avx2: return avx2_kernels;
-#endif
-      default: return portable_kernels;
-    }
-  } catch (const std::invalid_argument& problem) {
-    call.refuse(problem.what());
-  }
-}
+const Kernels& kernels() { return choose(portable_kernels, avx2_kernels, avx512_kernels); }
 
 // ---- arguments
 
@@ -120,14 +107,14 @@ void fwd(const Call& call) {
   const Tensor x = input(call);
   const Geometry geometry(call, x);
   const Tensor y = checked(call, call.result(0, "y"), x.dtype, geometry.y_shape);
-  const Kernels& run = kernels(call);
+  const Kernels& run = kernels();
   if (y.size() == 0) return;
   const Args args = geometry.args(x, nullptr, y.data);
   constexpr int64_t kBlockElements = 16 << 10;
   const int64_t per_row = y.size() / (y.shape[0] * y.shape[1]);
   const Blocks blocks{y.shape[0], y.shape[1], std::max<int64_t>(kBlockElements / per_row, 1)};
   parallel_for(blocks.size(), [&](int64_t i) {
-    const batch_norm::DenormalsFlushed mode;
+    const DenormalsFlushed mode;
     run.forward(args, blocks[i]);
   });
 }
@@ -138,7 +125,7 @@ void bwd(const Call& call) {
   Geometry geometry(call, x);
   const Tensor dy = checked(call, call.operand(1, "dy"), x.dtype, geometry.y_shape);
   const Tensor dx = checked(call, call.result(0, "dx"), x.dtype, x.shape);
-  const Kernels& run = kernels(call);
+  const Kernels& run = kernels();
   if (dx.size() == 0) return;
   std::array<std::vector<Range>, 3> ranges;
   for (size_t d = 0; d < 3; ++d) {
@@ -158,7 +145,7 @@ void bwd(const Call& call) {
   std::vector<int32_t> winners(workers * most_rows * per_row);
   std::atomic<int64_t> next{0};
   parallel_for(workers, [&](int64_t worker) {
-    const batch_norm::DenormalsFlushed mode;
+    const DenormalsFlushed mode;
     for (int64_t i = next++; i < blocks.size(); i = next++) {
       run.backward(args, blocks[i], winners.data() + worker * most_rows * per_row);
     }

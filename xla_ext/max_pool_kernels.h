@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "simd_level.h"
+
 namespace jaxfuse::max_pool {
 
 struct Range {
@@ -32,8 +34,7 @@ struct Block {
   Range rows;
 };
 
-// The widest vector of any ISA; the winners of a window fill whole vectors.
-constexpr int64_t kWidestVector = 16;
+// The winners of a window fill whole vectors.
 inline int64_t winners_per_window(int64_t channels) {
   return (channels + kWidestVector - 1) / kWidestVector * kWidestVector;
 }

@@ -246,7 +246,7 @@ def _refuse(config: BatchNormConfig, args) -> str | None:
         return f"empty array of shape {tuple(x.shape)}"
     if config.activation not in _ACTIVATIONS:
         return f"activation {config.activation}: the kernel takes {', '.join(_ACTIVATIONS)}"
-    return ffi.available("jaxfuse_batch_norm_stats")
+    return ffi.unavailable("jaxfuse_batch_norm_stats")
 
 
 def _refuse_backward(linear: Linear, args) -> str | None:

@@ -228,7 +228,7 @@ def _refuse_forward(config: ConvConfig, args) -> str | None:
     x, w, scale, bias, residual = config.unpack(args)
     if bias is not None and bias.dtype not in (x.dtype, jnp.float32):
         return f"bias of dtype {bias.dtype} with {x.dtype} input"
-    return ffi.available("jaxfuse_conv_fwd") or _refuse_geometry(config, x, w)
+    return ffi.unavailable("jaxfuse_conv_fwd") or _refuse_geometry(config, x, w)
 
 
 def _run_forward(config: ConvConfig, args, mesh_axes):
@@ -245,7 +245,7 @@ def _run_forward(config: ConvConfig, args, mesh_axes):
 
 
 def _refuse_backward(linear: Linear, args) -> str | None:
-    return ffi.available("jaxfuse_conv_bwd") or _refuse_geometry(linear.config, *args)
+    return ffi.unavailable("jaxfuse_conv_bwd") or _refuse_geometry(linear.config, *args)
 
 
 def _run_backward(linear: Linear, args, mesh_axes):

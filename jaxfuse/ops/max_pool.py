@@ -105,7 +105,7 @@ def _refuse(config: MaxPoolConfig, args) -> str | None:
         return f"negative padding {config.padding}"
     if math.prod(x.shape) == 0:
         return f"empty array of shape {tuple(x.shape)}"
-    return ffi.available("jaxfuse_max_pool_fwd")
+    return ffi.unavailable("jaxfuse_max_pool_fwd")
 
 
 def _run_forward(config: MaxPoolConfig, args, mesh_axes):
