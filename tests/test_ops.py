@@ -162,7 +162,7 @@ DECOMPOSED = ("maximum0", "clip6", "silu", "gelu", "gelu_tanh", "hard_swish", "s
 
 @pytest.mark.parametrize("name", [n for n, case in CASES.items() if case.options.get("activation") not in DECOMPOSED])
 def test_autodiff_keeps_inputs_statistics_and_outputs(name, kernel):
-    """Or one bit for each element; nothing from inside the op."""
+    """Or one bit for each element, of a max pool one byte for each window; nothing else from inside the op."""
     case = CASES[name]
     arrays = case.inputs()
     (y, *statistics), vjp = jax.vjp(case.fused, arrays)
@@ -176,4 +176,6 @@ def test_autodiff_keeps_inputs_statistics_and_outputs(name, kernel):
             allowed += [y.nbytes]
         elif "residual" in arrays:
             allowed += [y.size // channels * -(-channels // 8)]
+    if case.op == "max_pool":
+        allowed += [y.size]
     assert kept == sorted(allowed)
