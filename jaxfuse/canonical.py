@@ -152,16 +152,16 @@ def region_table(region: Region) -> np.ndarray | None:
     return table_of(lambda x: region.replay(x, (region.end,))[0], region.start.aval)
 
 
-def served_from_end(region: Region) -> bool:
-    """Whether the masks come out the same if they are computed from the function's value instead of its argument, as
-    x > 0 does from relu(x): then nothing needs to keep the argument."""
+def mask_tables(region: Region) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """What the masks are on the points of elementwise.py, and what they would be if they were computed from the function's
+    value instead of its argument. Where both agree, as for x > 0 and relu(x) > 0, nothing needs to keep the argument."""
     start = region.start
 
     def of(points, wanted):
         return values_of(lambda x: region.replay(x, wanted), start.aval, points)
 
     ends = of(POINTS, (region.end,))
-    return ends is not None and np.array_equal(of(POINTS, region.masks), of(ends[0], region.masks))
+    return (None, None) if ends is None else (of(POINTS, region.masks), of(ends[0], region.masks))
 
 
 def _number(value: Value):
