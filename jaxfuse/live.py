@@ -33,15 +33,15 @@ def accept(graph: Graph, match: Match) -> set[int]:
     return set(gone)
 
 
-def unneeded(graph: Graph, defined: tuple[Value, ...]) -> dict[int, Node]:
-    """The nodes, by index, that nobody needs once `defined` are computed otherwise."""
+def unneeded(graph: Graph, defined: tuple[Value, ...], kept: Value | None = None) -> dict[int, Node]:
+    """The nodes, by index, that nobody needs once `defined` are computed otherwise; `kept` is needed all the same."""
     gone: dict[int, Node] = {}
     replaced = graph.replaced | {id(value) for value in defined}
     pending = [value.producer for value in defined]
 
     def needed(value: Value) -> bool:
         return id(value) not in replaced and (
-            graph.is_returned(value) or any(user.index not in gone for user in value.users))
+            value is kept or graph.is_returned(value) or any(user.index not in gone for user in value.users))
 
     while pending:
         node = pending.pop()

@@ -45,7 +45,7 @@ def find(graph: Graph, moments: Moments) -> Gradient | None:
         return None
     (g,) = cotangents.values()
     results = _results(graph, forms, x, g)
-    gone = unneeded(graph, tuple(value for value, _ in (*sums, *results)))
+    gone = unneeded(graph, tuple(value for value, _ in (*sums, *results)), kept=g)
     return Gradient(moments, forms, g, sums, results, frozenset(gone))
 
 
