@@ -1,7 +1,7 @@
 """Small programs that hold one thing each that `fuse` has to leave as it is, beside a convolution that it rewrites.
 
 Each takes an image `[2, 8, 8, 4]` and returns any pytree. NOT_DIFFERENTIABLE: those without any derivative; NO_FORWARD:
-those with a `custom_vjp`, which JAX refuses forward mode.
+those with a `custom_vjp`, to which JAX refuses forward mode.
 """
 
 import functools
@@ -181,8 +181,8 @@ def nested_vmaps_with_collectives(x):
         y = block(image[None])[0]
         return y - lax.pmean(y, "n") * lax.axis_index("n"), lax.psum(1, "n"), lax.all_gather(y.sum(), "n")
 
-    return jax.vmap(lambda v: jax.vmap(lambda u: one(u) + (lax.psum(u.sum(), ("m", "n")),), axis_name="n")(v), axis_name="m")(
-        jnp.stack([x, 2 * x]))
+    inner = jax.vmap(lambda u: (one(u), lax.psum(u.sum(), ("m", "n"))), axis_name="n")
+    return jax.vmap(inner, axis_name="m")(jnp.stack([x, 2 * x]))
 
 
 @program
@@ -232,7 +232,8 @@ def kinds_of_values(x):
     y = block(x)
     return {
         "int": (y > 0).sum(), "bool": y > 0, "zero size": jnp.concatenate([y[:0], x[:0]]), "complex": jnp.fft.fft(y, axis=1),
-        "bf16": y.astype(jnp.bfloat16), "fp8": y.astype(jnp.float8_e4m3fn).view(jnp.uint8), "argmax": jnp.argmax(y, -1), "sorted": jnp.sort(y, -1),
+        "bf16": y.astype(jnp.bfloat16), "fp8": y.astype(jnp.float8_e4m3fn).view(jnp.uint8),
+        "argmax": jnp.argmax(y, -1), "sorted": jnp.sort(y, -1),
         "constant": 2.5, "number": np.float32(1), "array": np.arange(3), "none": None, "argument": x, "twice": (x, y, y),
         "top": lax.top_k(y, 2),
     }
@@ -242,7 +243,8 @@ def kinds_of_values(x):
 def weak_types(x):
     weak = lax.while_loop(lambda c: c < 3.0, lambda c: c + 1.0, 0.0)
     half = jnp.asarray(1.5)
-    return weak, block(x).sum() * 0 + 1, half, lax.add(1.0, 2.0), 7, True, 1j, jnp.where(x.sum() > 0, 1.0, 2.0), weak * np.float32(2)
+    numbers = half, lax.add(1.0, 2.0), 7, True, 1j
+    return numbers, weak, block(x).sum() * 0 + 1, jnp.where(x.sum() > 0, 1.0, 2.0), weak * np.float32(2)
 
 
 @program
@@ -254,7 +256,8 @@ def sparse_matrices(x):
 @program
 def barriers(x):
     y, z = lax.optimization_barrier((block(x), x))
-    return lax.reduce_precision(y, 8, 10) + lax.stop_gradient(z), y.at[0, 1].set(3.0), lax.dynamic_update_slice(y, z[:1], (1, 0, 0, 0))
+    updated = lax.dynamic_update_slice(y, z[:1], (1, 0, 0, 0))
+    return lax.reduce_precision(y, 8, 10) + lax.stop_gradient(z), y.at[0, 1].set(3.0), updated
 
 
 @program
@@ -283,7 +286,8 @@ def batch_norm_in_shard_map(x):
         return jax.nn.silu((v - mean) * lax.rsqrt(var + 1e-5) * gamma + beta), lax.pmean(mean, "d"), block(v)
 
     specs = PartitionSpec("d"), PartitionSpec(), PartitionSpec()
+    outs = specs[0], specs[1], specs[0]
     return [
-        jax.shard_map(body, mesh=mesh(), in_specs=specs, out_specs=(specs[0], specs[1], specs[0]), check_vma=check)(x, g, BIAS + 1)
-        for check, g in ((True, BIAS), (False, BIAS), (True, x.mean((0, 1, 2))))
+        jax.shard_map(body, mesh=mesh(), in_specs=specs, out_specs=outs, check_vma=check)(x, gamma, BIAS + 1)
+        for check, gamma in ((True, BIAS), (False, BIAS), (True, x.mean((0, 1, 2))))
     ]
