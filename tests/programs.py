@@ -278,16 +278,19 @@ def constants_inside_jits_inside_bodies(x):
     return lax.scan(lambda c, _: (odd(c), None), x, length=2)[0] + jax.checkpoint(odd)(x) + sharded(x)
 
 
-@program
-def batch_norm_in_shard_map(x):
+def normalised(x, gamma=BIAS, check=True, over=None):
+    """Batch norm with the statistics of each shard, and a convolution."""
+
     def body(v, gamma, beta):
         mean = v.mean((0, 1, 2))
         var = ((v - mean) ** 2).mean((0, 1, 2))
         return jax.nn.silu((v - mean) * lax.rsqrt(var + 1e-5) * gamma + beta), lax.pmean(mean, "d"), block(v)
 
-    specs = PartitionSpec("d"), PartitionSpec(), PartitionSpec()
-    outs = specs[0], specs[1], specs[0]
-    return [
-        jax.shard_map(body, mesh=mesh(), in_specs=specs, out_specs=outs, check_vma=check)(x, gamma, BIAS + 1)
-        for check, gamma in ((True, BIAS), (False, BIAS), (True, x.mean((0, 1, 2))))
-    ]
+    batch, same = PartitionSpec("d"), PartitionSpec()
+    sharded = jax.shard_map(body, mesh=over or mesh(), in_specs=(batch, same, same), out_specs=(batch, same, batch), check_vma=check)
+    return sharded(x, gamma, BIAS + 1)
+
+
+@program
+def batch_norm_in_shard_map(x):
+    return normalised(x), normalised(x, check=False), normalised(x, x.mean((0, 1, 2)))

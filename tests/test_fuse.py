@@ -15,6 +15,9 @@ from jax import lax
 import jaxfuse
 
 
+pytestmark = pytest.mark.usefixtures("some_kernel")
+
+
 def block(x, w, b):
     y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
     return jax.nn.relu(y + b)

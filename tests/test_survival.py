@@ -1,6 +1,10 @@
 """What `fuse` does not rewrite survives: values and types, derivatives in every mode, rules, names, effects, errors."""
 
 import functools
+import os
+import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.extend
@@ -12,22 +16,13 @@ from jax.ad_checkpoint import checkpoint_name, print_saved_residuals
 from jax.experimental import checkify, io_callback
 
 import jaxfuse
-from jaxfuse import ffi, op
+from jaxfuse import ffi
 from compare import jit
-from programs import IMAGE, NO_FORWARD, NOT_DIFFERENTIABLE, PROGRAMS, block, doubled_slope, halved_slope, mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from programs import IMAGE, NO_FORWARD, NOT_DIFFERENTIABLE, PROGRAMS, block, doubled_slope, halved_slope, mesh, normalised
 
 fuse = functools.partial(jaxfuse.fuse, policy="always")
-
-
-@pytest.fixture(autouse=True)
-def some_kernel(monkeypatch):
-    """Where no native kernel is installed nothing would be rewritten: there the references stand in for them."""
-
-    def kernel(stage, config, args):
-        return op.Kernel("reference", None, lambda config, args, mesh_axes: stage.reference(config, *args)), ""
-
-    if any(ffi.available(target) for target in ffi.TARGETS):
-        monkeypatch.setattr(op.Stage, "kernel", kernel)
+pytestmark = pytest.mark.usefixtures("some_kernel")
 
 
 def floating(tree):
@@ -103,7 +98,7 @@ KEPT = dict(custom_jvp_call=2, custom_vjp_call=1, sharding_constraint=1, name=1,
 def test_stays_in_the_program(name, count):
     def fn(x):
         y = doubled_slope(doubled_slope(block(x))) + halved_slope(x)
-        y = lax.with_sharding_constraint(y, jax.sharding.NamedSharding(mesh(), jax.sharding.PartitionSpec("d")))
+        y = lax.with_sharding_constraint(y, NamedSharding(mesh(), PartitionSpec("d")))
         return lax.optimization_barrier(checkpoint_name(y, "kept"))
 
     program = list(primitives(jax.make_jaxpr(fuse(fn))(IMAGE).jaxpr))
@@ -241,3 +236,33 @@ def test_hessian():
     same(jax.hessian(fuse(fn))(w), jax.hessian(fn)(w), 5e-4)
     same(jax.jacfwd(fuse(fn))(w), jax.jacfwd(fn)(w))
     same(jax.jacrev(jax.jacfwd(fuse(fn)))(w), jax.jacrev(jax.jacfwd(fn))(w), 5e-4)
+
+
+def test_on_several_devices():
+    """They are simulated, which takes a fresh process."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+    here = pathlib.Path(__file__).parent
+    environment = os.environ | dict(XLA_FLAGS=flags, JAX_PLATFORMS="cpu", PYTHONPATH=os.pathsep.join([str(here.parent), str(here)]))
+    command = [sys.executable, "-c", "import test_survival; test_survival.on_several_devices()"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def on_several_devices():
+    devices = jax.devices()
+    assert len(devices) == 4
+    x = jax.random.normal(jax.random.key(9), (8, 8, 8, 4))
+    over_batch = NamedSharding(Mesh(np.array(devices), "d"), PartitionSpec("d"))
+    kernels = not any(ffi.available(target) for target in ffi.TARGETS)
+    for check in (True, False):
+        fn = functools.partial(normalised, check=check, over=over_batch.mesh)
+        assert len(jaxfuse.explain(fn, x, policy="always").fused) == 2 * kernels
+        for transform in (lambda f: f, lambda f: jax.jit(jax.grad(loss(f)))):
+            same(transform(fuse(fn))(x), transform(jax.jit(fn))(x))
+        same(fuse(jax.grad(loss(fn)))(x), jax.grad(loss(fn))(x))
+    for placed in (jax.device_put(x, devices[2]), jax.device_put(x, over_batch)):
+        for fn in (block, lambda x: lax.with_sharding_constraint(block(jnp.sin(x)), over_batch)):
+            if len(placed.devices()) == 4 or fn is block:
+                got, expected = fuse(fn)(placed), jax.jit(fn)(placed)
+                assert got.sharding.is_equivalent_to(expected.sharding, got.ndim) and got.committed == expected.committed
+                same(got, expected)
