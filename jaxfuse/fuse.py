@@ -24,9 +24,9 @@ class Plan(NamedTuple):
         return evaluate(self.graph, arguments, self.replacements)
 
 
-def plan(closed: ClosedJaxpr, judge) -> Plan:
-    """Finds every site of the program, the bodies of its loops and branches included."""
-    graph = Graph(closed)
+def plan(closed: ClosedJaxpr, judge, outer: tuple[Graph, Node] | None = None) -> Plan:
+    """Finds every site of the program, the bodies of its loops and branches included; `outer` as in `Graph`."""
+    graph = Graph(closed, outer)
     replacements: dict[int, Emission] = {}
     found: list = []
     claimed: set[int] = set()
@@ -36,13 +36,14 @@ def plan(closed: ClosedJaxpr, judge) -> Plan:
                 continue
             for result in pattern.match(graph, anchor, claimed, judge):
                 found.append(result)
+                claimed |= {node.index for node in result.nodes}
                 if isinstance(result, Match):
-                    claimed |= {node.index for node in result.nodes} | accept(graph, result)
+                    claimed |= accept(graph, result)
                     replacements |= {id(value): emission for emission in result.emissions for value in emission.defines}
     for node in graph.nodes:
         bodies = subprograms(node)
         if bodies:
-            emission, inner = _enter(node, bodies, judge)
+            emission, inner = _enter(graph, node, bodies, judge)
             found += inner
             if emission:
                 replacements |= {id(value): emission for value in node.outputs}
@@ -53,14 +54,14 @@ def plan(closed: ClosedJaxpr, judge) -> Plan:
     return Plan(graph, replacements, found)
 
 
-def _enter(node: Node, bodies: dict, judge) -> tuple[Emission | None, list]:
+def _enter(graph: Graph, node: Node, bodies: dict, judge) -> tuple[Emission | None, list]:
     """The same control-flow node over rewritten bodies; None where nothing in them is rewritten."""
     found: list = []
 
     def rewritten(body):
         if isinstance(body, tuple):
             return tuple(map(rewritten, body))
-        inner = plan(_closed(body), judge)
+        inner = plan(_closed(body), judge, (graph, node))
         found.extend(inner.found)
         if not inner.replacements:
             return body

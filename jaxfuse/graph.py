@@ -82,12 +82,17 @@ class Node:
 
 
 class Graph:
-    """nodes in program order; inputs and outputs of the program; constants the program closes over."""
+    """nodes in program order; inputs and outputs of the program; constants the program closes over.
 
-    def __init__(self, closed: ClosedJaxpr):
+    `outer` is (graph, node) for the body of a loop or branch: the node whose body this is, and the graph it stands in.
+    """
+
+    def __init__(self, closed: ClosedJaxpr, outer: "tuple[Graph, Node] | None" = None):
+        self.outer = outer
         self.nodes: list[Node] = []
         self.replaced: set[int] = set()  # ids of values that a match computes instead of their producers
         self.gone: set[int] = set()  # indices of nodes that nobody needs any more
+        self.transposes: dict[tuple[int, tuple[int, ...]], Value] = {}  # see layout.transposed
         self._seen: dict = {}
         jaxpr = closed.jaxpr
         self.inputs = [Value(v.aval) for v in jaxpr.invars]

@@ -21,7 +21,9 @@ def accept(graph: Graph, match: Match) -> set[int]:
 
     Returns the indices of those nodes."""
     reader = FusedReader(match)
-    for value in dict.fromkeys(need for emission in match.emissions for need in emission.needs):
+    needs = [need for emission in match.emissions for need in emission.needs]
+    needs += [value.producer.inputs[0] for value in needs if value.producer and value.producer.index < 0]  # of a transpose
+    for value in dict.fromkeys(needs):
         value.users.append(reader)
     defined = tuple(value for emission in match.emissions for value in emission.defines)
     graph.replaced |= set(map(id, defined))
@@ -45,7 +47,7 @@ def unneeded(graph: Graph, defined: tuple[Value, ...], kept: Value | None = None
 
     while pending:
         node = pending.pop()
-        if node is None or node.index in gone or node.index in graph.gone or node.eqn.effects or any(map(needed, node.outputs)):
+        if node is None or node.index < 0 or node.index in gone or node.index in graph.gone or node.eqn.effects or any(map(needed, node.outputs)):
             continue
         gone[node.index] = node
         pending += [value.producer for value in node.inputs]

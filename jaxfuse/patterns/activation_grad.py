@@ -1,0 +1,102 @@
+"""The gradient of an activation in a differentiated program: dz = dy·act'(z), and the bias gradient Σdz that reads it.
+
+Autodiff writes it as many nodes. They are found from z, the activation's input, and named by what they compute at dy = 1.
+"""
+
+import heapq
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfuse.canonical import ADD, CAST, constant
+from jaxfuse.elementwise import FINITE, is_elementwise, values_of
+from jaxfuse.graph import Graph, Node, Value
+from jaxfuse.match import Activated, Refusal
+from jaxfuse.patterns.activations import _known as known
+from jaxfuse.patterns.autodiff import backward, no_kernel
+
+LARGEST = 80  # nodes: the activation, its derivative, and their product with dy
+LINEAR = (*ADD, "sub", "neg", "mul", "div", "select_n", CAST)
+
+
+def activation_grad(graph: Graph, preactivation: Value, activated: Activated):
+    """Yields the row of the gradient through `activated`, if the backward pass is in this graph."""
+    back = backward(graph)
+    if not back or preactivation.producer is None:
+        return
+    producer = preactivation.producer  # of the graph's forward part: the graph's own node has the same index
+    z = graph.nodes[producer.index].outputs[producer.outputs.index(preactivation)]
+    functions = _functions_of(z)
+    values = {id(z)} | {id(n.out) for n in functions}
+    for dy in _cotangents(functions, z, values, back):
+        products = _products(dy, values, back)
+        made = {id(n.out) for n in products}
+        for last in products[::-1]:
+            outside = [n for n in last.out.users if not any(id(v) in made for v in n.outputs)]
+            if outside and _is_slope(z, dy, (*functions, *products), last, activated):
+                yield _row(z, dy, products, last, outside, activated.name)
+                return
+
+
+def _row(z: Value, dy: Value, products: list[Node], last: Node, outside: list[Node], name: str) -> Refusal:
+    sums = [n for n in outside if n.primitive == "reduce_sum" and n.out.ndim < n.inputs[0].ndim]
+    pattern = f"{name}_grad" + "+bias_grad" * bool(sums)
+    return Refusal(pattern, last, (dy, z), no_kernel(), "backward", (*products, *sums))
+
+
+def _functions_of(z: Value) -> list[Node]:
+    """Elementwise nodes computed from z alone."""
+    values, found, heap = {id(z)}, [], [(n.index, n) for n in z.users]
+    heapq.heapify(heap)
+    seen = {n.index for n in z.users}
+    while heap and len(found) < LARGEST:
+        _, node = heapq.heappop(heap)
+        if is_elementwise(node) and all(id(v) in values or constant(v) is not None for v in node.inputs):
+            found.append(node)
+            values.add(id(node.out))
+            for user in node.out.users:
+                if user.index not in seen:
+                    seen.add(user.index)
+                    heapq.heappush(heap, (user.index, user))
+    return found
+
+
+def _cotangents(functions: list[Node], z: Value, values: set[int], back) -> list[Value]:
+    """What transposed nodes combine with z or a function of it."""
+    readers = [n for value in (z, *[n.out for n in functions]) for n in value.users]
+    found = {id(v): v for n in readers if n.index in back and n.primitive in LINEAR
+             for v in n.inputs if id(v) not in values and constant(v) is None and v.shape == z.shape}
+    return list(found.values())
+
+
+def _products(dy: Value, values: set[int], back) -> list[Node]:
+    """Nodes that are linear in dy, with functions of z as factors."""
+    made, found, frontier = {id(dy)}, [], {n.index: n for n in dy.users}
+    while frontier and len(found) < LARGEST:
+        node = frontier.pop(min(frontier))
+        known_inputs = all(id(v) in made or id(v) in values or constant(v) is not None for v in node.inputs)
+        if node.index in back and node.primitive in LINEAR and is_elementwise(node) and known_inputs:
+            found.append(node)
+            made.add(id(node.out))
+            frontier |= {n.index: n for n in node.out.users}
+    return found
+
+
+def _is_slope(z: Value, dy: Value, nodes: tuple[Node, ...], last: Node, activated: Activated) -> bool:
+    """Whether `last` computes act'(z) where dy is 1."""
+    nodes = sorted((n for n in nodes if n.index <= last.index), key=lambda n: n.index)
+
+    def function(x):
+        made = {id(z): x, id(dy): jnp.ones(dy.shape, dy.dtype)}
+
+        def read(v):
+            return made[id(v)] if id(v) in made else v.literal if v.literal is not None else jnp.full(v.shape, constant(v), v.dtype)
+
+        for node in nodes:
+            (made[id(node.out)],) = node.replay([read(v) for v in node.inputs])
+        return [made[id(last.out)]]
+
+    slope = values_of(function, z.shape, z.dtype, FINITE)
+    tolerance = 2e-2 if jnp.finfo(z.dtype).bits < 32 else 1e-4
+    expected = known(activated.name, activated.alpha)[1, : len(FINITE)]
+    return slope is not None and np.allclose(slope[0], expected, rtol=tolerance, atol=tolerance)

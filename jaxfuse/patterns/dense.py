@@ -1,0 +1,234 @@
+"""Dense layers: a contraction of an activation with a weight, and what follows it. No kernel yet: recognised and reported.
+
+Layers that read one input are taken together: act(x·w₁)·(x·w₂) is a gated layer, equal epilogues are one contraction
+("dense+bias x3": query, key and value). In a differentiated program the row of a layer's activation gradient stands beside
+it (`activation_grad`).
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+
+from jaxfuse.canonical import ADD, CAST, constant
+from jaxfuse.canonical import _varying_axes as varying_axes
+from jaxfuse.graph import Node, Value
+from jaxfuse.layout import RESHAPES
+from jaxfuse.match import Chain, Refusal, Stop, Walk
+from jaxfuse.patterns.activation_grad import activation_grad
+from jaxfuse.patterns.activations import name_activation
+from jaxfuse.patterns.autodiff import forward, no_kernel
+
+REARRANGED = (*RESHAPES, CAST, "transpose", "slice", "split", "concatenate")
+FARTHEST_PARAMETER = 8  # casts, reshapes, slices between a parameter and where it is used
+
+
+@dataclasses.dataclass
+class Layer:
+    """One dense layer: y[.., axes] = x·w, `start` being y with its transposes absorbed, and what the walk made of it."""
+
+    node: Node
+    x: Value
+    w: Value
+    start: Value
+    transposes: tuple[Node, ...]
+    chain: Chain
+    stop: Stop
+    preactivation: Value
+
+    label = property(lambda self: _label(self.chain))
+    nodes = property(lambda self: (self.node, *self.transposes, *self.chain.nodes))
+
+
+class DenseWalk(Walk):
+    """A walk whose channels may be several trailing axes, as where a layer makes [.., heads, depth]."""
+
+    def __init__(self, *args, channel_axes: set[int]):
+        super().__init__(*args)
+        self.channel_axes = channel_axes
+
+    def _affine(self, chain: Chain, node: Node) -> Chain | Stop:
+        step = super()._affine(chain, node)
+        if not isinstance(step, Stop) or len(node.inputs) != 2 or node.primitive not in (*ADD, "mul"):
+            return step
+        other = node.inputs[1] if node.inputs[0] is chain.end else node.inputs[0]
+        if node.primitive in ADD and len(self.channel_axes) > 1 and varying_axes(other) <= self.channel_axes:
+            return dataclasses.replace(chain, end=node.out, nodes=(*chain.nodes, node), affine=(*chain.affine, ("add", other)))
+        if node.primitive == "mul" and other.shape == chain.end.shape and varying_axes(other) > self.channel_axes:
+            return Stop(f"{node} multiplies by another full-size value")  # a gate, a mask: not a missed scale
+        return step
+
+
+def anchors(graph):
+    """Last first: where two layers meet in a residual add, the later one takes the add."""
+    return [n for n in reversed(forward(graph).nodes) if is_product(n) and not batch_axes(n) and n.out.ndim]
+
+
+def match(graph, node: Node, claimed: set[int], measured):
+    """Yields the rows of all layers that read this one's input, one for each group."""
+    if node.index in claimed:
+        return
+    part = forward(graph)
+    layers = [_layer(part, n, claimed) for n in _siblings(node) if n.index not in claimed]
+    activated = [layer for layer in layers if layer.chain.activation]
+    for layer in activated:
+        yield from activation_grad(graph, layer.preactivation, layer.chain.activation)
+    for layer in activated:
+        row = _gated(part, layer, layers)
+        if row:
+            yield row
+    for layer in [layer for layer in layers if not layer.chain.activation]:
+        row = _half_gated(part, layer, layers, claimed)
+        if row:
+            yield row
+    groups: dict[tuple, list[Layer]] = {}
+    for layer in layers:  # a query's scale is no reason to compute it apart from key and value
+        groups.setdefault((layer.label.removesuffix("+scale"), layer.stop if layer.stop.missed else None), []).append(layer)
+    for group in groups.values():
+        yield _row(sorted(group, key=lambda layer: len(layer.label)))
+
+
+def _row(group: list[Layer], suffix: str = "", reason: str = "", nodes: tuple[Node, ...] = ()) -> Refusal:
+    first = group[0]
+    count = f" x{len(group)}" if len(group) > 1 and not suffix else ""
+    missed = "" if suffix or not first.stop.missed else f"+{first.stop.missed}"
+    reason = reason or _unsuitable(first) or (first.stop.reason if missed else no_kernel())
+    operands = first.x, *[layer.w for layer in group]
+    claims = (*[n for layer in group for n in layer.nodes], *nodes)
+    return Refusal(f"{first.label}{suffix}{missed}{count}", first.node, operands, reason, nodes=claims)
+
+
+def _unsuitable(layer: Layer) -> str:
+    if all(jnp.issubdtype(v.dtype, jnp.floating) for v in (layer.x, layer.w)):
+        return ""
+    return f"dtypes {layer.x.dtype}, {layer.w.dtype}: a dense layer is of floating-point numbers"
+
+
+def _label(chain: Chain) -> str:
+    """Like "dense+bias+add+gelu". Constant factors are a scale; factors that are not, with a shift, a normalisation."""
+    if any(kind in ("mul", "div") and constant(value) is None for kind, value in chain.affine):
+        return chain.label("dense")
+    steps = dict.fromkeys("bias" if kind in ("add", "sub") else "scale" for kind, _ in chain.affine)
+    rest = chain.label("").split("+")[1:]
+    return "+".join(["dense", *steps, *[part for part in rest if part not in ("bn", "bias", "scale")]])
+
+
+# --- one layer ---------------------------------------------------------------------------------------------------
+
+
+def _layer(part, node: Node, claimed: set[int]) -> Layer:
+    lhs, rhs = node.inputs
+    left = _free_axes_on_the_left(node)
+    start, order, transposes = _transposed(node)
+    weight_left = _weight_is_left(node, order)
+    produced = range(left) if weight_left else range(left, node.out.ndim)
+    axes = {order.index(axis) for axis in produced}
+    walk = DenseWalk(part, max(axes, default=start.ndim - 1), claimed, name_activation, channel_axes=axes)
+    chains, stop = walk.chains(start)
+    x, w = (rhs, lhs) if weight_left else (lhs, rhs)
+    preactivation = next(chain.end for chain in reversed(chains) if not chain.activation)
+    return Layer(node, x, w, start, transposes, chains[-1], stop, preactivation)
+
+
+def _transposed(node: Node) -> tuple[Value, list[int], tuple[Node, ...]]:
+    """(the layer's output after transposes, which axis of the contraction each of its axes is, the transposes)."""
+    value, order, nodes = node.out, list(range(node.out.ndim)), []
+    while len(value.users) == 1 and value.users[0].primitive == "transpose":
+        nodes.append(value.users[0])
+        order = [order[i] for i in nodes[-1].params["permutation"]]
+        value = nodes[-1].out
+    return value, order, tuple(nodes)
+
+
+def _weight_is_left(node: Node, order: list[int]) -> bool:
+    """w·x instead of x·w: what comes from the left operand is made the last axis, or has a bias, or is the only parameter."""
+    left = _free_axes_on_the_left(node)
+    if left in (0, node.out.ndim):
+        return left != 0
+    if order != sorted(order):
+        return order[-1] < left
+    for user in node.out.users:
+        if user.primitive in ADD:
+            along = [axes for v in user.inputs if v is not node.out and len(axes := varying_axes(v)) == 1]
+            if along:
+                return left == 1 and along[0] == {0}
+    lhs, rhs = node.inputs
+    return lhs.ndim == 2 and is_parameter(lhs) and not is_parameter(rhs)
+
+
+def _free_axes_on_the_left(node: Node) -> int:
+    (contracted, _), _ = node.params["dimension_numbers"]
+    return node.inputs[0].ndim - len(contracted)
+
+
+def is_parameter(value: Value) -> bool:
+    """Whether the value is an input or a constant of the program, rearranged."""
+    for _ in range(FARTHEST_PARAMETER):
+        if value.producer is None:
+            return True
+        if value.producer.primitive not in REARRANGED:
+            return False
+        value = value.producer.inputs[0]
+    return False
+
+
+def is_product(node: Node) -> bool:
+    """A dot_general that contracts something; einsum writes elementwise products as one that does not."""
+    return node.primitive == "dot_general" and bool(node.params["dimension_numbers"][0][0])
+
+
+def batch_axes(node: Node) -> tuple[int, ...]:
+    _, (batch, _) = node.params["dimension_numbers"]
+    return tuple(batch)
+
+
+def _siblings(node: Node) -> list[Node]:
+    """The layers that contract the same axes of the same input, in program order."""
+    side = int(_weight_is_left(node, _transposed(node)[1]))
+    contracted = node.params["dimension_numbers"][0]
+    return [n for n in node.inputs[side].users if is_product(n) and not batch_axes(n)
+            and n.inputs[side] is node.inputs[side] and n.params["dimension_numbers"][0][side] == contracted[side]]
+
+
+# --- gates -------------------------------------------------------------------------------------------------------
+
+
+def _gated(part, layer: Layer, layers: list[Layer]) -> Refusal | None:
+    """The row of act(x·w₁)·(x·w₂), or of act(u)·v where (u, v) is x·w split; takes its layers out of `layers`."""
+    end = layer.chain.end
+    for product in [n for n in end.users if n.primitive == "mul" and n.inputs[0] is not n.inputs[1]]:
+        other = product.inputs[1] if product.inputs[0] is end else product.inputs[0]
+        linear = next((s for s in layers if s is not layer and s.chain.end is other), None)
+        if linear:
+            layers.remove(layer), layers.remove(linear)
+            return _row([layer, linear], "+gate", _read_elsewhere(part, end, product), (product,))
+    return None
+
+
+def _half_gated(part, layer: Layer, layers: list[Layer], claimed: set[int]) -> Refusal | None:
+    """The row of one contraction whose result is split into act(u)·v, or of a gate whose function is none that we know."""
+    users = layer.chain.end.users
+    if len(users) == 1 and users[0].primitive == "split" and len(users[0].outputs) == 2:
+        halves = users[0].outputs
+        for half, other in (halves, halves[::-1]):
+            chains, _ = Walk(part, half.ndim - 1, claimed, name_activation).chains(half)
+            ends = [chain for chain in chains if chain.activation and not chain.affine]
+            for product in ends and ends[-1].end.users:
+                if product.primitive == "mul" and other in product.inputs:
+                    layers.remove(layer)
+                    suffix, reason = f"+{ends[-1].activation.name}+gate", _read_elsewhere(part, ends[-1].end, product)
+                    return _row([layer], suffix, reason, (users[0], *ends[-1].nodes, product))
+    for product in [n for n in users if n.primitive == "mul"]:
+        gate = next((v.producer for v in product.inputs if v is not layer.chain.end), None)
+        source = next((s for s in layers if s is not layer and gate in s.chain.end.users and len(gate.inputs) == 1), None)
+        if source:
+            layers.remove(layer), layers.remove(source)
+            return _row([source, layer], "+gate", f"{gate} is not a known activation", (gate, product))
+    return None
+
+
+def _read_elsewhere(part, value: Value, node: Node) -> str:
+    if part.is_returned(value):
+        return f"{value!r} is returned by the program"
+    others = [n for n in value.users if n is not node]
+    return f"{value!r} is read {len(others) + 1} times: by {others[0]} too" if others else ""

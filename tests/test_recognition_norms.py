@@ -1,0 +1,257 @@
+"""Layer, RMS, group and instance norm, and batch norm in inference, in every framework's spelling; and near-misses."""
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax import lax
+
+from recognition import NO_KERNEL, randn, recognised, rows, scalar
+
+keras = pytest.importorskip("keras")
+X, T, GAMMA, BETA = randn(2, 6, 6, 8), randn(2, 5, 8), randn(8), randn(8, seed=1)
+
+
+def moments(x, axes):
+    return x.mean(axes, keepdims=True), x.var(axes, keepdims=True)
+
+
+def fast(x, axes):
+    mean = x.mean(axes, keepdims=True)
+    return mean, jnp.maximum((x * x).mean(axes, keepdims=True) - mean**2, 0)
+
+
+def centered(x, axes):
+    mean = x.mean(axes, keepdims=True)
+    return mean, ((x - mean) ** 2).mean(axes, keepdims=True)
+
+
+def layer_norm(x, g, b, of=moments, axes=-1):
+    mean, var = of(x, axes)
+    return (x - mean) * lax.rsqrt(var + 1e-5) * g + b
+
+
+def normalised(x):
+    mean, var = moments(x, -1)
+    return (x - mean) * lax.rsqrt(var + 1e-5)
+
+
+def folded(x, g, b):
+    mean, var = fast(x, -1)
+    factor = g * lax.rsqrt(var + 1e-5)
+    return x * factor + (b - mean * factor)
+
+
+def rms_norm(x, g, b):
+    return x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * g
+
+
+def group_norm(x, g, b):
+    grouped = x.reshape(2, 6, 6, 2, 4)
+    mean, var = moments(grouped, (1, 2, 4))
+    return ((grouped - mean) / jnp.sqrt(var + 1e-5)).reshape(x.shape) * g + b
+
+
+def group_norm_channels_first(x, g, b):
+    rows = x.transpose(0, 3, 1, 2).reshape(2, 2, -1)
+    mean, var = moments(rows, -1)
+    return ((rows - mean) / jnp.sqrt(var + 1e-5)).reshape(2, 8, 6, 6) * g[:, None, None] + b[:, None, None]
+
+
+HITS = {
+    "layer_norm, jnp.var": layer_norm,
+    "layer_norm, E[x²]-E[x]²": lambda x, g, b: layer_norm(x, g, b, fast),
+    "layer_norm, E[(x-E[x])²]": lambda x, g, b: layer_norm(x, g, b, centered),
+    "layer_norm, folded": folded,
+    "layer_norm, divided by the deviation": lambda x, g, b: (x - x.mean(-1, keepdims=True)) / (x.std(-1, keepdims=True) + 1e-5),
+    "layer_norm, over three axes": lambda x, g, b: layer_norm(x, 1.5, 0.5, axes=(1, 2, 3)),
+    "layer_norm, of a matrix": lambda x, g, b: layer_norm(x.reshape(72, 8), g, b),
+    "layer_norm, of a vector": lambda x, g, b: layer_norm(x[0, 0, 0], g, b),
+    "layer_norm, of bf16 in f32": lambda x, g, b: layer_norm(x.astype(jnp.bfloat16).astype(jnp.float32), g, b).astype(jnp.bfloat16),
+    "layer_norm+relu": lambda x, g, b: jax.nn.relu(layer_norm(x, g, b)),
+    "layer_norm+add": lambda x, g, b: x + layer_norm(jnp.sin(x), g, b),
+    "add+layer_norm": lambda x, g, b: (lambda s: (layer_norm(s, g, b), s))(jnp.sin(x) + x),
+    "rms_norm": rms_norm,
+    "rms_norm, gamma first": lambda x, g, b: x * g * lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-6),
+    "rms_norm+silu": lambda x, g, b: jax.nn.silu(rms_norm(x, g, b)),
+    "group_norm": group_norm,
+    "group_norm+silu": lambda x, g, b: jax.nn.silu(group_norm(x, g, b)),
+    "group_norm, channels first": group_norm_channels_first,
+    "instance_norm": lambda x, g, b: layer_norm(x, g, b, axes=(1, 2)),
+    "instance_norm, channels first": lambda x, g, b: layer_norm(x.transpose(0, 3, 1, 2), g[:, None, None], b[:, None, None], axes=(2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", HITS)
+def test_norm(name):
+    assert recognised(HITS[name], X, GAMMA, BETA) == [name.split(",")[0]]
+
+
+@pytest.mark.parametrize("name", ["layer_norm, jnp.var", "layer_norm, folded", "layer_norm+relu", "rms_norm", "group_norm+silu", "instance_norm"])
+def test_norm_in_a_differentiated_program(name):
+    """What the backward pass reads of a norm is no near-miss."""
+    found = rows(jax.value_and_grad(scalar(HITS[name]), (0, 1, 2)), X, GAMMA, BETA)
+    assert [row for row in found if "norm" in row[0]] == [(name.split(",")[0], NO_KERNEL)]
+
+
+# name -> (function, pattern, words of the reason)
+MISSES = {
+    "over the wrong axes": (lambda x, g, b: layer_norm(x, g, b, axes=(0, 1)), "norm", "statistics over axes (0, 1) of float32[2, 6, 6, 8]"),
+    "over the height only": (lambda x, g, b: layer_norm(x, 1.5, 0.5, axes=1), "norm", "statistics over axes (1,)"),
+    "centered value returned": (lambda x, g, b: (layer_norm(x, g, b), x - x.mean(-1, keepdims=True)),
+                                "layer_norm", "float32[2, 6, 6, 8] is returned by the program"),
+    "normalised value read elsewhere": (lambda x, g, b: (lambda y: (y * g + b, jnp.cos(y)))(normalised(x)),
+                                        "layer_norm", "is read by cos at "),
+    "gamma for each example": (lambda x, g, b: normalised(x) * jnp.exp(x[:, :1, :1]),
+                               "layer_norm+scale", "varies along axis 0, the normalised axes are (3,)"),
+    "beta along another axis": (lambda x, g, b: normalised(x) + jnp.exp(x[:1, :, :1, :1]),
+                                "layer_norm+bias", "varies along axis 1, the normalised axes are (3,)"),
+}
+
+
+@pytest.mark.parametrize("name", MISSES)
+def test_norm_near_miss(name):
+    fn, pattern, words = MISSES[name]
+    ((found, reason),) = rows(fn, X, GAMMA, BETA)
+    assert found == pattern and words in reason
+
+
+@pytest.mark.parametrize("fn", [lambda x: moments(x, -1), lambda x: x / jnp.sqrt((x * x).sum(-1, keepdims=True)), lambda x: jnp.sum(x * x)],
+                         ids=["statistics alone", "l2 normalisation", "l2 loss"])
+def test_no_norm(fn):
+    assert rows(fn, T) == []
+
+
+# --- frameworks --------------------------------------------------------------------------------------------------
+
+
+def linen(module, x):
+    variables = module.init(jax.random.key(0), x)
+    return lambda variables, x: module.apply(variables, x), variables
+
+
+def nnx_module(make):
+    graph, state = nnx.split(make(nnx.Rngs(0)))
+    return lambda state, x: nnx.merge(graph, state)(x), state
+
+
+def haiku(make, x):
+    net = hk.without_apply_rng(hk.transform(lambda x: make()(x)))
+    return net.apply, net.init(jax.random.key(0), x)
+
+
+def equinox(layer, vmaps):
+    def apply(arrays, x):
+        fn = eqx.combine(arrays, rest)
+        for _ in range(vmaps):
+            fn = jax.vmap(fn)
+        return fn(x)
+
+    arrays, rest = eqx.partition(layer, eqx.is_array)
+    return apply, arrays
+
+
+def keras_layer(layer, x):
+    layer.build(x.shape)
+    return (lambda weights, x: layer.stateless_call(weights, [], x)[0]), [v.value for v in layer.trainable_variables]
+
+
+FRAMEWORKS = {
+    "layer_norm, linen": lambda x: linen(nn.LayerNorm(), x),
+    "layer_norm, linen bf16": lambda x: linen(nn.LayerNorm(dtype=jnp.bfloat16), x),
+    "layer_norm, linen slow variance": lambda x: linen(nn.LayerNorm(use_fast_variance=False), x),
+    "rms_norm, linen": lambda x: linen(nn.RMSNorm(), x),
+    "group_norm, linen": lambda x: linen(nn.GroupNorm(2), x),
+    "instance_norm, linen": lambda x: linen(nn.InstanceNorm(), x),
+    "layer_norm, nnx": lambda x: nnx_module(lambda rngs: nnx.LayerNorm(8, rngs=rngs)),
+    "rms_norm, nnx": lambda x: nnx_module(lambda rngs: nnx.RMSNorm(8, rngs=rngs)),
+    "group_norm, nnx": lambda x: nnx_module(lambda rngs: nnx.GroupNorm(8, 2, rngs=rngs)),
+    "layer_norm, haiku": lambda x: haiku(lambda: hk.LayerNorm(-1, True, True), x),
+    "rms_norm, haiku": lambda x: haiku(lambda: hk.RMSNorm(-1), x),
+    "group_norm, haiku": lambda x: haiku(lambda: hk.GroupNorm(2), x),
+    "instance_norm, haiku": lambda x: haiku(lambda: hk.InstanceNorm(True, True), x),
+    "layer_norm, equinox": lambda x: equinox(eqx.nn.LayerNorm(8), x.ndim - 1),
+    "rms_norm, equinox": lambda x: equinox(eqx.nn.RMSNorm(8), x.ndim - 1),
+    "layer_norm, keras": lambda x: keras_layer(keras.layers.LayerNormalization(), x),
+    "rms_norm, keras": lambda x: keras_layer(keras.layers.RMSNormalization(), x),
+    "group_norm, keras": lambda x: keras_layer(keras.layers.GroupNormalization(2), x),
+}
+
+
+@pytest.mark.parametrize("x", [X, T], ids=["images", "tokens"])
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_norm_of_a_framework(name, x):
+    apply, weights = FRAMEWORKS[name](x)
+    assert recognised(apply, weights, x) == [name.split(",")[0]]
+
+
+@pytest.mark.parametrize("x", [X.transpose(0, 3, 1, 2), T.transpose(0, 2, 1)], ids=["images", "tokens"])
+def test_equinox_group_norm(x):
+    """Channels first; also of a single example, without vmap."""
+    apply, weights = equinox(eqx.nn.GroupNorm(2, 8), 1)
+    assert recognised(apply, weights, x) == ["group_norm"]
+    assert recognised(eqx.nn.GroupNorm(2, 8), x[0]) == ["group_norm"]
+
+
+# --- batch norm in inference -------------------------------------------------------------------------------------
+
+
+def batch_norm(x, mean, var, g, b):
+    return (x - mean) * (lax.rsqrt(var + 1e-5) * g) + b
+
+
+INFERENCE = {
+    "bn inference": lambda x, v, g, b: batch_norm(x, b, v, g, b),
+    "bn inference+relu": lambda x, v, g, b: jax.nn.relu(batch_norm(x, b, v, g, b)),
+    "bn inference+add+relu": lambda x, v, g, b: jax.nn.relu(jnp.sin(x) + batch_norm(x, b, v, g, b)),
+    "bn inference+relu, channels first": lambda x, v, g, b: jax.nn.relu(
+        batch_norm(x.transpose(0, 3, 1, 2), *[a[:, None, None] for a in (b, v, g, b)])),
+    "bn inference+relu, folded": lambda x, v, g, b: (lambda f: jax.nn.relu(x * f + (b - b * f)))(g / jnp.sqrt(v + 1e-3)),
+}
+
+
+@pytest.mark.parametrize("name", INFERENCE)
+def test_batch_norm_inference(name):
+    assert recognised(INFERENCE[name], X, jnp.abs(BETA), GAMMA, BETA) == [name.split(",")[0]]
+
+
+def test_batch_norm_inference_near_misses():
+    def returned(x, v, g, b):
+        y = batch_norm(x, b, v, g, b)
+        return jax.nn.relu(y), y
+
+    args = X, jnp.abs(BETA), GAMMA, BETA
+    assert rows(returned, *args) == [("bn inference+relu", "float32[2, 6, 6, 8] is returned by the program")]
+    ((pattern, reason),) = rows(lambda x, v, g, b: batch_norm(x, b, v, g, 0) + b[:6, None], *args)
+    assert pattern == "bn inference+bias" and "varies along axis 2" in reason
+
+
+def linen_bn():
+    module = nn.BatchNorm(use_running_average=True, dtype=jnp.bfloat16)
+    return lambda v, x: nn.relu(module.apply(v, x)), module.init(jax.random.key(0), X)
+
+
+def nnx_bn():
+    apply, state = nnx_module(lambda rngs: nnx.BatchNorm(8, use_running_average=True, rngs=rngs))
+    return lambda state, x: jax.nn.relu(apply(state, x)), state
+
+
+def haiku_bn():
+    net = hk.transform_with_state(lambda x, train: hk.BatchNorm(True, True, 0.9)(x, train))
+    return lambda variables, x: jax.nn.relu(net.apply(*variables, None, x, False)[0]), net.init(jax.random.key(0), X, True)
+
+
+def keras_bn():
+    layer = keras.layers.BatchNormalization()
+    layer.build(X.shape)
+    weights = [[v.value for v in layer.trainable_variables], [v.value for v in layer.non_trainable_variables]]
+    return lambda weights, x: jax.nn.relu(layer.stateless_call(*weights, x, training=False)[0]), weights
+
+
+@pytest.mark.parametrize("make", [linen_bn, nnx_bn, haiku_bn, keras_bn], ids=lambda f: f.__name__)
+def test_batch_norm_inference_of_a_framework(make):
+    apply, weights = make()
+    assert recognised(apply, weights, X) == ["bn inference+relu"]

@@ -1,0 +1,197 @@
+"""LSTM and GRU cells, and scans over them, are recognised by their algebra in every framework's spelling; and near-misses."""
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax import lax
+
+from recognition import NO_KERNEL, randn, recognised, rows, scalar
+
+keras = pytest.importorskip("keras")
+X, XS, H, C, KEY = randn(2, 4), randn(2, 6, 4), randn(2, 3), randn(2, 3, seed=1), jax.random.key(0)
+W, U = randn(4, 12), randn(3, 12)
+
+
+def lstm(x, h, c, w, u, sigmoid=jax.nn.sigmoid, tanh=jnp.tanh, squash=jnp.tanh):
+    i, f, g, o = jnp.split(x @ w + h @ u, 4, -1)
+    c = sigmoid(f) * c + jax.nn.sigmoid(i) * tanh(g)
+    return jax.nn.sigmoid(o) * squash(c), c
+
+
+def gru(x, h, w, u, tanh=jnp.tanh, reset=jax.nn.sigmoid):
+    (rx, zx, nx), (rh, zh, nh) = jnp.split(x @ w[:, :9], 3, -1), jnp.split(h @ u[:, :9], 3, -1)
+    z = jax.nn.sigmoid(zx + zh)
+    return (1 - z) * tanh(nx + reset(rx + rh) * nh) + z * h
+
+
+def gru_resets_first(x, h, w, u):
+    z, r = jax.nn.sigmoid(x @ w[:, :3] + h @ u[:, :3]), jax.nn.sigmoid(x @ w[:, 3:6] + h @ u[:, 3:6])
+    n = jnp.tanh(x @ w[:, 6:9] + (r * h) @ u[:, 6:9])
+    return n + z * (h - n)
+
+
+def spelled_sigmoid(x):
+    return 1 / (1 + jnp.exp(-x))
+
+
+CELLS = {
+    "lstm_cell": lambda x, h, c, w, u: lstm(x, h, c, w, u),
+    "lstm_cell, of one contraction": lambda x, h, c, w, u: lstm(jnp.concatenate([x, h], -1), h, c, jnp.concatenate([w, u]), 0 * u),
+    "lstm_cell, sigmoid spelled": lambda x, h, c, w, u: lstm(x, h, c, w, u, spelled_sigmoid),
+    "lstm_cell, forget gate shifted": lambda x, h, c, w, u: lstm(x, h, c, w, u, lambda f: jax.nn.sigmoid(f + 1)),
+    "lstm_cell, bf16 with an f32 state": lambda x, h, c, w, u: lstm(*[a.astype(jnp.bfloat16) for a in (x, h)], c, *[a.astype(jnp.bfloat16) for a in (w, u)]),
+    "gru_cell": lambda x, h, c, w, u: gru(x, h, w, u),
+    "gru_cell, resets before the layer": lambda x, h, c, w, u: gru_resets_first(x, h, w, u),
+    "gru_cell, of a learned state": lambda x, h, c, w, u: gru(x, jnp.tanh(h @ u[:, 9:]), w, u),
+}
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_cell(name):
+    found = [row for row in recognised(CELLS[name], X, H, C, W, U) if "cell" in row]
+    assert found == [name.split(",")[0]]
+
+
+def test_a_cells_dense_layers_are_in_its_row():
+    assert recognised(lambda *args: lstm(*args), X, H, C, W, U) == ["lstm_cell"]
+    unrolled = recognised(lambda x, h, c, w, u: lstm(x, *lstm(x, h, c, w, u), w, u), X, H, C, W, U)
+    assert unrolled == ["lstm_cell", "lstm_cell"]
+
+
+# name -> (function, pattern, words of the reason)
+MISSES = {
+    "forget gate": (lambda x, h, c, w, u: lstm(x, h, c, w, u, jax.nn.silu), "lstm_cell", "computes silu: the forget gate of an LSTM is sigmoid"),
+    "candidate": (lambda x, h, c, w, u: lstm(x, h, c, w, u, tanh=jax.nn.relu), "lstm_cell", "computes relu: the candidate of an LSTM is tanh"),
+    "output": (lambda x, h, c, w, u: lstm(x, h, c, w, u, squash=jax.nn.relu), "lstm_cell", "computes relu: the output of an LSTM is tanh"),
+    "unknown": (lambda x, h, c, w, u: lstm(x, h, c, w, u, tanh=jnp.sin), "lstm_cell", "computes no known activation: the candidate"),
+    "GRU's candidate": (lambda x, h, c, w, u: gru(x, h, w, u, jax.nn.relu), "gru_cell", "computes relu: the candidate of a GRU is tanh"),
+    "GRU's reset gate": (lambda x, h, c, w, u: gru(x, h, w, u, reset=jnp.tanh), "gru_cell", "computes tanh: the reset gate of a GRU is sigmoid"),
+}
+
+
+@pytest.mark.parametrize("name", MISSES)
+def test_cell_near_miss(name):
+    fn, pattern, words = MISSES[name]
+    ((found, reason),) = rows(fn, X, H, C, W, U)
+    assert found == pattern and words in reason and "test_recognition_recurrent.py:" in reason
+
+
+NO_CELLS = {
+    "highway": lambda x, h, c, w, u: (lambda z: z * jnp.tanh(x @ w[:, :3]) + (1 - z) * h)(jax.nn.sigmoid(x @ w[:, 3:6])),
+    "state of another gate": lambda x, h, c, w, u: jax.nn.sigmoid(x @ w) * jnp.tanh(x @ w),
+    "gates without layers": lambda x, h, c, w, u: jax.nn.sigmoid(h) * c + jax.nn.sigmoid(c) * jnp.tanh(h),
+    "no output gate": lambda x, h, c, w, u: jax.nn.sigmoid(h @ u[:, :3]) * c + jax.nn.sigmoid(h @ u[:, 3:6]) * jnp.tanh(h @ u[:, 6:9]),
+}
+
+
+@pytest.mark.parametrize("name", NO_CELLS)
+def test_no_cell(name):
+    assert not [row for row in rows(NO_CELLS[name], X, H, C, W, U) if "cell" in row[0]]
+
+
+# --- sequences ---------------------------------------------------------------------------------------------------
+
+
+def sequence(cell, carry_on=lambda state: state):
+    def fn(xs, h, c, w, u):
+        return lax.scan(lambda state, x: (carry_on(cell(x, *state, w, u)), None), (h, c), xs.swapaxes(0, 1))
+
+    return fn
+
+
+def test_a_scan_over_a_cell_is_a_sequence():
+    assert recognised(sequence(lstm), XS, H, C, W, U) == ["lstm"]
+    assert recognised(sequence(lambda x, h, c, w, u: (gru(x, h, w, u), c)), XS, H, C, W, U) == ["gru"]
+
+
+def test_stacked_cells_in_one_scan():
+    def two(x, h, c, w, u):
+        h1, c1 = lstm(x, h[0], c[0], w, u)
+        h2, c2 = lstm(jnp.concatenate([h1, h1[:, :1]], -1), h[1], c[1], w, u)
+        return (h1, h2), (c1, c2)
+
+    assert recognised(sequence(two), XS, (H, H), (C, C), W, U) == ["lstm", "lstm"]
+
+
+def test_sequence_near_misses():
+    ((pattern, reason),) = rows(sequence(lstm, lambda state: (state[0], jnp.clip(state[1], -3, 3))), XS, H, C, W, U)
+    assert pattern == "lstm" and "the next step's state is not the cell's: " in reason
+    inside = rows(sequence(lambda x, h, c, w, u: (h, lstm(x, h, 0.5 * c, w, u)[0])), XS, H, C, W, U)
+    assert inside == [("lstm_cell", NO_KERNEL)]
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru"])
+def test_sequence_in_a_differentiated_program(name):
+    """The forward loop is the sequence; the contractions of the transposed loop are its gradients, in one row each."""
+    cell = lstm if name == "lstm" else lambda x, h, c, w, u: (gru(x, h, w, u), c)
+    found = recognised(jax.grad(scalar(sequence(cell)), (0, 1, 3, 4)), XS, H, C, W, U)
+    assert found.count(name) == 1 and len(found) > 1 and set(found) == {name, "backward dense_grad"}
+
+
+# --- frameworks --------------------------------------------------------------------------------------------------
+
+
+def linen(cell):
+    module = nn.RNN(cell(3))
+    return module.apply, module.init(KEY, XS)
+
+
+def nnx_rnn(cell):
+    graph, state = nnx.split(nnx.RNN(cell(4, 3, rngs=nnx.Rngs(0))))
+    return lambda state, xs: nnx.merge(graph, state)(xs), state
+
+
+def haiku(cell):
+    net = hk.without_apply_rng(hk.transform(lambda xs: hk.dynamic_unroll(cell(3), xs, cell(3).initial_state(2), time_major=False)))
+    return net.apply, net.init(KEY, XS)
+
+
+def equinox(cell, state):
+    def apply(arrays, xs):
+        layer = eqx.combine(arrays, rest)
+        return jax.vmap(lambda xs: lax.scan(lambda s, x: (layer(x, s), None), state, xs)[0])(xs)
+
+    arrays, rest = eqx.partition(cell(4, 3, key=KEY), eqx.is_array)
+    return apply, arrays
+
+
+def keras_layer(layer):
+    layer.build(XS.shape)
+    state = [v.value for v in layer.non_trainable_variables]
+    return lambda weights, xs: layer.stateless_call(weights, state, xs)[0], [v.value for v in layer.trainable_variables]
+
+
+FRAMEWORKS = {
+    "lstm, linen": lambda: linen(nn.LSTMCell),
+    "lstm, linen optimized": lambda: linen(nn.OptimizedLSTMCell),
+    "gru, linen": lambda: linen(nn.GRUCell),
+    "lstm, nnx": lambda: nnx_rnn(nnx.LSTMCell),
+    "lstm, nnx optimized": lambda: nnx_rnn(nnx.OptimizedLSTMCell),
+    "gru, nnx": lambda: nnx_rnn(nnx.GRUCell),
+    "lstm, haiku": lambda: haiku(hk.LSTM),
+    "gru, haiku": lambda: haiku(hk.GRU),
+    "lstm, equinox": lambda: equinox(eqx.nn.LSTMCell, (jnp.zeros(3), jnp.zeros(3))),
+    "gru, equinox": lambda: equinox(eqx.nn.GRUCell, jnp.zeros(3)),
+    "lstm, keras": lambda: keras_layer(keras.layers.LSTM(3)),
+    "gru, keras": lambda: keras_layer(keras.layers.GRU(3)),
+    "gru, keras, resets first": lambda: keras_layer(keras.layers.GRU(3, reset_after=False)),
+}
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_sequence_of_a_framework(name):
+    """One row; a dense layer of all steps at once, before the loop, is a row of its own (Keras's GRU)."""
+    apply, weights = FRAMEWORKS[name]()
+    found = recognised(apply, weights, XS)
+    assert [row for row in found if not row.startswith("dense")] == [name.split(",")[0]]
+    assert len(found) == 1 or "keras" in name and found[0] == "dense+bias"
+
+
+def test_keras_hard_sigmoid_is_a_near_miss():
+    apply, weights = keras_layer(keras.layers.LSTM(3, recurrent_activation="hard_sigmoid"))
+    ((pattern, reason),) = rows(apply, weights, XS)
+    assert pattern == "lstm" and "the forget gate of an LSTM is sigmoid" in reason
