@@ -6,16 +6,21 @@
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
+import math
+import numbers
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxfuse.elementwise import POINTS, RULES, is_elementwise, table_of, values_of
 from jaxfuse.graph import Node, Value
+from jaxfuse.layout import RESHAPES, is_reshape
 
 ADD = ("add", "add_any")
-RESHAPED = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy")
 CAST = "convert_element_type"
 
 
@@ -28,16 +33,18 @@ def size(value: Value) -> int:
     return int(np.prod(value.shape, dtype=np.int64))
 
 
-def per_channel(value: Value, like: Value, axis: int) -> Value | NotPerChannel:
-    """The smallest value that `value` repeats along every axis of `like` but `axis` (`[channels]` in some shape, or one
-    number), or the reason why there is none."""
-    channels = like.shape[axis]
+def per_channel(value: Value, like: Value, axes: int | tuple[int, ...]) -> Value | NotPerChannel:
+    """The smallest value that `value` repeats along every axis of `like` but `axes` (`[channels]` in some shape, or one
+    number), or the reason why there is none. Under `vmap` the channels may be several axes, of which no one repeats."""
+    axes = (axes,) if isinstance(axes, int) else axes
+    channels = math.prod(like.shape[axis] for axis in axes)
     if value.ndim not in (0, like.ndim):
         return NotPerChannel(f"operand of shape {list(value.shape)} against {list(like.shape)}")
-    elsewhere = _varying_axes(value) - {axis}
+    elsewhere = _varying_axes(value) - set(axes)
     if elsewhere:
-        return NotPerChannel(f"operand {value!r} varies along axis {min(elsewhere)}, the channel axis is {axis}")
-    while value.producer is not None and value.producer.primitive in (*RESHAPED, CAST):
+        along = ", ".join(map(str, axes))
+        return NotPerChannel(f"operand {value!r} varies along axis {min(elsewhere)}, the channel axis is {along}")
+    while value.producer is not None and _repeats_or_moves(value.producer):
         inner = value.producer.inputs[0]
         narrowed = value.producer.primitive == CAST and jnp.promote_types(inner.dtype, value.dtype) != value.dtype
         if narrowed or size(inner) not in (1, channels):
@@ -48,14 +55,26 @@ def per_channel(value: Value, like: Value, axis: int) -> Value | NotPerChannel:
     return NotPerChannel(f"operand {value!r} is not one number for each of the {channels} channels")
 
 
+def _repeats_or_moves(node: Node) -> bool:
+    """Broadcasts, reshapes, casts, and transposes of what has one axis only."""
+    if node.primitive == "transpose":
+        return sum(n > 1 for n in node.out.shape) <= 1
+    return node.primitive in (*RESHAPES, CAST)
+
+
+def repeats(value: Value) -> bool:
+    """Whether it is a smaller value, broadcast."""
+    return _varying_axes(value) != {axis for axis, n in enumerate(value.shape) if n > 1}
+
+
 def _varying_axes(value: Value) -> set[int]:
     """Axes along which the value may change; broadcasts are seen through."""
     axes = {i for i, n in enumerate(value.shape) if n > 1}
     node = value.producer
-    if node is None or node.primitive not in ("broadcast_in_dim", CAST):
+    if node is None or node.primitive not in ("broadcast_in_dim", "pvary", CAST):
         return axes
     inner = _varying_axes(node.inputs[0])
-    return inner if node.primitive == CAST else {node.params["broadcast_dimensions"][i] for i in inner} & axes
+    return inner if node.primitive != "broadcast_in_dim" else {node.params["broadcast_dimensions"][i] for i in inner} & axes
 
 
 # --- elementwise functions ---------------------------------------------------------------------------------------
@@ -76,7 +95,7 @@ class Region:
         made = {id(self.start): array}
         for node in self.nodes:
             inputs = [
-                made[id(v)] if id(v) in made else v.literal if v.literal is not None else jnp.full(v.shape, constant(v), v.dtype)
+                made[id(v)] if id(v) in made else v.literal if v.literal is not None else _number(v)
                 for v in node.inputs
             ]
             (made[id(node.out)],) = node.replay(inputs)
@@ -120,7 +139,7 @@ def constant(value: Value) -> float | None:
     node = value.producer
     if node is None:
         return None
-    if node.primitive in (*RESHAPED, CAST):
+    if node.primitive in (*RESHAPES, CAST):
         return constant(node.inputs[0])
     if value.shape or node.primitive not in RULES:
         return None
@@ -130,7 +149,7 @@ def constant(value: Value) -> float | None:
 
 def region_table(region: Region) -> np.ndarray | None:
     """Value and derivative of the region's function on the points of elementwise.py."""
-    return table_of(lambda x: region.replay(x, (region.end,))[0], region.start.shape, region.start.dtype)
+    return table_of(lambda x: region.replay(x, (region.end,))[0], region.start.aval)
 
 
 def served_from_end(region: Region) -> bool:
@@ -139,114 +158,147 @@ def served_from_end(region: Region) -> bool:
     start = region.start
 
     def of(points, wanted):
-        return values_of(lambda x: region.replay(x, wanted), start.shape, start.dtype, points)
+        return values_of(lambda x: region.replay(x, wanted), start.aval, points)
 
     ends = of(POINTS, (region.end,))
     return ends is not None and np.array_equal(of(POINTS, region.masks), of(ends[0], region.masks))
 
 
+def _number(value: Value):
+    """A constant value of the program, varying over the axes of a `shard_map` as it does there."""
+    varying = tuple(value.aval.manual_axis_type.varying)
+    number = jnp.full(value.shape, constant(value), value.dtype)
+    return jax.lax.pcast(number, varying, to="varying") if varying else number
+
+
 # --- batch statistics --------------------------------------------------------------------------------------------
+
+
+class Reduction(NamedTuple):
+    """`value` = weight · the sum over all axes of a tensor but `left`; `first` is the node that reads the tensor."""
+
+    value: Value
+    weight: float
+    left: tuple[int, ...]
+    first: Node
+
+
+def reductions(tensor: Value) -> Iterator[Reduction]:
+    """Its sums over some axes, and further sums of these: under `vmap` a mean over the batch is a mean of means."""
+    stack = [(tensor, 1.0, tuple(range(tensor.ndim)), None)]
+    while stack:
+        value, weight, axes, first = stack.pop()
+        for node in value.users:
+            factor = scale_factor(node, value)
+            if node.primitive in ("reduce_sum", "psum") and all(isinstance(d, numbers.Integral) for d in node.params["axes"]):
+                kept = tuple(axis for d, axis in enumerate(axes) if d not in node.params["axes"])
+                found = Reduction(node.out, weight, tuple(axis for axis in kept if axis is not None), first or node)
+                yield found
+                stack.append((node.out, weight, kept, found.first))
+            elif first and (factor or is_float_cast(node)):
+                stack.append((node.out, weight * (factor or 1), axes, first))
+            elif first and is_reshape(node) and _long(node.out) == _long(value):
+                longer = iter([axis for axis, n in zip(axes, value.shape) if n > 1])
+                stack.append((node.out, weight, tuple(next(longer) if n > 1 else None for n in node.out.shape), first))
+
+
+def _long(value: Value) -> list[int]:
+    return [n for n in value.shape if n > 1]
+
+
+def scale_factor(node: Node, value: Value) -> float | None:
+    """c, where the node is value·c or value/(1/c) with a number c."""
+    if node.primitive not in ("mul", "div") or node.inputs[0] is node.inputs[1]:
+        return None
+    left, right = node.inputs
+    number = constant(right if left is value else left)
+    if not number or node.primitive == "div" and left is not value:
+        return None
+    return number if node.primitive == "mul" else 1 / number
 
 
 class Moments:
     """The values of the program that are statistics of `x` over all axes but `axis`.
 
-    `known` maps id(value) to (value, formula), formula(mean, var, count) being what the value is in terms of the two
+    `known` maps id(value) to (value, formula), formula(mean, var) being what the value is in terms of the two
     statistics that a kernel computes robustly; `nodes` are the full-size nodes that exist only to compute them.
     E[x²] - E[x]² is recognised as a whole, so that it is never evaluated by that subtraction.
     """
 
     def __init__(self, x: Value, axis: int):
         self.x, self.axis = x, axis
-        self.axes = tuple(d for d in range(x.ndim) if d != axis)
         self.count = size(x) // max(1, x.shape[axis])
         self.known: dict[int, tuple[Value, Callable]] = {}
-        self.kinds: dict[int, str] = {}
         self.nodes: set[int] = set()
-        self._sums(x, "sum")
-        self._squares(x, "sum_sq")
-        for cast in self._casts(x):
-            self._sums(cast, "sum")
-            self._squares(cast, "sum_sq")
+        self._kinds: dict[int, tuple[str, float]] = {}  # id -> what it is the mean of, times what
+        for full in (x, *self._casts(x)):
+            self._sums(full, "x")
+            self._squares(full, "x²")
         self._spread()
 
+    @property
+    def means(self) -> list[Value]:
+        """The values that are the mean itself."""
+        return [value for value, _ in self.known.values() if self._kinds[id(value)] == ("x", 1)]
+
     def __bool__(self):
-        return "mean" in self.kinds.values() and "var" in self.kinds.values()
+        return {"x", "var"} <= {kind for kind, _ in self._kinds.values()}
 
     def _casts(self, value):
         for node in value.users:
             if node.primitive == CAST and jnp.promote_types(value.dtype, node.out.dtype) == node.out.dtype:
                 yield node.out
 
-    def _sums(self, value, kind) -> bool:
-        """Marks the sums of `value` over the batch."""
-        found = False
-        for node in value.users:
-            if node.primitive == "reduce_sum" and tuple(sorted(node.params["axes"])) == self.axes:
-                self._mark(node.out, kind)
-                self.nodes.add(node.index)
-                found = True
-        return found
+    def _sums(self, full, kind) -> bool:
+        """Marks the sums of `full` over the batch."""
+        found = [r for r in reductions(full) if r.left == (self.axis,)]
+        for reduction in found:
+            self._mark(reduction.value, kind, reduction.weight * self.count)
+            self.nodes.add(reduction.first.index)
+        return bool(found)
 
     def _squares(self, value, kind) -> None:
         for node in value.users:
             if is_square(node, value) and self._sums(node.out, kind):
                 self.nodes.add(node.index)
 
-    def _mark(self, value, kind):
-        """Marks the value, what has the same numbers in another shape, and what follows by a division by the count."""
-        if id(value) in self.kinds:
+    def _mark(self, value, kind, weight):
+        """Marks the value, what has the same numbers in another shape, and what follows by a factor that makes it a mean."""
+        weight = 1.0 if abs(weight - 1) < 1e-6 else weight
+        if id(value) in self._kinds:
             return
-        self.kinds[id(value)] = kind
-        self.known[id(value)] = value, FORMULAS[kind]
+        self._kinds[id(value)] = kind, weight
+        self.known[id(value)] = value, functools.partial(_moment, kind, weight)
         for node in value.users:
-            if node.primitive in RESHAPED and size(node.out) == size(value):
-                self._mark(node.out, kind)
-            elif node.primitive == "select_n" and self._always_selects(node, value):
-                self._mark(node.out, kind)
-            elif kind in PER_COUNT and self._divides_by_count(node, value):
-                self._mark(node.out, PER_COUNT[kind])
+            factor = scale_factor(node, value)
+            if is_reshape(node) or is_float_cast(node) or self._always_selects(node, value):
+                self._mark(node.out, kind, weight)
+            elif weight != 1 and factor:
+                self._mark(node.out, kind, weight * factor)
 
     def _always_selects(self, node, value) -> bool:
-        which = constant(node.inputs[0])
+        which = constant(node.inputs[0]) if node.primitive == "select_n" else None
         return which is not None and node.inputs[1 + int(which)] is value
-
-    def _divides_by_count(self, node, value) -> bool:
-        if node.primitive == "div" and node.inputs[0] is value:
-            return constant(node.inputs[1]) == self.count
-        if node.primitive == "mul":
-            factor = next((constant(v) for v in node.inputs if v is not value), None)
-            return factor is not None and abs(factor * self.count - 1) < 1e-6
-        return False
 
     def _spread(self):
         """What follows from the mean: E[x²] - mean², and E[(x - mean)²]."""
-        means = [v for v, _ in list(self.known.values()) if self.kinds[id(v)] == "mean"]
-        squared = [n.out for mean in means for n in mean.users if is_square(n, mean)]
-        for square in squared:
+        for square in [n.out for mean in self.means for n in mean.users if is_square(n, mean)]:
             for node in square.users:
-                if node.primitive == "sub" and node.inputs[1] is square and self.kinds.get(id(node.inputs[0])) == "mean_sq":
-                    self._mark(node.out, "var")
+                if node.primitive == "sub" and node.inputs[1] is square and self._kinds.get(id(node.inputs[0])) == ("x²", 1):
+                    self._mark(node.out, "var", 1)
         for full in (self.x, *self._casts(self.x)):
             for node in full.users:
                 if node.primitive == "sub" and node.inputs[0] is full and self._is_mean(node.inputs[1]):
-                    self._squares(node.out, "sum_dev")
+                    self._squares(node.out, "var")
 
     def _is_mean(self, value) -> bool:
         source = per_channel(value, self.x, self.axis)
-        return isinstance(source, Value) and (self.kinds.get(id(source)) == "mean" or self.kinds.get(id(value)) == "mean")
+        return isinstance(source, Value) and ("x", 1) in (self._kinds.get(id(source)), self._kinds.get(id(value)))
 
 
-# kind -> its value from (mean, var, count)
-FORMULAS = {
-    "sum": lambda mean, var, count: mean * count,
-    "sum_sq": lambda mean, var, count: (var + mean * mean) * count,
-    "sum_dev": lambda mean, var, count: var * count,
-    "mean": lambda mean, var, count: mean,
-    "mean_sq": lambda mean, var, count: var + mean * mean,
-    "var": lambda mean, var, count: var,
-}
-PER_COUNT = {"sum": "mean", "sum_sq": "mean_sq", "sum_dev": "var"}
+def _moment(kind, weight, mean, var):
+    value = {"x": mean, "x²": var + mean * mean, "var": var}[kind]
+    return value if weight == 1 else value * weight
 
 
 def is_square(node: Node, value: Value) -> bool:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxfuse.canonical import ADD, CAST, Moments, NotPerChannel, is_float_cast, is_square, per_channel
+from jaxfuse.canonical import ADD, CAST, Moments, NotPerChannel, is_float_cast, is_square, per_channel, reductions
 from jaxfuse.graph import Node, Value
 
 MOST_TENSORS = 4  # in one form; what has more is a tensor of its own
@@ -87,12 +87,13 @@ class Forms:
     """
 
     def __init__(self, moments: Moments, cotangents: Iterable[Value] = ()):
-        self.x, self.axis, self.axes = moments.x, moments.axis, moments.axes
-        self._means = {key for key, kind in moments.kinds.items() if kind == "mean"}
-        self.mean = next(value for value, _ in moments.known.values() if id(value) in self._means)
+        self.x, self.axis = moments.x, moments.axis
+        self.mean, *_ = moments.means
+        self._means = set(map(id, moments.means))
         self.of: dict[int, tuple[Value, Form | Product]] = {}
         self.sums: list[tuple[Value, Form | Product]] = []
         self.nodes: set[int] = set()
+        self._summed: set[int] = set()
         self._pending: list[tuple[int, Node]] = []
         for tensor in cotangents:
             self._found(tensor, Form({id(tensor): (tensor, number(1))}))
@@ -104,16 +105,16 @@ class Forms:
 
     def _found(self, value: Value, form: Form | Product):
         self.of[id(value)] = value, form
+        for reduction in reductions(value):
+            self.nodes.add(reduction.first.index)
+            if reduction.left == (self.axis,) and id(reduction.value) not in self._summed:
+                self._summed.add(id(reduction.value))
+                self.sums.append((reduction.value, form * number(reduction.weight)))
         for node in value.users:
             if node.index >= 0 and len(node.outputs) == 1:
                 heapq.heappush(self._pending, (node.index, node))
 
     def _look_through(self, node: Node):
-        if node.primitive == "reduce_sum":
-            if tuple(sorted(node.params["axes"])) == self.axes:
-                self.nodes.add(node.index)
-                self.sums.append((node.out, self.of[id(node.inputs[0])][1]))
-            return
         form = self._form(node) if node.out.shape == self.x.shape else None
         if form is not None and (isinstance(form, Product) or len(form.terms) <= MOST_TENSORS):
             self.nodes.add(node.index)

@@ -4,13 +4,13 @@ import functools
 from typing import NamedTuple
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr
 
 from jaxfuse import patterns, policy as policies, report as reports
-from jaxfuse.graph import Emission, Graph, Node, evaluate, subprograms
+from jaxfuse.graph import RULED, Emission, Graph, Node, evaluate, inside, programs, retraced, subprograms
 from jaxfuse.live import accept
-from jaxfuse.match import Match
-from jaxfuse.signature import Call, Untraceable
+from jaxfuse.match import Match, Refusal
+from jaxfuse.signature import Call, Untraceable, compiled
 
 
 class Plan(NamedTuple):
@@ -47,6 +47,9 @@ def plan(closed: ClosedJaxpr, judge, outer: tuple[Graph, Node] | None = None) ->
             found += inner
             if emission:
                 replacements |= {id(value): emission for value in node.outputs}
+        elif node.primitive in RULED:
+            reason = f"it is inside a {node.primitive}: a function with rules of its own stays as it is"
+            found += _refused(reason, [site for body in programs(node).values() for site in plan(_closed(body), judge).found])
     found.sort(key=lambda result: result.anchor.index)
     return Plan(graph, replacements, found)
 
@@ -58,14 +61,21 @@ def _enter(graph: Graph, node: Node, bodies: dict, judge) -> tuple[Emission | No
     def rewritten(body):
         if isinstance(body, tuple):
             return tuple(map(rewritten, body))
-        inner = plan(body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ()), judge, (graph, node))
+        inner = plan(_closed(body), judge, (graph, node))
         found.extend(inner.found)
         if not inner.replacements:
             return body
-        closed = jax.make_jaxpr(lambda *arguments: inner(list(arguments)))(*[v.aval for v in inner.graph.inputs])
-        return closed.jaxpr if isinstance(body, Jaxpr) else closed
 
-    params = {name: rewritten(body) for name, body in bodies.items()}
+        def run(*arrays):
+            return inner(list(arrays))
+
+        # the rules of loops and branches know of no constants: a jit keeps them
+        return retraced(body, jax.jit(run) if inner.graph.constant_arrays else run)
+
+    try:
+        params = inside(node, lambda: {name: rewritten(body) for name, body in bodies.items()})
+    except Exception as error:  # JAX finds the rewritten body unfit where the user's own was not
+        return None, _refused(f"the body of {node} cannot be rewritten: {error}".splitlines()[0], found)
     if all(params[name] is body for name, body in bodies.items()):
         return None, found
     changed = Node(node.eqn.replace(params=node.params | params), node.index, [], node.name_stack)
@@ -74,6 +84,15 @@ def _enter(graph: Graph, node: Node, bodies: dict, judge) -> tuple[Emission | No
         return zip(node.outputs, changed.replay([read(v) for v in node.inputs]))
 
     return Emission(tuple(node.inputs), tuple(node.outputs), run), found
+
+
+def _refused(reason: str, found: list) -> list:
+    """The sites, of which none is rewritten, for this reason unless they have another."""
+    return [Refusal(site.pattern, site.anchor, site.operands, reason) if isinstance(site, Match) else site for site in found]
+
+
+def _closed(body) -> ClosedJaxpr:
+    return body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ())
 
 
 def fuse(fn, *, policy: str = "measured", strict: bool = False):
@@ -90,32 +109,13 @@ def fuse(fn, *, policy: str = "measured", strict: bool = False):
     Raises: ValueError for an unknown policy (here); FusionError if strict, when called.
     """
     judge = policies.judge(policy)
-    compiled: dict = {}  # signature -> jitted function of the traced leaves; None: it cannot be traced, runs as it is
-    with_concrete_numbers: set = set()
 
-    @functools.wraps(fn)
-    def fused(*args, **kwargs):
-        call = Call(args, kwargs)
-        if call.key in with_concrete_numbers:
-            call = Call(args, kwargs, concrete=True)
-        if call.key not in compiled:
-            compiled[call.key] = jax.jit(functools.partial(_run, fn, call, judge, strict), donate_argnums=call.donated(fn))
-        function = compiled[call.key]
-        if function is None:
-            return fn(*args, **kwargs)
-        try:
-            return function(*call.leaves)
-        except Untraceable as failure:
-            if call.has_numbers and not call.concrete:
-                with_concrete_numbers.add(call.key)
-                return fused(*args, **kwargs)
-            reports.log(_untraceable(failure))
-            if strict:
-                raise reports.FusionError(str(_untraceable(failure))) from failure
-        compiled[call.key] = None
-        return fn(*args, **kwargs)
+    def give_up(failure: Untraceable):
+        reports.log(_untraceable(failure))
+        if strict:
+            raise reports.FusionError(str(_untraceable(failure))) from failure
 
-    return fused
+    return compiled(fn, functools.partial(_run, fn, judge, strict), give_up)
 
 
 def explain(fn, *args, policy: str = "measured", **kwargs) -> reports.FusionReport:
@@ -127,21 +127,22 @@ def explain(fn, *args, policy: str = "measured", **kwargs) -> reports.FusionRepo
     for concrete in (False, True):
         call = Call(args, kwargs, concrete)
         try:
-            return _report(plan(call.trace(fn, call.leaves)[0], judge))
+            return _report(plan(call.trace(fn)[0], judge))
         except Untraceable as error:
             failure = error
     return _untraceable(failure)
 
 
-def _run(fn, call: Call, judge, strict: bool, *leaves):
+def _run(fn, judge, strict: bool, /, *args, **kwargs):
     """Under `jax.jit`: traces fn, plans, and computes the rewritten program."""
-    closed, out_tree = call.trace(fn, leaves)
+    call = Call(args, kwargs, concrete=True)
+    closed, out_tree = call.trace(fn)
     program = plan(closed, judge)
     report = _report(program)
     reports.log(report)
     if strict and report.skipped:
         raise reports.FusionError(f"{len(report.skipped)} sites stay unfused\n{report}")
-    return jax.tree.unflatten(out_tree, program(list(leaves)))
+    return jax.tree.unflatten(out_tree, program(call.leaves))
 
 
 def _untraceable(failure: Untraceable) -> reports.FusionReport:

@@ -9,10 +9,13 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+import jax
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 INLINED = ("jit", "pjit", "closed_call", "core_call")
+CONTROL = ("scan", "while", "cond", "checkpoint", "remat2", "shard_map")
+RULED = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")  # the user's own rules, which their bodies belong to
 FRAMEWORKS = ("jax", "jaxlib", "jaxfuse", "flax", "haiku", "equinox", "keras", "optax", "numpy")
 
 
@@ -85,6 +88,7 @@ class Graph:
         self.nodes: list[Node] = []
         self.replaced: set[int] = set()  # ids of values that a match computes instead of their producers
         self.gone: set[int] = set()  # indices of nodes that nobody needs any more
+        self.transposes: dict[tuple[int, tuple[int, ...]], Value] = {}  # see layout.transposed
         self._seen: dict = {}
         jaxpr = closed.jaxpr
         self.inputs = [Value(v.aval) for v in jaxpr.invars]
@@ -150,8 +154,8 @@ class Emission(NamedTuple):
     run: Callable[[Callable[[Value], object]], Iterable[tuple[Value, object]]]
 
 
-def evaluate(graph: Graph, arguments: list, replacements: dict[int, Emission]) -> list:
-    """The program's outputs for `arguments`; `replacements` maps id(value) to what computes it instead.
+def evaluate(graph: Graph, arguments: list, replacements: dict[int, Emission], replay=Node.replay) -> list:
+    """The program's outputs for `arguments`; `replacements` maps id(value) to what computes it instead of `replay`.
 
     Nodes that nobody needs any more are left out; nodes with effects stay, in their order.
     """
@@ -169,13 +173,13 @@ def evaluate(graph: Graph, arguments: list, replacements: dict[int, Emission]) -
         if emission:
             environment.update((id(v), array) for v, array in emission.run(read))
         else:
-            environment.update(zip(map(id, node.outputs), node.replay([read(v) for v in node.inputs])))
+            environment.update(zip(map(id, node.outputs), replay(node, [read(v) for v in node.inputs])))
 
     for node in graph.nodes:
         if node.eqn.effects:
             _demand(node.outputs or node.inputs, environment, steps)
             if not node.outputs:
-                node.replay([read(v) for v in node.inputs])
+                replay(node, [read(v) for v in node.inputs])
     _demand(graph.outputs, environment, steps)
     return [read(v) for v in graph.outputs]
 
@@ -194,15 +198,43 @@ def _demand(wanted: list[Value], environment, steps) -> None:
 
 
 def subprograms(node: Node) -> dict[str, object]:
-    """Parameters of a control-flow node that hold programs which run as part of this one: scan, while, cond, remat."""
-    if node.primitive not in ("scan", "while", "cond", "checkpoint", "remat2", *INLINED):
-        return {}
+    """The programs of a node that run as part of this one: loops, branches, remat, shards."""
+    return programs(node) if node.primitive in (*CONTROL, *INLINED) else {}
+
+
+def programs(node: Node) -> dict[str, object]:
+    """Parameters of a node that hold programs."""
     return {
         name: value
         for name, value in node.params.items()
         if isinstance(value, (ClosedJaxpr, Jaxpr))
         or isinstance(value, tuple) and value and all(isinstance(v, ClosedJaxpr) for v in value)
     }
+
+
+def inside(node: Node, work: Callable[[], object]):
+    """The result of `work`, done where a program of the node's would be traced: a shard_map has named axes."""
+    if node.primitive != "shard_map":
+        return work()
+    params, results = node.params, []
+    names = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
+
+    def shard():
+        results.append(work())
+
+    jax.eval_shape(jax.shard_map(shard, mesh=params["mesh"], in_specs=(), out_specs=None, axis_names=names,
+                                 check_vma=params["check_vma"]))
+    return results[0]
+
+
+def retraced(body: ClosedJaxpr | Jaxpr, function) -> ClosedJaxpr | Jaxpr:
+    """`function` as a program to stand where `body` stood. Raises TypeError if it returns other types than the body."""
+    before = body.jaxpr if isinstance(body, ClosedJaxpr) else body
+    after = jax.make_jaxpr(function)(*[v.aval for v in before.invars])
+    was, now = ([v.aval for v in jaxpr.outvars] for jaxpr in (before, after.jaxpr))
+    if was != now:
+        raise TypeError(f"the rewritten body returns {now}, not {was}")
+    return after if isinstance(body, ClosedJaxpr) else after.jaxpr
 
 
 def _inlinable(eqn) -> ClosedJaxpr | None:

@@ -21,7 +21,9 @@ def accept(graph: Graph, match: Match) -> set[int]:
 
     Returns the indices of those nodes."""
     reader = FusedReader(match)
-    for value in dict.fromkeys(need for emission in match.emissions for need in emission.needs):
+    needs = [need for emission in match.emissions for need in emission.needs]
+    needs += [value.producer.inputs[0] for value in needs if value.producer and value.producer.index < 0]  # of a transpose
+    for value in dict.fromkeys(needs):
         value.users.append(reader)
     defined = tuple(value for emission in match.emissions for value in emission.defines)
     graph.replaced |= set(map(id, defined))
@@ -33,19 +35,19 @@ def accept(graph: Graph, match: Match) -> set[int]:
     return set(gone)
 
 
-def unneeded(graph: Graph, defined: tuple[Value, ...]) -> dict[int, Node]:
-    """The nodes, by index, that nobody needs once `defined` are computed otherwise."""
+def unneeded(graph: Graph, defined: tuple[Value, ...], kept: Value | None = None) -> dict[int, Node]:
+    """The nodes, by index, that nobody needs once `defined` are computed otherwise; `kept` is needed all the same."""
     gone: dict[int, Node] = {}
     replaced = graph.replaced | {id(value) for value in defined}
     pending = [value.producer for value in defined]
 
     def needed(value: Value) -> bool:
         return id(value) not in replaced and (
-            graph.is_returned(value) or any(user.index not in gone for user in value.users))
+            value is kept or graph.is_returned(value) or any(user.index not in gone for user in value.users))
 
     while pending:
         node = pending.pop()
-        if node is None or node.index in gone or node.index in graph.gone or node.eqn.effects or any(map(needed, node.outputs)):
+        if node is None or node.index < 0 or node.index in gone or node.index in graph.gone or node.eqn.effects or any(map(needed, node.outputs)):
             continue
         gone[node.index] = node
         pending += [value.producer for value in node.inputs]

@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxfuse.canonical import ADD, CAST, NotPerChannel, Region, constant, is_float_cast, per_channel, regions
+from jaxfuse.canonical import ADD, CAST, NotPerChannel, Region, constant, is_float_cast, per_channel, regions, repeats
 from jaxfuse.elementwise import is_elementwise
 from jaxfuse.graph import Emission, Graph, Node, Value
+from jaxfuse.layout import Layout
 
 
 class Stop(NamedTuple):
@@ -30,12 +31,17 @@ class Activated(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """act((value₀ - center)·scale + offset + residual), as a list of steps from the anchor's value to `end`."""
+    """act((value₀ - center)·scale + offset + residual), as a list of steps from the anchor's value to `end`.
+
+    `layout` is how `end` lies compared with the anchor's value, `residual_layout` how it lay where the residual came in.
+    """
 
     end: Value
+    layout: Layout
     nodes: tuple[Node, ...] = ()
     affine: tuple[tuple[str, Value], ...] = ()  # ("add" | "sub" | "mul" | "div", one number for each channel)
     residual: Value | None = None
+    residual_layout: Layout | None = None
     activation: Activated | None = None
     region: Region | None = None  # of the activation
 
@@ -115,17 +121,23 @@ class Walk:
     def chains(self, start: Value, first: Node | None = None) -> tuple[list[Chain], Stop]:
         """Every chain from `start` (shortest first, the empty one included unless `first`, the step to begin with, is
         given) and why the last could not be extended."""
-        chain, found = Chain(start), []
+        chain = Chain(start, Layout.of(start.shape))
+        found = [chain] if first is None else []
         while True:
-            step = self._affine(chain, first) if first is not None else self._step(chain)
+            step = self._step(chain) if first is None else self._affine(chain, first)
             first = None
             if isinstance(step, Stop):
                 return found or [chain], step
-            found = found or [chain]
-            chain = step
-            found.append(chain)
+            steps = step if isinstance(step, list) else [step]
+            found += [step for step in steps if not self._is_mere_reshape(chain, step)]
+            chain = steps[-1]
 
-    def _step(self, chain: Chain) -> Chain | Stop:
+    def _is_mere_reshape(self, before: Chain, after: Chain) -> bool:
+        """It gains nothing: at a chain's end it is left where it is."""
+        return after.layout != before.layout and after.layout.axis_order == before.layout.axis_order
+
+    def _step(self, chain: Chain) -> Chain | list[Chain] | Stop:
+        """The next step; several where it is an activation of which a part is one too (relu6 and its relu)."""
         value = chain.end
         users = [n for n in value.users if n.index not in self.aside]
         if not users:
@@ -133,35 +145,45 @@ class Walk:
         if self.graph.is_returned(value):
             return Stop(f"{value!r} is returned by the program", self._missed(chain, users))
         if chain.activation is None:
-            activated = self._activation(chain)
-            if isinstance(activated, Chain):
-                return activated
-            if isinstance(activated, Stop) and activated.missed:
+            activated = self._activations(chain)
+            if isinstance(activated, list) or activated and activated.missed:
                 return activated
         if len(users) > 1:
             readers = " and ".join(map(str, users[:3]))
             return Stop(f"{value!r} is read {len(users)} times: by {readers}", self._missed(chain, users))
         (node,) = users
-        if node.index in self.claimed:
+        if node.index < 0 or node.index in self.claimed:
             return Stop(f"{node} belongs to another fused site")
         if is_float_cast(node) and not chain.masks:
             return dataclasses.replace(chain, end=node.out, nodes=(*chain.nodes, node))
+        layout = None if chain.masks else chain.layout.then(node)
+        if layout:
+            if layout.axes(self.axis) is None:
+                return Stop(f"{node} merges the channel axis with another")
+            return dataclasses.replace(chain, end=node.out, nodes=(*chain.nodes, node), layout=layout)
         if chain.activation is not None:
-            return Stop("the activation ends it")
+            return self._after_activation(chain, node)
         return self._affine(chain, node)
 
-    def _activation(self, chain: Chain) -> Chain | Stop | None:
-        """The longest elementwise region from here that has a name."""
-        stop = None
-        for region in reversed(regions(chain.end, self.graph.is_returned)):
+    def _after_activation(self, chain: Chain, node: Node) -> Stop:
+        full_size = [v for v in node.inputs if v.shape == chain.end.shape and not repeats(v)]
+        if node.primitive in ADD and len(full_size) == 2 and full_size[0] is not full_size[1]:
+            return Stop(f"{node} adds after the activation: no kernel yet on cpu", "add")
+        return Stop("the activation ends it")
+
+    def _activations(self, chain: Chain) -> list[Chain] | Stop | None:
+        """The elementwise regions from here that have a name, shortest first; else why the longest has none."""
+        named, stop = [], None
+        for region in regions(chain.end, self.graph.is_returned):
             if any(n.index in self.claimed or n.index in self.aside for n in region.nodes):
                 continue
-            named = self.name_activation(region)
-            if isinstance(named, Activated):
+            name = self.name_activation(region)
+            if isinstance(name, Activated):
                 nodes = (*chain.nodes, *region.nodes)
-                return dataclasses.replace(chain, end=region.end, nodes=nodes, activation=named, region=region)
-            stop = stop or named
-        return stop
+                named.append(dataclasses.replace(chain, end=region.end, nodes=nodes, activation=name, region=region))
+            else:
+                stop = name
+        return named or stop
 
     def _affine(self, chain: Chain, node: Node) -> Chain | Stop:
         """One addition, subtraction, multiplication or division: by a number per channel, or of a residual."""
@@ -174,17 +196,17 @@ class Walk:
         other = right if left is chain.end else left
         if other is left and kind in ("sub", "div"):
             return Stop(f"{node} has the value on its right side")
-        small = per_channel(other, chain.end, self.axis)
+        small = per_channel(other, chain.end, chain.layout.axes(self.axis))
         extended = dataclasses.replace(chain, end=node.out, nodes=(*chain.nodes, node))
         if not isinstance(small, NotPerChannel):
             if chain.residual is not None and kind in ("mul", "div"):
                 return Stop(f"{node} scales the sum with the residual", "scale")
             return dataclasses.replace(extended, affine=(*chain.affine, (kind, small)))
-        if kind != "add" or other.shape != chain.end.shape:
+        if kind != "add" or other.shape != chain.end.shape or repeats(other):
             return Stop(small.reason, dict(add="bias", sub="bias").get(kind, "scale"))
         if chain.residual is not None:
             return Stop(f"{node} adds a second full-size value", "add")
-        return dataclasses.replace(extended, residual=_unwidened(other))
+        return dataclasses.replace(extended, residual=_unwidened(other), residual_layout=chain.layout)
 
     def _missed(self, chain: Chain, users: list[Node]) -> str | None:
         """What the walk would have taken next, had the value no other reader."""

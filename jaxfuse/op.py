@@ -75,7 +75,7 @@ class Stage:
             mlir.register_lowering(p, on_cpu, platform="cpu")
 
     def __call__(self, config: Hashable, *args) -> list[jax.Array]:
-        return self.primitive.bind(*_equally_varying(args), config=config)
+        return self.primitive.bind(*equally_varying(args), config=config)
 
     def kernel(self, config, args) -> tuple[Kernel | None, str]:
         """The first kernel that takes these arguments, or (None, why the last one does not)."""
@@ -192,7 +192,7 @@ class FusedOp:
         )
 
     def _linearize(self, primals, tangents, *, config):
-        saving, primals = self.for_autodiff(config), _equally_varying(primals)
+        saving, primals = self.for_autodiff(config), equally_varying(primals)
         if not self.differentiable(config):
             return jvp_of(functools.partial(self.decompose, config), primals, tangents)
         if saving == config and config.saves:  # a second derivative of a call that was already differentiated once
@@ -297,7 +297,7 @@ def _out_types(stage: Stage, config, types: tuple[jax.ShapeDtypeStruct, ...]):
     return [out.update(weak_type=False) for out in outs]
 
 
-def _equally_varying(args):
+def equally_varying(args):
     """Inside `shard_map`: mark every argument as varying over the same mesh axes (the transpose is the psum)."""
     varying = [jax.typeof(a).manual_axis_type.varying for a in args]
     everywhere = frozenset().union(*varying)

@@ -1,8 +1,15 @@
-"""Calls of a user's function: which arguments are traced, which are part of the signature, and its trace."""
+"""Calls of a user's function: which arguments are traced, which belong to the signature, its trace, and its dispatch."""
+
+import functools
+import types
 
 import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr
+
+from jaxfuse import private
+
+STATIC = frozenset({bool, str, bytes, types.FunctionType, types.BuiltinFunctionType, types.MethodType})
 
 
 class Untraceable(Exception):
@@ -31,7 +38,7 @@ class Call:
         whole = [static[i] if i in static else next(rest) for i in range(len(static) + len(leaves))]
         return jax.tree.unflatten(self.tree, whole)
 
-    def trace(self, fn, leaves) -> tuple[ClosedJaxpr, object]:
+    def trace(self, fn) -> tuple[ClosedJaxpr, object]:
         """The program of fn for these leaves, and the tree of its outputs."""
 
         def of_leaves(*leaves):
@@ -39,7 +46,7 @@ class Call:
             return fn(*args, **kwargs)
 
         try:
-            closed, shapes = jax.make_jaxpr(of_leaves, return_shape=True)(*leaves)
+            closed, shapes = jax.make_jaxpr(of_leaves, return_shape=True)(*self.leaves)
         except Exception as error:
             raise Untraceable(f"{type(error).__name__}: {error}".splitlines()[0]) from error
         return closed, jax.tree.structure(shapes)
@@ -57,12 +64,86 @@ class Call:
         return tuple(i for i, flag in enumerate(flags) if flag) if len(flags) == len(self.leaves) else ()
 
 
+def compiled(fn, run, give_up):
+    """fn, by way of `jax.jit(run)`; `run` takes fn's arguments and raises `Untraceable` where fn cannot be traced.
+
+    `jax.jit` dispatches every call, as it would those of fn: looking at hundreds of leaves here would cost as much again.
+    It knows nothing of bools, strings and other objects deep in the arguments. Where it fails, the leaves are looked at
+    one by one. Where that fails too, `give_up(failure)` is called and fn runs as it is.
+    """
+    options = private.jit_options(fn)
+    at_once: dict = {}  # form -> jitted run; None: to be called leaf by leaf
+    by_leaves: dict = {}  # signature -> jitted function of the traced leaves; None: fn cannot be traced
+
+    def call(*args, **kwargs):
+        form = tuple([type(a) in STATIC for a in args]), tuple([(name, type(a) in STATIC) for name, a in kwargs.items()])
+        if form not in at_once:
+            at_once[form] = jax.jit(_without_bools(run) if options is None else run, **options or _static(form))
+        if at_once[form] is not None:
+            try:
+                return at_once[form](*args, **kwargs)
+            except (Untraceable, TypeError, ValueError, OverflowError):
+                at_once[form] = None
+        return leaf_by_leaf(Call(args, kwargs), args, kwargs)
+
+    def leaf_by_leaf(call: Call, args, kwargs):
+        if call.key not in by_leaves:
+            by_leaves[call.key] = jax.jit(functools.partial(_with, call, run), donate_argnums=call.donated(fn))
+        function = by_leaves[call.key]
+        if function is _CONCRETE:
+            return leaf_by_leaf(Call(args, kwargs, concrete=True), args, kwargs)
+        if function is not None:
+            try:
+                return function(*call.leaves)
+            except Untraceable as failure:
+                if call.has_numbers and not call.concrete:
+                    by_leaves[call.key] = _CONCRETE
+                    return leaf_by_leaf(Call(args, kwargs, concrete=True), args, kwargs)
+                give_up(failure)
+        result = fn(*args, **kwargs)
+        by_leaves[call.key] = None
+        return result
+
+    return functools.wraps(fn)(call)
+
+
+_CONCRETE = "with numbers as part of the signature"
+
+
+def _with(call: Call, run, *leaves):
+    args, kwargs = call.arguments(leaves)
+    return run(*args, **kwargs)
+
+
+def _static(form) -> dict:
+    positions, names = form
+    return dict(static_argnums=[i for i, static in enumerate(positions) if static],
+                static_argnames=[name for name, static in names if static])
+
+
+def _without_bools(run):
+    """A bool is traced by `jax.jit`; what is one here may have been one of Python's, which belongs to the signature."""
+
+    def checked(*args, **kwargs):
+        traced = [leaf for leaf in jax.tree.leaves((args, kwargs)) if isinstance(leaf, jax.Array)]
+        if any(leaf.dtype == bool and leaf.ndim == 0 for leaf in traced):
+            raise Untraceable("a bool")
+        return run(*args, **kwargs)
+
+    return checked
+
+
 def _is_array(leaf) -> bool:
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)) or hasattr(leaf, "__jax_array__")
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf.dtype.kind not in "OSUMm"  # objects, strings and times
+    return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) or hasattr(leaf, "__jax_array__")
 
 
 def _is_number(leaf) -> bool:
-    return isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
+    """Python's own, if it fits into an array."""
+    if isinstance(leaf, bool):
+        return False
+    return isinstance(leaf, (float, complex)) or isinstance(leaf, int) and -(2**31) <= leaf < 2**31
 
 
 def _hashable(leaf):

@@ -13,15 +13,16 @@ ALLOWED = {
     "__init__": {"ops", "fuse", "report"},
     "__main__": {"demo", "doctor"},
     "fuse": {"live", "patterns", "policy", "report", "graph", "match", "signature"},
-    "signature": set(),
+    "signature": {"private"},
     "report": {"match"},
     "policy": {"ops"},
-    "patterns": {"patterns", "graph", "canonical", "elementwise", "forms", "live", "match", "ops"},
+    "patterns": {"patterns", "graph", "layout", "canonical", "elementwise", "forms", "live", "match", "ops", "op"},
     "live": {"graph", "match"},
     "forms": {"canonical", "graph"},
-    "match": {"canonical", "elementwise", "graph"},
-    "canonical": {"elementwise", "graph"},
+    "match": {"canonical", "elementwise", "graph", "layout"},
+    "canonical": {"elementwise", "graph", "layout"},
     "elementwise": {"graph"},
+    "layout": {"graph"},
     "graph": set(),
     "ops": {"ops", "op", "ffi"},
     "op": {"private"},
@@ -73,7 +74,8 @@ def test_patterns_and_ops_have_the_same_names():
     ops = {p.stem for p in (PACKAGE / "ops").glob("*.py")} - {"__init__", "activations", "errors"}
     patterns = {p.stem for p in (PACKAGE / "patterns").glob("*.py")} - {"__init__", "activations"}
     handlers = {p.stem for p in (ROOT / "xla_ext").glob("*.cc")}
-    assert ops == patterns and ops <= handlers
+    assert ops <= patterns  # a pattern without an op is recognised, and reported as having no kernel yet
+    assert {name.removesuffix("_grad") for name in ops} <= handlers
 
 
 @pytest.mark.parametrize("pattern", ["jaxfuse/**/*.py", "xla_ext/*", "tests/*.py", "benchmarks/*.py"])

@@ -78,7 +78,8 @@ CONV_HITS = {
     "conv+bias+relu, strided and dilated": lambda x, w, b, r: jax.nn.relu(
         conv(x, w, window_strides=(2, 1), rhs_dilation=(1, 2), padding=((0, 1), (2, 0))) + b),
     "conv+bias+relu, depthwise": lambda x, w, b, r: jax.nn.relu(conv(x, w[:, :, :1], feature_group_count=4) + b),
-    "conv+bias+relu, NCHW": lambda x, w, b, r: jax.nn.relu(
+    "conv+relu, a reshape between": lambda x, w, b, r: jax.nn.relu(conv(x, w).reshape(2, 64, 8)),
+    "transpose+conv+bias+relu, NCHW": lambda x, w, b, r: jax.nn.relu(
         conv(x.transpose(0, 3, 1, 2), w, dimension_numbers=("NCHW", "HWIO", "NCHW")) + b[:, None, None]),
 }
 
@@ -130,7 +131,7 @@ CONV_MISSES = {
 _NO_ROW = {
     "optimization_barrier": lambda x, w, b, r: jax.nn.relu(lax.optimization_barrier(conv(x, w))),
     "custom_vjp of the user's": lambda x, w, b, r: straight_through(conv(x, w)),
-    "a reshape between": lambda x, w, b, r: jax.nn.relu(conv(x, w).reshape(2, 64, 8)),
+    "a reshape of the channels between": lambda x, w, b, r: jax.nn.relu(conv(x, w).reshape(2, 64 * 8)),
     "twice the value": lambda x, w, b, r: (lambda y: y + y)(conv(x, w)),
 }
 
@@ -252,9 +253,9 @@ def self_residual(x, g, b, r):
 
 BN_MISSES = {
     "over the wrong axes": (lambda x, g, b, r: (x - x.mean((0, 1))) * lax.rsqrt(x.var((0, 1)) + 1e-5),
-                            "norm", "statistics over axes (0, 1)", []),
+                            "norm", "statistics over axes [0, 1]", []),
     "layer norm": (lambda x, g, b, r: (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5),
-                   "norm", "statistics over axes (3,)", []),
+                   "norm", "statistics over axes [3]", []),
     "statistics only": (fast_moments, "bn", "nothing normalises it", []),
     "residual of its own statistics": (self_residual, "bn+add", "own statistics", ["bn"]),
     "scale along another axis": (spelled(fast_moments, lambda x, m, v, g, b, r: (x - m) * lax.rsqrt(v + 1e-5) * r[:, :1, :1]),

@@ -45,6 +45,13 @@ TABLE: dict[str, Activation] = {
     "gelu_tanh": Activation(lambda x, alpha: jax.nn.gelu(x, approximate=True)),
     "hard_swish": Activation(lambda x, alpha: jax.nn.hard_swish(x)),
     "softplus": Activation(lambda x, alpha: jax.nn.softplus(x)),
+    "clip": Activation(lambda x, alpha: jnp.minimum(jnp.maximum(x, 0), alpha), has_alpha=True),
+    "selu": Activation(lambda x, alpha: jax.nn.selu(x)),
+    "celu": Activation(lambda x, alpha: jax.nn.celu(x, alpha), has_alpha=True),
+    "mish": Activation(lambda x, alpha: jax.nn.mish(x)),
+    "hard_sigmoid": Activation(lambda x, alpha: jax.nn.hard_sigmoid(x)),
+    "hard_tanh": Activation(lambda x, alpha: jax.nn.hard_tanh(x)),
+    "relu_squared": Activation(lambda x, alpha: jnp.square(jax.nn.relu(x))),
 }
 
 # The kernels' names of values that two activations share; these differ in their derivatives only.

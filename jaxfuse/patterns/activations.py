@@ -2,11 +2,12 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.canonical import Region, region_table, served_from_end
-from jaxfuse.elementwise import FINITE, same, table_of, values_of
+from jaxfuse.canonical import Region, constant, region_table, served_from_end
+from jaxfuse.elementwise import FINITE, same, same_limits, table_of, values_of
 from jaxfuse.graph import Value
 from jaxfuse.match import Activated, Stop
 from jaxfuse.ops.activations import TABLE
@@ -26,7 +27,7 @@ def name_activation(region: Region) -> Activated | Stop:
     fitting = [(np.abs(table[:, :n] - known[:, :n]).max(), name, alpha) for name, alpha, known in candidates
                if same(table, known, tolerance)]
     if fitting:
-        _, name, alpha = min(fitting)
+        _, name, alpha = min(fitting, key=lambda fit: fit[0])  # the first of equals: elu(1) is celu(1) too
         if not masks_served:
             return Stop(f"{region.start!r} is compared at {region.masks[0].producer}, which {name}'s value cannot serve", name)
         return Activated(name, alpha)
@@ -37,17 +38,18 @@ def is_derivative(region: Region, mask: Value) -> bool:
     """Whether the function's derivative is 1 where the mask is set and 0 elsewhere."""
     start = region.start
     table, _ = _cached_table(region)
-    set_at = values_of(lambda x: region.replay(x, (mask,)), start.shape, start.dtype, FINITE)
+    set_at = values_of(lambda x: region.replay(x, (mask,)), start.aval, FINITE)
     return set_at is not None and np.array_equal(set_at[0], table[1, : len(FINITE)])
 
 
 def _candidates(table):
-    """Names with their parameter: leaky_relu's slope and elu's depth are read off the table."""
+    """Names with their parameter: a slope, a depth, a height is read off the table."""
     at = dict(zip(FINITE, table[0]))
-    parameters = {"leaky_relu": -at[-1.0], "elu": -at[-40.0]}
+    parameters = {"leaky_relu": -at[-1.0], "elu": -at[-40.0], "celu": -at[-40.0], "clip": at[40.0]}
     for name, activation in TABLE.items():
         alpha = float(np.float32(parameters.get(name, 0)))
-        if name != "none" and (0 < alpha < 1 or name == "elu" and alpha > 0 or not activation.has_alpha):
+        known = not activation.has_alpha or 0 < alpha < (1 if name == "leaky_relu" else 20)
+        if name != "none" and known:
             yield name, alpha
 
 
@@ -61,7 +63,7 @@ def _near_miss(region, table, candidates) -> Stop:
         if values.any():
             at = np.argmax(values)
             where = f"at x = {FINITE[at]:g} it is {table[0, at]:g}, not {known[0, at]:g}"
-        elif not np.array_equal(table[0, n:], known[0, n:], equal_nan=True):
+        elif not same_limits(table, known, 1e-3):
             where = f"at infinity, -infinity and NaN it is {table[0, n:]}, not {known[0, n:]}"
         elif slopes.any():
             at = np.argmax(slopes)
@@ -74,7 +76,7 @@ def _near_miss(region, table, candidates) -> Stop:
 
 @functools.cache
 def _known(name: str, alpha: float) -> np.ndarray:
-    return table_of(functools.partial(TABLE[name].value, alpha=alpha), (2,), np.float32)
+    return table_of(functools.partial(TABLE[name].value, alpha=alpha), jax.ShapeDtypeStruct((2,), np.float32))
 
 
 _tables: dict = {}
@@ -86,7 +88,7 @@ def _cached_table(region: Region):
     numbers = {id(region.start): 0}
     text = []
     for node in region.nodes:
-        wiring = [numbers.get(id(v), v.literal if v.literal is not None else repr(v.producer.eqn)) for v in node.inputs]
+        wiring = [("value", numbers[id(v)]) if id(v) in numbers else constant(v) for v in node.inputs]
         numbers[id(node.out)] = len(numbers)
         text.append((node.primitive, node.source() if node.primitive == "custom_jvp_call" else "", str(wiring),
                      str({k: v for k, v in node.params.items() if k != "jvp_jaxpr_fun"})))

@@ -3,11 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxpr_as_fun
 
-from jaxfuse.canonical import CAST, Moments, NotPerChannel, is_square, per_channel, size
-from jaxfuse.graph import Emission, Node, Value
+from jaxfuse.canonical import CAST, Moments, NotPerChannel, constant, is_square, per_channel, reductions, size
+from jaxfuse.graph import Emission, Graph, Node, Value, evaluate
+from jaxfuse.layout import Layout, channels_last, laid, transposed
 from jaxfuse.match import Chain, Match, Refusal, Walk, as_vector, depends_on, longest
+from jaxfuse.op import equally_varying
 from jaxfuse.ops.batch_norm import OP, BatchNormConfig
 from jaxfuse.patterns import batch_norm_grad
 from jaxfuse.patterns.activations import name_activation
@@ -19,11 +20,13 @@ class PerChannelProgram:
     """The user's own arithmetic from (mean, var, *parameters) to (center, scale, offset); equal if it reads the same."""
 
     def __init__(self, function, types):
-        self.closed = jax.make_jaxpr(function)(*types)
-        self.text = str(self.closed.jaxpr), tuple(np.asarray(c).tobytes() for c in self.closed.consts)
+        closed = jax.make_jaxpr(function)(*types)
+        self.graph = Graph(closed)
+        self.text = str(closed.jaxpr), tuple(np.asarray(c).tobytes() for c in closed.consts)
 
     def __call__(self, *arrays):
-        return jaxpr_as_fun(self.closed)(*arrays)
+        """Inside a `shard_map` the arrays vary over its axes, and every number of the program has to follow them."""
+        return evaluate(self.graph, arrays, {}, lambda node, values: node.replay(equally_varying(values)))
 
     def __eq__(self, other):
         return isinstance(other, PerChannelProgram) and self.text == other.text
@@ -32,24 +35,27 @@ class PerChannelProgram:
         return hash(self.text)
 
     def __repr__(self):
-        return f"PerChannelProgram({len(self.closed.jaxpr.eqns)} equations)"
+        return f"PerChannelProgram({len(self.graph.nodes)} equations)"
 
 
 def anchors(graph):
     """Sums over some axes of values that are squared and summed over the same axes too; last first."""
     sums = [n for n in graph.nodes if n.primitive == "reduce_sum" and n.inputs[0].literal is None]
     summed = {(id(_squared(n.inputs[0])), n.params["axes"]) for n in sums}
-    found = [n for n in sums if n.inputs[0].ndim >= 2 and (id(_uncast(n.inputs[0])), n.params["axes"]) in summed
+    found = [n for n in sums if n.inputs[0].ndim >= 2 and (id(_unmasked(n.inputs[0])), n.params["axes"]) in summed
              and _squared(n.inputs[0]) is None]
-    return list({id(_uncast(n.inputs[0])): n for n in reversed(found)}.values())
+    return list({id(_unmasked(n.inputs[0])): n for n in reversed(found)}.values())
 
 
 def match(graph, node: Node, claimed: set[int], measured):
     x = _uncast(node.inputs[0])
-    kept = [d for d in range(x.ndim) if d not in node.params["axes"]]
-    if len(kept) != 1 or kept == [0]:  # rows of the batch, or groups: norm.py has them
+    if _unmasked(x) is not x:
+        yield Refusal("bn", node, (x,), f"{x.producer} leaves elements out of the statistics: no kernel yet on cpu")
         return
-    (axis,) = kept
+    left = min((r.left for r in reductions(node.inputs[0]) if r.first is node and r.left), key=len, default=())
+    if len(left) != 1 or left == (0,):  # rows of the batch, or groups: norm.py has them
+        return
+    (axis,) = left
     moments = Moments(x, axis)
     if not moments:
         yield Refusal("bn", node, (x,), "its sums are not made into a mean and a variance")
@@ -86,7 +92,7 @@ def _first_step(graph, moments: Moments) -> tuple[Value, Node | None]:
     x = moments.x
     for value in (x, *[n.out for n in x.users if n.primitive == CAST]):
         for node in value.users:
-            if node.primitive in ("sub", "mul") and len(node.inputs) == 2 and node.index not in moments.nodes:
+            if node.primitive in ("sub", "mul", "div") and len(node.inputs) == 2 and node.index not in moments.nodes:
                 other = node.inputs[1] if node.inputs[0] is value else node.inputs[0]
                 small = per_channel(other, value, moments.axis)
                 if not isinstance(small, NotPerChannel) and depends_on([small], set(moments.known), _since(moments)):
@@ -121,29 +127,40 @@ def _fused(graph, node: Node, moments: Moments, gradient, chain: Chain, measured
     per_channel_program, parameters = program
     name = chain.activation.name if chain.activation else "none"
     saving = gradient is not None and batch_norm_grad.mask_of(gradient, chain) is not None
-    config = BatchNormConfig(moments.axis, per_channel_program, True, chain.residual is not None, name, saving, saving)
-    full = (x, chain.residual) if chain.residual is not None else (x,)
-    types = tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (*full, *parameters))
+    # The kernels are channels-last, and so is what the fused ops around it give and take: transposes between them vanish.
+    order = channels_last(x.ndim, moments.axis)
+    full, undo = (transposed(graph, x, order),), None
+    if chain.residual is not None:
+        added, undo = laid(graph, chain.residual, chain.residual_layout, order)
+        full = *full, added
+    config = BatchNormConfig(x.ndim - 1, per_channel_program, True, chain.residual is not None, name, saving, saving)
+    types = [jax.ShapeDtypeStruct([x.shape[d] for d in order], x.dtype)] * len(full)
+    types = (*types, *[jax.ShapeDtypeStruct(v.shape, v.dtype) for v in parameters])
     kernel, reason = OP.forward.kernel(config, types)
     reason = reason or measured("batch_norm", config, types)
     if reason:
         return reason
+    twin = transposed(graph, chain.end, order) if chain.layout == Layout.of(x.shape) else None
 
     rows = size(x) // max(1, x.shape[moments.axis])
     bits = [Value(jax.ShapeDtypeStruct((rows, -(-x.shape[moments.axis] // 8)), jnp.uint8))] * saving
 
     def run(read):
-        y, mean, var, *saved = OP(config, *map(read, (*full, *parameters)))
-        yield chain.end, y
-        yield from chain.masks_from(y)
+        first, *residual = map(read, full)
+        y, mean, var, *saved = OP(config, first, *map(undo, residual), *map(read, parameters))
+        yield chain.end, chain.layout.place(y, order)
+        yield from chain.masks_from(chain.layout.place(y, order))
         yield from zip(bits, saved[3:])
+        if twin:
+            yield twin, y
         for value, formula in moments.known.values():
-            yield value, formula(mean, var, moments.count).astype(value.dtype).reshape(value.shape)
+            yield value, formula(mean, var).astype(value.dtype).reshape(value.shape)
 
     bytes_saved = np.dtype(x.dtype).itemsize * size(x) * (1 + 2 * len([n for n in chain.nodes if n.primitive != CAST]) // 2)
-    defines = (chain.end, *[value for value, _ in moments.known.values()], *chain.masks, *bits)
-    emission = Emission((*full, *parameters), defines, run)
-    return Match(_label(chain), node, chain.nodes, (emission,), kernel.name, full, bytes_saved)
+    operands = (x, chain.residual) if chain.residual is not None else (x,)
+    served = (value for value, _ in moments.known.values())
+    emission = Emission((*full, *parameters), (chain.end, *[twin] * bool(twin), *served, *chain.masks, *bits), run)
+    return Match(_label(chain), node, chain.nodes, (emission,), kernel.name, operands, bytes_saved)
 
 
 def _per_channel_program(moments: Moments, chain: Chain):
@@ -172,7 +189,7 @@ def _per_channel_program(moments: Moments, chain: Chain):
     given = list(parameters.values())
 
     def program(mean, var, *arrays):
-        made = {id(v): formula(mean, var, moments.count).astype(v.dtype).reshape(v.shape) for v, formula in known.values()}
+        made = {id(v): formula(mean, var).astype(v.dtype).reshape(v.shape) for v, formula in known.values()}
         made |= {id(v): array for v, array in zip(given, arrays)}
 
         def read(value):
@@ -196,9 +213,20 @@ def _uncast(value: Value) -> Value:
     return value
 
 
-def _squared(value: Value) -> Value | None:
-    """What `value` is the square of (of it, or of it less its mean), casts not counted."""
+def _unmasked(value: Value) -> Value:
+    """What statistics with a mask are of: select(mask, x, 0)."""
+    value = _uncast(value)
     node = value.producer
+    if node is not None and node.primitive == "select_n" and len(node.inputs) == 3:
+        for zero, kept in (node.inputs[1:], node.inputs[:0:-1]):
+            if constant(zero) == 0 and constant(kept) is None:
+                return _uncast(kept)
+    return value
+
+
+def _squared(value: Value) -> Value | None:
+    """What `value` is the square of (of it, or of it less its mean), casts and masks not counted."""
+    node = _unmasked(value).producer
     if node is None or not is_square(node, node.inputs[0]):
         return None
     base = node.inputs[0]

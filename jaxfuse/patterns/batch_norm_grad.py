@@ -9,6 +9,7 @@ import numpy as np
 from jaxfuse.canonical import Moments, constant, size
 from jaxfuse.forms import Form, Forms, Product, Vector
 from jaxfuse.graph import Emission, Graph, Value
+from jaxfuse.layout import channels_last, inverse, transposed
 from jaxfuse.live import unneeded
 from jaxfuse.match import Chain, Match, depends_on
 from jaxfuse.ops.batch_norm_grad import DX, SUMS, GradientConfig
@@ -45,7 +46,7 @@ def find(graph: Graph, moments: Moments) -> Gradient | None:
         return None
     (g,) = cotangents.values()
     results = _results(graph, forms, x, g)
-    gone = unneeded(graph, tuple(value for value, _ in (*sums, *results)))
+    gone = unneeded(graph, tuple(value for value, _ in (*sums, *results)), kept=g)
     return Gradient(moments, forms, g, sums, results, frozenset(gone))
 
 
@@ -88,10 +89,10 @@ def fused(graph: Graph, gradient: Gradient, label: str, anchor, bits: Value | No
     moments, g, x = gradient.moments, gradient.g, gradient.moments.x
     dy = g if bits is None else g.producer.inputs[2]
     masks = () if bits is None else (bits,)
-    config = GradientConfig(moments.axis, bool(masks))
-    channels = x.shape[moments.axis]
-    vector = jax.ShapeDtypeStruct((channels,), jnp.float32)
-    full = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (dy, x)]
+    order = channels_last(x.ndim, moments.axis)
+    config, dy_last, x_last = GradientConfig(x.ndim - 1, bool(masks)), transposed(graph, dy, order), transposed(graph, x, order)
+    vector = jax.ShapeDtypeStruct((x.shape[moments.axis],), jnp.float32)
+    full = [jax.ShapeDtypeStruct([v.shape[d] for d in order], v.dtype) for v in (dy, x)]
     kernel, reason = SUMS.kernel(config, (*full, vector, *masks))
     reason = reason or measured("batch_norm", config, full)
     if reason:
@@ -102,14 +103,14 @@ def fused(graph: Graph, gradient: Gradient, label: str, anchor, bits: Value | No
         return "its sums over the batch depend on each other"
 
     def operands(read):
-        return read(dy), read(x), jnp.asarray(read(gradient.forms.mean)).astype(jnp.float32).reshape(-1)
+        return read(dy_last), read(x_last), jnp.asarray(read(gradient.forms.mean)).astype(jnp.float32).reshape(-1)
 
     def run_sums(read):
         sum_g, sum_gx = SUMS(config, *operands(read), *map(read, masks))
         for value, form in gradient.sums:
             yield value, _total(form, x, g, sum_g, sum_gx, moments.count, read).astype(value.dtype).reshape(value.shape)
 
-    full_needs = (dy, x, gradient.forms.mean, *masks)
+    full_needs = (dy_last, x_last, gradient.forms.mean, *masks)
     emissions = [Emission((*full_needs, *factors), tuple(value for value, _ in gradient.sums), run_sums)]
     emissions += [_result(graph, gradient, config, operands, full_needs, *result, bits is not None and i == 0)
                   for i, result in enumerate(gradient.results)]
@@ -118,14 +119,16 @@ def fused(graph: Graph, gradient: Gradient, label: str, anchor, bits: Value | No
 
 
 def _result(graph, gradient: Gradient, config, operands, full_needs, value: Value, form: Form, gated: bool) -> Emission:
-    x, g, channels = gradient.moments.x, gradient.g, gradient.moments.x.shape[config.axis]
+    x, g, axis = gradient.moments.x, gradient.g, gradient.moments.axis
+    channels, order = x.shape[axis], channels_last(x.ndim, axis)
     others = [(t, k) for t, k in form.terms.values() if t is not x and t is not g]
     needs = (*full_needs, *[t for t, _ in others], *_needs(form))
     if gated and _is_read(graph, gradient, g):
         sums = {id(v) for v, _ in gradient.sums}
         if not depends_on(list(needs[len(full_needs):]), {id(g)}, g.producer.index, behind=sums):
             config = GradientConfig(config.axis, config.masked, wants_g=True)
-    defines = (value, g) if config.wants_g else (value,)
+    given = (value, g) if config.wants_g else (value,)
+    defines = (*given, *[transposed(graph, v, order) for v in given]) if axis != x.ndim - 1 else given
 
     def run(read):
         def per_channel(coefficient: Vector | None):
@@ -134,11 +137,10 @@ def _result(graph, gradient: Gradient, config, operands, full_needs, value: Valu
 
         a, b, c = map(per_channel, (form.coefficient(g), form.coefficient(x), form.offset))
         masks = [read(need) for need in full_needs[3:]]
-        dx, *rest = DX(config, *operands(read), a, b, c, *masks)
-        beside = [d for d in range(x.ndim) if d != config.axis]
+        made = DX(config, *operands(read), a, b, c, *masks)
         for tensor, coefficient in others:
-            dx = (dx + jnp.expand_dims(per_channel(coefficient), beside) * read(tensor)).astype(x.dtype)
-        return zip(defines, (dx, *rest))
+            made[0] = (made[0] + per_channel(coefficient) * jnp.transpose(read(tensor), order)).astype(x.dtype)
+        return zip(defines, (*[jnp.transpose(array, inverse(order)) for array in made], *made))
 
     return Emission(needs, defines, run)
 

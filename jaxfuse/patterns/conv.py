@@ -1,13 +1,16 @@
-"""Convolution with what follows it: bias or inference batch norm, residual, activation."""
+"""Convolution with what comes before and after it: zero padding, transposes; bias or inference batch norm, residual, activation."""
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.graph import Emission, Node
+from jaxfuse.canonical import constant
+from jaxfuse.graph import Emission, Node, Value
+from jaxfuse.layout import channels_last, inverse, laid, only_moved, transposed
 from jaxfuse.match import Chain, Match, Refusal, Walk, as_vector, longest
 from jaxfuse.ops.conv import OP, ConvConfig
 from jaxfuse.patterns.activations import name_activation
@@ -19,19 +22,23 @@ def anchors(graph):
 
 
 def match(graph, node: Node, claimed: set[int], measured):
-    """Yields one Match or Refusal for the convolution, and a Refusal for the step that its epilogue could not take."""
+    """Yields one Match or Refusal for the convolution, and a Refusal for the step that its epilogue could not take, or for
+    the padding that it could not take in."""
     config = config_of(node)
     if isinstance(config, str):
         yield Refusal("conv", node, tuple(node.inputs), config)
         return
+    head = _head(graph, node, config)
     chains, stop = Walk(graph, config.out_spec[1], claimed, name_activation).chains(node.out)
-    found, chain, refused = longest(chains, node.out.dtype, lambda chain: _fused(node, chain, config, measured))
+    found, chain, refused = longest(chains, node.out.dtype, lambda chain: _fused(graph, node, head, chain, measured))
     if found:
         yield found
+        if head.refused:
+            yield Refusal("pad+conv", node, head.operands, head.refused)
     if refused:
-        yield Refusal(refused[0].label("conv"), node, tuple(node.inputs), refused[1])
+        yield Refusal(_label(head, refused[0]), node, head.operands, refused[1])
     elif stop.missed:
-        yield Refusal(f"{chain.label('conv')}+{stop.missed}", node, tuple(node.inputs), stop.reason)
+        yield Refusal(f"{_label(head, chain)}+{stop.missed}", node, head.operands, stop.reason)
 
 
 def config_of(node: Node) -> ConvConfig | str:
@@ -52,25 +59,103 @@ def config_of(node: Node) -> ConvConfig | str:
         params["feature_group_count"], dn.lhs_spec, dn.rhs_spec, dn.out_spec, precision=params["precision"])
 
 
-def _configured(config: ConvConfig, chain: Chain) -> ConvConfig:
+# --- before it ---------------------------------------------------------------------------------------------------
+
+
+class Head(NamedTuple):
+    """What a convolution reads once pads and transposes are part of its config; `steps` names them, `refused` says why
+    the next pad is not."""
+
+    config: ConvConfig
+    operands: tuple[Value, Value]
+    steps: tuple[str, ...]
+    refused: str
+
+
+def _head(graph, node: Node, config: ConvConfig) -> Head:
+    x, w = node.inputs
+    w, moved = only_moved(w)
+    config = dataclasses.replace(config, rhs_spec=tuple(moved[d] for d in config.rhs_spec))
+    steps, refused = (), ""
+    while not refused:
+        source, moved = only_moved(x)
+        if source is not x:
+            config = dataclasses.replace(config, lhs_spec=tuple(moved[d] for d in config.lhs_spec))
+            x, steps = source, ("transpose",) * (moved != tuple(sorted(moved))) + steps
+        elif x.producer is not None and x.producer.primitive == "pad":
+            padding = _with_pad(config, x.producer)
+            if isinstance(padding, str):
+                refused = padding
+            else:
+                config = dataclasses.replace(config, padding=padding)
+                x, steps = x.producer.inputs[0], ("pad", *steps)
+        else:
+            break
+    order = channels_last(x.ndim, config.lhs_spec[1])
+    if (id(x), order) in graph.transposes:  # another fused op gives it so, or wants it so
+        moved = inverse(order)
+        config, x = dataclasses.replace(config, lhs_spec=tuple(moved[d] for d in config.lhs_spec)), transposed(graph, x, order)
+    return Head(config, (x, w), steps, refused)
+
+
+def _with_pad(config: ConvConfig, pad: Node):
+    """The convolution's padding with the pad's added, or why it cannot be."""
+    value, pads = constant(pad.inputs[1]), pad.params["padding_config"]
+    if value != 0:
+        return f"{pad} pads with {'a computed value' if value is None else value}, the kernel with 0"
+    for axis, (low, high, interior) in enumerate(pads):
+        if interior or low < 0 or high < 0:
+            return f"{pad} has padding {(low, high, interior)} along axis {axis}: the kernel adds zeros at the borders only"
+        if (low or high) and axis in config.lhs_spec[:2]:
+            return f"{pad} pads along axis {axis}, which is not spatial"
+    added = [pads[axis] for axis in config.lhs_spec[2:]]
+    return tuple((low + more, high + beyond) for (low, high), (more, beyond, _) in zip(config.padding, added))
+
+
+# --- the whole ---------------------------------------------------------------------------------------------------
+
+
+def _label(head: Head, chain: Chain) -> str:
+    order = chain.layout.axis_order
+    return "+".join([*head.steps, chain.label("conv"), *["transpose"] * (order != tuple(sorted(order)))])
+
+
+def _configured(config: ConvConfig, chain: Chain, permutation) -> ConvConfig:
+    """With what the chain does; the output's axes are written in the order of `permutation`."""
     kinds = {kind for kind, _ in chain.affine}
     name, alpha = chain.activation or ("none", 0.0)
-    return dataclasses.replace(config, has_scale=bool(kinds & {"mul", "div"}), has_bias=bool(kinds & {"add", "sub"}),
-                               has_residual=chain.residual is not None, activation=name, alpha=alpha)
+    moved = inverse(permutation)
+    return dataclasses.replace(
+        config, out_spec=tuple(moved[d] for d in config.out_spec), has_scale=bool(kinds & {"mul", "div"}),
+        has_bias=bool(kinds & {"add", "sub"}), has_residual=chain.residual is not None, activation=name, alpha=alpha)
 
 
-def _fused(node: Node, chain: Chain, config: ConvConfig, measured) -> Match | str:
+def _target(graph, chain: Chain, channel_axis: int):
+    """(permutation, twin): the output's axes as they lie at the chain's end, or channels-last if another fused op wants
+    the end so, as the value `twin`."""
+    layout = chain.layout
+    if layout.is_permutation:
+        order = channels_last(chain.end.ndim, layout.permutation.index(channel_axis))
+        if (id(chain.end), order) in graph.transposes:
+            return tuple(layout.permutation[d] for d in order), transposed(graph, chain.end, order)
+    return layout.axis_order, None
+
+
+def _fused(graph, node: Node, head: Head, chain: Chain, measured) -> Match | str:
     """The match, or why not."""
-    x, w = node.inputs
+    x, w = head.operands
     if chain.residual is not None and chain.residual.dtype != x.dtype:
         return f"residual {chain.residual!r} is of another dtype than {node.out!r}"
-    config = _configured(config, chain)
-    residual = (chain.residual,) if chain.residual is not None else ()
+    channel_axis, has_residual = head.config.out_spec[1], chain.residual is not None
+    permutation, twin = _target(graph, chain, channel_axis)
+    config = _configured(head.config, chain, permutation)
+    added, undo = laid(graph, chain.residual, chain.residual_layout, permutation) if has_residual else (None, None)
+    full = (x, w, added) if has_residual else (x, w)
     smalls = tuple(value for _, value in chain.affine)
-    channels = node.out.shape[config.out_spec[1]]
+    channels = node.out.shape[channel_axis]
     vectors = [jax.ShapeDtypeStruct((channels,), jnp.float32)] * (config.has_scale + config.has_bias)
-    types = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (x, w, *residual)]
-    types[2:2] = vectors
+    types = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (x, w)] + vectors
+    types += [jax.ShapeDtypeStruct([node.out.shape[d] for d in permutation], x.dtype)] * has_residual
     kernel, reason = OP.forward.kernel(config, tuple(types))
     reason = reason or measured("conv", config, types)
     if reason:
@@ -82,11 +167,15 @@ def _fused(node: Node, chain: Chain, config: ConvConfig, measured) -> Match | st
         if center is not None:  # (k - center)·scale + offset = k·scale + (offset - center·scale)
             shift = -center if scale is None else -center * scale
             offset = shift if offset is None else offset + shift
-        operands = [a for a in (scale, offset, *map(read, residual)) if a is not None]
+        residual = undo(read(added)) if has_residual else None
+        operands = [a for a in (scale, offset, residual) if a is not None]
         (y,) = OP(config, read(x), read(w), *operands)
-        return [(chain.end, y), *chain.masks_from(y)]
+        if twin:
+            yield twin, y
+        yield chain.end, chain.layout.place(y, permutation)
+        yield from chain.masks_from(chain.layout.place(y, permutation))
 
     itemsize = np.dtype(node.out.dtype).itemsize
     saved = 2 * itemsize * int(np.prod(node.out.shape)) * bool(chain.nodes)
-    emission = Emission((x, w, *residual, *smalls), (chain.end, *chain.masks), run)
-    return Match(chain.label("conv"), node, (node, *chain.nodes), (emission,), kernel.name, (x, w, *residual), saved)
+    emission = Emission((*full, *smalls), (chain.end, *[twin] * bool(twin), *chain.masks), run)
+    return Match(_label(head, chain), node, (node, *chain.nodes), (emission,), kernel.name, full, saved)

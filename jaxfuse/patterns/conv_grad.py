@@ -64,9 +64,14 @@ def _gradients(node: Node, claimed: set[int]) -> list[Gradients]:
     dxs = {id(n.inputs[0]): n for n in _applied(w, of_x) if n.index not in claimed}
     dws = {id(n.inputs[1]): n for n in _applied(x, of_w) if n.index not in claimed}
     both = [Gradients(dxs[key].inputs[0], dxs[key], dws[key]) for key in dxs if key in dws]
-    if both or dxs and dws:
-        return both
-    return [Gradients(n.inputs[0], n, None) for n in dxs.values()] + [Gradients(n.inputs[1], None, n) for n in dws.values()]
+    # Where the filter or the input also serves other convolutions, the gradient may be half of a pair of theirs.
+    dx_alone = [Gradients(n.inputs[0], n, None) for n in dxs.values() if not _convolved(n.inputs[0], 1)]
+    dw_alone = [Gradients(n.inputs[1], None, n) for n in dws.values() if not _convolved(n.inputs[1], 0)]
+    return both or dx_alone + dw_alone
+
+
+def _convolved(value: Value, operand: int) -> bool:
+    return any(n.primitive == "conv_general_dilated" and n.inputs[operand] is value for n in value.users)
 
 
 def _key(params: dict):
