@@ -37,7 +37,7 @@ def _versions() -> list[tuple[str, str]]:
 def _native_module() -> list[tuple[str, str]]:
     try:
         module = ffi.native()
-        targets = [(target, ffi.available(target) or "usable") for target in ffi.TARGETS]
+        targets = [(target, ffi.unavailable(target) or "usable") for target in ffi.TARGETS]
     except RuntimeError as error:
         return [("native module", f"broken: {error}"), _CUDA]
     if module is None:

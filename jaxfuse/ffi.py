@@ -39,13 +39,13 @@ def call(target: str, out_types: Any, *operands: jax.Array, **attrs: Any) -> Any
     back. Attributes may be bool, int (i64), float (f32), str, or a sequence of int (an i64 array). Raises
     ``NotImplementedError`` if the target is not available here. What the kernel refuses raises at run time, in words.
     """
-    if reason := available(target):
+    if reason := unavailable(target):
         raise NotImplementedError(f"{target}: {reason}")
     attributes = {name: _attribute(value) for name, value in attrs.items()}
     return jax.ffi.ffi_call(target, out_types)(*operands, **attributes)
 
 
-def available(target: str) -> str | None:
+def unavailable(target: str) -> str | None:
     """None if the target can be called on the CPU of this machine, else a sentence that says why not.
 
     Raises ``RuntimeError`` if a native module is installed but does not load.

@@ -13,7 +13,7 @@ def kernel(request):
         return
     with pytest.MonkeyPatch.context() as patch:
         _forget_compiled()
-        patch.setattr(ffi, "available", lambda target: "switched off by the test")
+        patch.setattr(ffi, "unavailable", lambda target: "switched off by the test")
         yield "reference"
     _forget_compiled()
 

@@ -67,6 +67,17 @@ CASES = {
     "NCHW grouped": Case((2, 32, 9, 9), (64, 8, 3, 3), padding=(1, 1), groups=4, layout=("NCHW", "OIHW", "NCHW")),
     "mixed": Case((14, 64, 2, 9), (3, 64, 3, 32), padding=(1, 1), layout=("HCNW", "HIWO", "NHWC")),
 }
+LONG = {  # sums of so many products that f32 kernels cut them up
+    "long sums": Case((2, 9, 8, 128), (3, 3, 128, 128), padding=(1, 1)),
+    "long sums, 1x1": Case((2, 7, 7, 2048), (1, 1, 2048, 1024)),
+    "long sums, 1x1 strided": Case((1, 9, 8, 1024), (1, 1, 1024, 40), strides=2),
+    "long sums, strided, padded behind": Case((2, 10, 10, 256), (3, 3, 256, 32), strides=2, padding=(0, 1)),
+    "long sums, dilated": Case((1, 9, 8, 192), (3, 3, 192, 96), padding=[(2, 2), (1, 3)], dilation=2),
+    "long sums, no padding": Case((3, 7, 9, 256), (3, 3, 256, 256)),
+    "long sums, 1-D": Case((2, 30, 256), (5, 256, 160), padding=(4, 0)),
+    "long sums, 3-D": Case((1, 3, 4, 5, 64), (3, 3, 3, 64, 64), padding=(1, 1)),
+}
+CASES |= LONG
 ALPHA = 0.125
 
 

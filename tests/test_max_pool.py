@@ -1,6 +1,7 @@
 """max_pool against lax.reduce_window and its gradient by XLA in float32: equal, not close."""
 
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,12 @@ from jax.test_util import check_grads
 import jaxfuse
 from jaxfuse import ffi, ops
 
+OP_MODULE = importlib.import_module("jaxfuse.ops.max_pool")
 nn = pytest.importorskip("flax.linen")
 BF16 = jnp.bfloat16
 DTYPES = [jnp.float32, BF16]
 needs_native = pytest.mark.skipif(
-    ffi.available("jaxfuse_max_pool_fwd") is not None, reason=str(ffi.available("jaxfuse_max_pool_fwd"))
+    ffi.unavailable("jaxfuse_max_pool_fwd") is not None, reason=str(ffi.unavailable("jaxfuse_max_pool_fwd"))
 )
 
 # x's shape, window, strides, padding
@@ -28,6 +30,7 @@ GEOMETRIES = {
     "one_channel": ((2, 10, 10, 1), (3, 3), (2, 2), "SAME"),
     "many_channels": ((1, 3, 3, 200), (3, 3), (1, 1), "SAME"),
     "windows_in_the_padding": ((2, 4, 3, 5), (2, 2), (1, 1), ((3, 2), (0, 4))),
+    "more_positions_than_a_byte_holds": ((2, 20, 19, 5), (17, 16), (2, 3), "VALID"),
     "window_beyond_x": ((2, 3, 4, 8), (5, 5), (1, 1), "VALID"),
     "several_blocks": ((1, 150, 40, 65), (5, 3), (2, 2), ((2, 2), (1, 1))),
     "1d": ((3, 301, 20), (4,), (3,), ((1, 2),)),
@@ -88,6 +91,21 @@ def test_value_and_gradient(name, dtype):
     shape, *geometry = GEOMETRIES[name]
     for kind in ("normal", "relu", "special"):
         check_against_xla(values(kind, shape, dtype), tuple(geometry))
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_winners_are_those_of_the_reference(name, dtype):
+    shape, window, strides, padding = GEOMETRIES[name]
+    if isinstance(padding, str):
+        padding = lax.padtype_to_pads(shape[1:-1], window, strides, padding)
+    ones = (1,) * len(shape)
+    config = OP_MODULE.MaxPoolConfig((1, *window, 1), (1, *strides, 1), ((0, 0), *padding, (0, 0)), ones, ones, saving=True)
+    for kind in ("normal", "relu", "special"):
+        x = values(kind, shape, dtype)
+        got, expected = OP_MODULE.OP(config, x), jax.jit(functools.partial(OP_MODULE._reference, config))(x)
+        jax.tree.map(same, list(got), list(expected))
 
 
 @needs_native
@@ -200,8 +218,9 @@ GOOD = dict(window_dimensions=[3, 3], window_strides=[2, 2], padding_low=[0, 0],
 
 def targets(x, dy, **attrs):
     like = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (dy, x)]
-    ffi.call("jaxfuse_max_pool_fwd", [like[0]], x, **GOOD | attrs)[0].block_until_ready()
-    ffi.call("jaxfuse_max_pool_bwd", [like[1]], x, dy, **GOOD | attrs)[0].block_until_ready()
+    winners = jax.ShapeDtypeStruct(dy.shape, jnp.uint8)
+    outs = ffi.call("jaxfuse_max_pool_fwd", [like[0], winners], x, save_winners=True, **GOOD | attrs)
+    ffi.call("jaxfuse_max_pool_bwd", [like[1]], outs[1], dy, **GOOD | attrs)[0].block_until_ready()
 
 
 @needs_native

@@ -15,7 +15,7 @@ import pytest
 from jaxfuse import ffi
 
 pytestmark = pytest.mark.skipif(
-    ffi.available("jaxfuse_batch_norm_stats") is not None, reason=str(ffi.available("jaxfuse_batch_norm_stats"))
+    ffi.unavailable("jaxfuse_batch_norm_stats") is not None, reason=str(ffi.unavailable("jaxfuse_batch_norm_stats"))
 )
 
 BF16 = ml_dtypes.bfloat16

@@ -92,7 +92,7 @@ def with_gspmd():
 
 def without_kernels():
     with pytest.MonkeyPatch.context() as patch, fresh():
-        patch.setattr(ffi, "available", lambda target: "switched off by the test")
+        patch.setattr(ffi, "unavailable", lambda target: "switched off by the test")
         return in_jit(mesh_of(4))
 
 

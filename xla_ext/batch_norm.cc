@@ -17,19 +17,7 @@
 namespace jaxfuse::batch_norm {
 namespace {
 
-const Kernels& kernels(const Call& call) {
-  try {
-    switch (simd_level()) {
-#ifdef __x86_64__
-      case SimdLevel::avx512: return avx512_kernels;
-      case SimdLevel::avx2: return avx2_kernels;
-#endif
-      default: return portable_kernels;
-    }
-  } catch (const std::invalid_argument& problem) {
-    call.refuse(problem.what());
-  }
-}
+const Kernels& kernels() { return choose(portable_kernels, avx2_kernels, avx512_kernels); }
 
 // ---- arguments
 
@@ -108,7 +96,7 @@ void stats(const Call& call) {
   const Tensor x = full_size(call, 0, "x");
   float* mean = per_channel(call, call.result(0, "mean"), x);
   float* var = per_channel(call, call.result(1, "var"), x);
-  const Kernels& run = kernels(call);
+  const Kernels& run = kernels();
   const auto [rows, channels] = rows_of(x);
   if (channels == 0) return;
   if (rows == 0) {
@@ -135,7 +123,7 @@ void apply(const Call& call) {
   call.expect_counts(4 + has_residual, 1 + save_mask);
   const Tensor x = full_size(call, 0, "x");
   const auto [rows, channels] = rows_of(x);
-  const Kernels& run = kernels(call);
+  const Kernels& run = kernels();
   const Folding folding = fold(rows, std::max<int64_t>(channels, 1), save_mask);
   const FoldedAffine affine = affine_operands(call, 1, x, folding);
   const Tensor y = like(call, call.result(0, "y"), x);
@@ -197,7 +185,7 @@ void bwd_stats(const Call& call) {
   const Backward backward(call, false, 2);
   float* sum_g = per_channel(call, call.result(0, "sum_g"), backward.x);
   float* sum_gx = per_channel(call, call.result(1, "sum_gx"), backward.x);
-  const Kernels& run = kernels(call);
+  const Kernels& run = kernels();
   const int64_t channels = backward.x.shape.back();
   if (channels == 0) return;
   const ChannelPairs sums = reduce(
@@ -220,7 +208,7 @@ void bwd_apply(const Call& call) {
     args.dresidual = like(call, call.result(1, "dresidual"), backward.x).data;
     args.stream &= streams(args.dresidual, bytes_of(backward.x), backward.folding);
   }
-  const Kernels& run = kernels(call);
+  const Kernels& run = kernels();
   if (backward.x.size() == 0) return;
   const TileGrid grid = cut(backward.folding.rows, args.channels, 1);
   for_tiles(backward.folding, grid, [&](const Tile& tile, int64_t) { run.backward_apply(args, tile); });

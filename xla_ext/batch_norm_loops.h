@@ -8,21 +8,6 @@
 namespace jaxfuse::batch_norm {
 namespace {
 
-template <auto v>
-struct Constant {
-  static constexpr auto value = v;
-};
-
-template <class F>
-void with_dtype(bool is_bf16, F f) {
-  is_bf16 ? f(bf16{}) : f(float{});
-}
-
-template <class F>
-void with_bool(bool condition, F f) {
-  condition ? f(Constant<true>{}) : f(Constant<false>{});
-}
-
 template <class F>
 void with_activation(Activation activation, F f) {
   switch (activation) {

@@ -6,28 +6,11 @@
 #include <cstdint>
 #include <vector>
 
-#ifdef __SSE__
-#include <xmmintrin.h>
-#endif
-
 #include "batch_norm_kernels.h"
 #include "parallel.h"
+#include "simd_level.h"
 
 namespace jaxfuse::batch_norm {
-
-// XLA flushes denormals on its threads but not on OpenMP's: while one of these lives, they are flushed on any.
-class DenormalsFlushed {
-#ifdef __SSE__
- public:
-  DenormalsFlushed() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | kFlushToZero | kDenormalsAreZero); }
-  ~DenormalsFlushed() { _mm_setcsr(saved_); }
-  DenormalsFlushed(const DenormalsFlushed&) = delete;
-
- private:
-  static constexpr unsigned kFlushToZero = 0x8000, kDenormalsAreZero = 0x0040;
-  const unsigned saved_;
-#endif
-};
 
 // A tensor of few channels seen with `copies` rows side by side as one: (rows/copies, copies·channels), so that its rows
 // fill whole vectors. What is left over is one last row that is not full.
@@ -49,13 +32,10 @@ struct Folding {
   }
 };
 
-// The widest vector of any ISA.
-constexpr int64_t kVector = 16;
-
 // With a mask, rows are folded only where each fills whole bytes of it.
 inline Folding fold(int64_t rows, int64_t channels, bool has_mask) {
   int64_t copies = 1;
-  while (copies * channels < kChannelStep || copies * channels % kVector) ++copies;
+  while (copies * channels < kChannelStep || copies * channels % kWidestVector) ++copies;
   if (copies * channels > kMaxTileChannels || (has_mask && channels % 8)) copies = 1;
   return {channels, copies, rows / copies, rows % copies * channels};
 }
@@ -66,7 +46,7 @@ inline Folding fold(int64_t rows, int64_t channels, bool has_mask) {
 inline bool streams(const void* output, int64_t bytes, const Folding& folding) {
   constexpr int64_t kLargerThanCaches = 32 << 20;
   return bytes > kLargerThanCaches && reinterpret_cast<uintptr_t>(output) % 64 == 0 &&
-         folding.folded_channels() % kVector == 0;
+         folding.folded_channels() % kWidestVector == 0;
 }
 
 // The tiles of a (rows, channels) tensor, row by row of tiles.

@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "conv_epilogue.h"
+#include "conv_slices.h"
 #include "nan_watch.h"
 
 namespace jaxfuse::conv {
@@ -44,6 +45,7 @@ struct Forward {
   Tensor y;
   Activation activation;
   float alpha;
+  bool adds = false;  // to what y holds
 };
 
 Forward checked(const Call& call) {
@@ -84,13 +86,14 @@ struct Request {
   onednn::Primitive::Layouts inputs;
 };
 
-// Post-ops in order: scale (then the bias, which must come after it), residual, activation. x, w, y and the residual
-// are taken as `type` inside.
-Request request(const Forward& f, Activation activation, ElementType type) {
+// Post-ops in order: what y holds, scale (then the bias, which must come after it), residual, activation. x, w, y and the
+// residual are taken as `type` inside.
+Request request(const Forward& f, ElementType type) {
   const Geometry& g = f.geometry;
   const auto x = g.data(f.x, g.lhs_spec), w = g.filter(f.w), y = g.data(f.y, g.out_spec);
   onednn::Primitive::Layouts inputs{{DNNL_ARG_SRC, x}, {DNNL_ARG_WEIGHTS, w}};
   dnnl::post_ops ops;
+  if (f.adds) ops.append_sum();
   auto binary = [&](algorithm kind, const dnnl::memory::desc& user, const dnnl::memory::desc& wanted) {
     inputs.emplace_back(post_op(ops.len()), user);
     ops.append_binary(kind, wanted);
@@ -107,8 +110,8 @@ Request request(const Forward& f, Activation activation, ElementType type) {
     inputs.emplace_back(DNNL_ARG_BIAS, dnnl::memory::desc({f.bias->shape[0]}, given, dnnl::memory::format_tag::a));
   }
   if (f.residual) binary(algorithm::binary_add, y, channels_last(y, type));
-  if (activation != Activation::none) {
-    const Eltwise e = eltwise(activation, f.alpha);
+  if (f.activation != Activation::none) {
+    const Eltwise e = eltwise(f.activation, f.alpha);
     ops.append_eltwise(e.kind, e.alpha, e.beta);
   }
   dnnl::primitive_attr attr = attributes();
@@ -127,34 +130,69 @@ bool takes_in_a_neighbour(const Forward& f, const Request& request) {
   return f.x.dtype == DType::BF16 && features % 2 && implementation.find("brgconv") != std::string::npos;
 }
 
-// Null where post-ops leave oneDNN with nothing but its reference code, which is slow without bounds.
-onednn::SharedPrimitive make(const Forward& f, Activation activation) {
-  Request r = request(f, activation, kernel_type(f.x.dtype));
-  if (takes_in_a_neighbour(f, r)) r = request(f, activation, ElementType::f32);
-  const bool has_extras = r.inputs.size() > 2 || activation != Activation::none;
-  if (has_extras && std::string_view(r.descriptor.impl_info_str()).substr(0, 3) == "ref") return nullptr;
+bool is_slice(const Forward& f) { return f.geometry.filter_features > 0; }
+
+// Null where post-ops leave oneDNN with nothing but its reference code, which is slow without bounds, and where a slice
+// is not for its matrix kernels.
+onednn::SharedPrimitive make(const Forward& f) {
+  Request r = request(f, kernel_type(f.x.dtype));
+  if (takes_in_a_neighbour(f, r)) r = request(f, ElementType::f32);
+  const std::string implementation = r.descriptor.impl_info_str();
+  const bool has_extras = r.inputs.size() > 2 || f.activation != Activation::none;
+  if (has_extras && implementation.substr(0, 3) == "ref") return nullptr;
+  if (is_slice(f) && implementation.find("brgconv") == std::string::npos) return nullptr;
   const onednn::Primitive::Layouts outputs{{DNNL_ARG_DST, f.geometry.data(f.y, f.geometry.out_spec)}};
   return std::make_shared<onednn::Primitive>(r.descriptor, dnnl::convolution_forward(r.descriptor), r.inputs, outputs);
 }
 
-onednn::SharedPrimitive primitive(const Forward& f, Activation activation) {
+onednn::SharedPrimitive primitive(const Forward& f) {
   int32_t alpha_bits;
   std::memcpy(&alpha_bits, &f.alpha, sizeof alpha_bits);
-  onednn::Key key{0, int64_t(activation), alpha_bits, f.scale.has_value(), f.residual.has_value(),
+  onednn::Key key{0, int64_t(f.activation), alpha_bits, f.adds, f.scale.has_value(), f.residual.has_value(),
                   f.bias ? int64_t(f.bias->dtype) : -1};
   for (const Tensor* t : {&f.x, &f.w, &f.y}) append_to(key, *t);
   f.geometry.append_to(key);
-  return onednn::cached(key, [&] { return make(f, activation); });
+  return onednn::cached(key, [&] { return make(f); });
 }
 
 void run(const onednn::Primitive& primitive, const Forward& f, void* y) {
   std::vector<std::pair<int, const void*>> buffers{
       {DNNL_ARG_SRC, f.x.data}, {DNNL_ARG_WEIGHTS, f.w.data}, {DNNL_ARG_DST, y}};
-  int op = 0;
+  int op = f.adds;
   if (f.scale) buffers.emplace_back(post_op(op++), f.scale->data);
   if (f.bias) buffers.emplace_back(f.scale ? post_op(op++) : DNNL_ARG_BIAS, f.bias->data);
   if (f.residual) buffers.emplace_back(post_op(op), f.residual->data);
   primitive.run(buffers);
+}
+
+// x (*) w and nothing else, into y.
+Forward bare(const Forward& f, const Tensor& y) {
+  return {f.geometry, f.x, f.w, {}, {}, {}, y, Activation::none, 0};
+}
+
+bool run_sliced(const Forward& f, void* y) {
+  const int64_t n = slice_count(f.geometry, f.x, f.w, f.y);
+  if (n == 1) return false;
+  std::vector<Forward> parts;
+  std::vector<onednn::SharedPrimitive> primitives;
+  for (int64_t i = 0; i < n; ++i) {
+    const Slice slice(f.geometry, f.x, f.w, f.y, i, n);
+    Forward part = i + 1 < n ? bare(f, f.y) : f;
+    part.geometry = slice.geometry, part.x = slice.x, part.w = slice.w, part.adds = i > 0;
+    parts.push_back(part);
+    primitives.push_back(primitive(part));
+    if (!primitives.back()) return false;
+  }
+  for (int64_t i = 0; i < n; ++i) run(*primitives[i], parts[i], y);
+  return true;
+}
+
+// False, and nothing done, where oneDNN has no fast code.
+bool run(const Forward& f, void* y) {
+  if (run_sliced(f, y)) return true;
+  const auto whole = primitive(f);
+  if (whole) run(*whole, f, y);
+  return whole != nullptr;
 }
 
 // y = activation(scale·in + bias + residual), by our own loops.
@@ -168,17 +206,20 @@ void finish(const Forward& f, const void* in, DType in_dtype) {
                 f.bias ? bias.data() : nullptr, f.residual ? f.residual->data : nullptr});
 }
 
+Forward without_activation(Forward f) {
+  f.activation = Activation::none;
+  return f;
+}
+
 // The convolution with whatever oneDNN can add to it at full speed, and the rest by us.
 void run_apart(const Forward& f) {
-  if (const auto with_extras = primitive(f, Activation::none)) {
-    run(*with_extras, f, f.y.data);
-    const Forward bare{f.geometry, f.x, f.w, {}, {}, {}, f.y, f.activation, f.alpha};
-    if (f.activation != Activation::none) finish(bare, f.y.data, f.y.dtype);
+  if (run(without_activation(f), f.y.data)) {
+    Forward rest = bare(f, f.y);
+    rest.activation = f.activation, rest.alpha = f.alpha;
+    if (f.activation != Activation::none) finish(rest, f.y.data, f.y.dtype);
   } else {  // into f32, to be rounded once
     const onednn::Scratch z(f.y.size() * sizeof(float));
-    const Tensor sums{f.y.name, z.data(), DType::F32, f.y.shape};
-    const Forward bare{f.geometry, f.x, f.w, {}, {}, {}, sums, f.activation, f.alpha};
-    run(*primitive(bare, Activation::none), bare, z.data());
+    run(bare(f, {f.y.name, z.data(), DType::F32, f.y.shape}), z.data());
     finish(f, z.data(), DType::F32);
   }
 }
@@ -197,16 +238,12 @@ bool better_apart(const Forward& f) {
 }
 
 void run_fused(const Forward& f) {
-  const auto fused = primitive(f, f.activation);
-  if (!fused) return run_apart(f);
   const NanWatch watch;
-  run(*fused, f, f.y.data);
+  if (!run(f, f.y.data)) return run_apart(f);
   if (!watch.perhaps_nan()) return;
   // The numbers that are right stay: whether a false alarm brought us here must not show in them.
-  const auto without_activation = primitive(f, Activation::none);
-  if (!without_activation) return run_apart(f);
   const onednn::Scratch z(f.y.bytes());
-  run(*without_activation, f, z.data());
+  if (!run(without_activation(f), z.data())) return run_apart(f);
   restore_not_finite(f.y, f.geometry.out_spec[1], z.data(), f.activation, f.alpha);
 }
 
@@ -220,4 +257,9 @@ void conv_fwd(const Call& call) {
 JAXFUSE_HANDLER(jaxfuse_conv_fwd, conv_fwd);
 
 }  // namespace
+
+void convolve(const Geometry& geometry, const Tensor& x, const Tensor& w, const Tensor& y) {
+  run({geometry, x, w, {}, {}, {}, y, Activation::none, 0}, y.data);
+}
+
 }  // namespace jaxfuse::conv

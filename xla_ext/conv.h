@@ -32,6 +32,7 @@ struct Geometry {
   Shape strides, padding_low, padding_high, dilation;
   int64_t groups;
   Spec lhs_spec, rhs_spec, out_spec;
+  int64_t filter_features = 0;  // input features of the filter's buffer, where w is a slice of it; 0: as many as w's
 };
 
 using ElementType = dnnl::memory::data_type;
@@ -50,5 +51,8 @@ dnnl::memory::desc channels_last(const dnnl::memory::desc& md, ElementType type)
 dnnl::primitive_attr attributes();  // with scratch memory managed by us
 
 void append_to(onednn::Key& key, const Tensor& t);
+
+// y = x (*) w and nothing else.
+void convolve(const Geometry& geometry, const Tensor& x, const Tensor& w, const Tensor& y);
 
 }  // namespace jaxfuse::conv

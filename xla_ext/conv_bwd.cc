@@ -7,6 +7,8 @@
 
 #include "conv.h"
 #include "conv_epilogue.h"
+#include "conv_slices.h"
+#include "parallel.h"
 
 namespace jaxfuse::conv {
 namespace {
@@ -122,9 +124,40 @@ onednn::SharedPrimitive make_weights(const Geometry& g, const Tensor& input, con
       onednn::Primitive::Layouts{{DNNL_ARG_DIFF_WEIGHTS, w}});
 }
 
-void data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& dy, const void* g) {
+// At stride 1 the gradient is a convolution itself, of g with the filter turned around; null where it is not, or where
+// turning the filter is not a matter of whole rows.
+std::optional<Geometry> turned(const Geometry& geometry, const Tensor& w) {
+  Geometry t = geometry;
+  std::swap(t.lhs_spec, t.out_spec);
+  std::swap(t.rhs_spec[0], t.rhs_spec[1]);
+  const int64_t n = geometry.spatial_rank();
+  bool possible = t.rhs_spec[0] >= n && t.rhs_spec[1] >= n;
+  for (int64_t d = 0; d < n; ++d) {
+    const int64_t reach = (w.shape[t.rhs_spec[d + 2]] - 1) * t.dilation[d];
+    for (Shape* padding : {&t.padding_low, &t.padding_high}) possible &= ((*padding)[d] = reach - (*padding)[d]) >= 0;
+    possible &= t.strides[d] == 1;
+  }
+  return possible ? std::optional(t) : std::nullopt;
+}
+
+// The gradient in that form, where its sums are long enough to be sliced.
+bool data_gradient_sliced(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& dy, void* g) {
+  const auto forward = turned(geometry, w);
+  if (!forward || slice_count(*forward, dy, w, dx) == 1) return false;
+  const int64_t taps = size_of(Shape(w.shape.begin(), w.shape.begin() + geometry.spatial_rank()));
+  const size_t bytes = w.bytes() / taps;
+  const onednn::Scratch scratch(w.bytes());
+  parallel_for(taps, [&](int64_t tap) {
+    std::memcpy(scratch.data() + (taps - 1 - tap) * bytes, w.as<char>() + tap * bytes, bytes);
+  });
+  convolve(*forward, {dy.name, g, dy.dtype, dy.shape}, {w.name, scratch.data(), w.dtype, w.shape}, dx);
+  return true;
+}
+
+void data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& dy, void* g) {
   if (dx.size() == 0) return;
   if (w.size() == 0 || dy.size() == 0) return (void)std::memset(dx.data, 0, dx.bytes());
+  if (data_gradient_sliced(geometry, dx, w, dy, g)) return;
   onednn::cached(key_of(Direction::data, geometry, dx, w, dy), [&] { return make_data(geometry, dx, w, dy); })
       ->run({{DNNL_ARG_DIFF_DST, g}, {DNNL_ARG_WEIGHTS, w.data}, {DNNL_ARG_DIFF_SRC, dx.data}});
 }
@@ -159,7 +192,7 @@ void conv_bwd(const Call& call) {
                  b.db ? sums.data() : nullptr);
     if (b.db) store_bias_gradient(*b.db, sums);
   }
-  const void* g = g_is_dy ? b.dy.data : written;
+  void* g = g_is_dy ? b.dy.data : written;
   if (b.dx) data_gradient(b.geometry, *b.dx, *b.w, b.dy, g);
   if (b.dw) weights_gradient(b.geometry, *b.x, *b.dw, b.dy, g);
 }

@@ -9,15 +9,7 @@
 namespace jaxfuse::conv {
 namespace {
 
-const Kernels& kernels() {
-  switch (simd_level()) {
-#ifdef __x86_64__
-    case SimdLevel::avx512: return avx512_kernels;
-    case SimdLevel::avx2: return avx2_kernels;
-#endif
-    default: return portable_kernels;
-  }
-}
+const Kernels& kernels() { return choose(portable_kernels, avx2_kernels, avx512_kernels); }
 
 constexpr int64_t kChunkElements = 1 << 15, kMostChunks = 256;
 

@@ -79,7 +79,7 @@ void Geometry::check(const Call& call, const Tensor& x, const Tensor& w, const T
 }
 
 void Geometry::append_to(onednn::Key& key) const {
-  key.push_back(groups);
+  key.insert(key.end(), {groups, filter_features});
   for (const Shape* part : {&strides, &padding_low, &padding_high, &dilation, &lhs_spec, &rhs_spec, &out_spec}) {
     key.insert(key.end(), part->begin(), part->end());
   }
@@ -90,7 +90,9 @@ dnnl::memory::desc Geometry::data(const Tensor& t, const Spec& spec) const {
 }
 
 dnnl::memory::desc Geometry::filter(const Tensor& w) const {
-  Shape dims = permuted(w.shape, rhs_spec), strides = permuted(row_major_strides(w.shape), rhs_spec);
+  Shape buffer = w.shape;
+  if (filter_features) buffer[rhs_spec[1]] = filter_features;
+  Shape dims = permuted(w.shape, rhs_spec), strides = permuted(row_major_strides(buffer), rhs_spec);
   if (groups > 1) {  // output feature = group * (features per group) + feature in the group
     dims[0] /= groups;
     dims.insert(dims.begin(), groups);

@@ -7,11 +7,6 @@
 namespace jaxfuse::conv {
 namespace {
 
-template <auto v>
-struct Constant {
-  static constexpr auto value = v;
-};
-
 // ---- forward
 
 // The formulas of jax.nn. Every comparison is written so that NaN takes the branch that keeps it.
@@ -153,11 +148,6 @@ void gradient_inner(const GradientArgs& args, int64_t begin, int64_t end, float*
 }
 
 // ---- from run-time choices to template arguments
-
-template <class F>
-void with_dtype(bool is_bf16, F f) {
-  is_bf16 ? f(bf16{}) : f(float{});
-}
 
 template <class F>
 void with_activation(Activation activation, F f) {

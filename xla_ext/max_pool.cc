@@ -1,14 +1,12 @@
 // Max pooling of (batch, 1 to 3 spatial dimensions, channels) as two FFI targets:
-//   jaxfuse_max_pool_fwd   x      -> y
-//   jaxfuse_max_pool_bwd   x, dy  -> dx
+//   jaxfuse_max_pool_fwd   x            -> y, [winners]
+//   jaxfuse_max_pool_bwd   winners, dy  -> dx
 // This file checks the arguments and puts blocks of rows together; the arithmetic is in max_pool_loops.h.
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <limits>
 #include <vector>
 
-#include "batch_norm_tiles.h"
 #include "handler.h"
 #include "max_pool_kernels.h"
 #include "parallel.h"
@@ -17,29 +15,15 @@
 namespace jaxfuse::max_pool {
 namespace {
 
-const Kernels& kernels(const Call& call) {
-  try {
-    switch (simd_level()) {
-#ifdef __x86_64__
-      case SimdLevel::avx512: return avx512_kernels;
-      case SimdLevel::avx2: return avx2_kernels;
-#endif
-      default: return portable_kernels;
-    }
-  } catch (const std::invalid_argument& problem) {
-    call.refuse(problem.what());
-  }
-}
+const Kernels& kernels() { return choose(portable_kernels, avx2_kernels, avx512_kernels); }
 
 // ---- arguments
 
-Tensor input(const Call& call) {
-  const Tensor x = call.operand(0, "x");
+void check_image(const Call& call, const Tensor& x) {
   call.expect_dtype(x, {DType::F32, DType::BF16});
   if (x.shape.size() < 3 || x.shape.size() > 5) {
-    call.refuse("x has shape ", to_string(x.shape), ", expected a batch, 1 to 3 spatial dimensions and channels");
+    call.refuse(x.name, " has shape ", to_string(x.shape), ", expected a batch, 1 to 3 spatial dimensions and channels");
   }
-  return x;
 }
 
 // One number in [lowest, 2³¹) for each spatial dimension.
@@ -56,6 +40,7 @@ Shape spatial_attr(const Call& call, const char* name, size_t dimensions, int64_
 struct Geometry {
   std::array<Axis, 3> axes;  // those that x lacks are of extent 1, behind the others
   Shape y_shape;
+  int64_t positions = 1;  // of a window
 
   Geometry(const Call& call, const Tensor& x) : y_shape(x.shape) {
     const size_t dimensions = x.shape.size() - 2;
@@ -64,7 +49,6 @@ struct Geometry {
     const Shape low = spatial_attr(call, "padding_low", dimensions, 0);
     const Shape high = spatial_attr(call, "padding_high", dimensions, 0);
     axes.fill({1, 1, 1, 1, 0, nullptr});
-    int64_t positions = 1;
     for (size_t d = 0; d < dimensions; ++d) {
       const int64_t in = x.shape[d + 1], room = in + low[d] + high[d] - window[d];
       axes[d] = {in, room < 0 ? 0 : room / stride[d] + 1, window[d], stride[d], low[d], nullptr};
@@ -76,9 +60,11 @@ struct Geometry {
     }
   }
 
-  Args args(const Tensor& x, const void* dy, void* result) const {
-    return {x.dtype == DType::BF16, x.shape.back(), {axes[0], axes[1], axes[2]}, x.data, dy, result};
+  Args args(const Tensor& in, void* winners, void* out) const {
+    return {in.dtype == DType::BF16, wide_winners(), in.shape.back(), {axes[0], axes[1], axes[2]}, in.data, winners, out};
   }
+  bool wide_winners() const { return positions > 256; }
+  DType winner_type() const { return wide_winners() ? DType::S32 : DType::U8; }
 };
 
 Tensor checked(const Call& call, const Tensor& t, DType dtype, const Shape& shape) {
@@ -89,10 +75,14 @@ Tensor checked(const Call& call, const Tensor& t, DType dtype, const Shape& shap
 
 // ---- blocks
 
-// The rows of every item of the batch in blocks, item by item.
+// The rows of every item of a tensor's batch in blocks.
 struct Blocks {
   int64_t items, rows, block_rows;
 
+  explicit Blocks(const Tensor& t) : items(t.shape[0]), rows(t.shape[1]) {
+    constexpr int64_t kBlockElements = 16 << 10;
+    block_rows = std::max<int64_t>(kBlockElements / (t.size() / (items * rows)), 1);
+  }
   int64_t per_item() const { return (rows + block_rows - 1) / block_rows; }
   int64_t size() const { return items * per_item(); }
   Block operator[](int64_t i) const {
@@ -116,52 +106,43 @@ std::vector<Range> windows_of(const Axis& axis) {
 // ---- targets
 
 void fwd(const Call& call) {
-  call.expect_counts(1, 1);
-  const Tensor x = input(call);
+  const bool save_winners = call.attr<bool>("save_winners");
+  call.expect_counts(1, 1 + save_winners);
+  const Tensor x = call.operand(0, "x");
+  check_image(call, x);
   const Geometry geometry(call, x);
   const Tensor y = checked(call, call.result(0, "y"), x.dtype, geometry.y_shape);
-  const Kernels& run = kernels(call);
+  void* winners = nullptr;
+  if (save_winners) winners = checked(call, call.result(1, "winners"), geometry.winner_type(), geometry.y_shape).data;
+  const Kernels& run = kernels();
   if (y.size() == 0) return;
-  const Args args = geometry.args(x, nullptr, y.data);
-  constexpr int64_t kBlockElements = 16 << 10;
-  const int64_t per_row = y.size() / (y.shape[0] * y.shape[1]);
-  const Blocks blocks{y.shape[0], y.shape[1], std::max<int64_t>(kBlockElements / per_row, 1)};
+  const Args args = geometry.args(x, winners, y.data);
+  const Blocks blocks(y);
   parallel_for(blocks.size(), [&](int64_t i) {
-    const batch_norm::DenormalsFlushed mode;
+    const DenormalsFlushed mode;
     run.forward(args, blocks[i]);
   });
 }
 
 void bwd(const Call& call) {
   call.expect_counts(2, 1);
-  const Tensor x = input(call);
-  Geometry geometry(call, x);
-  const Tensor dy = checked(call, call.operand(1, "dy"), x.dtype, geometry.y_shape);
-  const Tensor dx = checked(call, call.result(0, "dx"), x.dtype, x.shape);
-  const Kernels& run = kernels(call);
+  const Tensor dx = call.result(0, "dx");
+  check_image(call, dx);
+  Geometry geometry(call, dx);
+  const Tensor winners = checked(call, call.operand(0, "winners"), geometry.winner_type(), geometry.y_shape);
+  const Tensor dy = checked(call, call.operand(1, "dy"), dx.dtype, geometry.y_shape);
+  const Kernels& run = kernels();
   if (dx.size() == 0) return;
   std::array<std::vector<Range>, 3> ranges;
   for (size_t d = 0; d < 3; ++d) {
     ranges[d] = windows_of(geometry.axes[d]);
     geometry.axes[d].windows_of = ranges[d].data();
   }
-  const Args args = geometry.args(x, dy.data, dx.data);
-  // A block finds the winners of every window that touches its rows: those at its edges are found twice, so it should be
-  // large; but the winners should stay in the L2 cache.
-  constexpr int64_t kWinners = 32 << 10;
-  const Axis& axis = geometry.axes[0];
-  const int64_t per_row = geometry.axes[1].out * geometry.axes[2].out * winners_per_window(args.channels);
-  const int64_t rows = std::clamp<int64_t>(kWinners / std::max<int64_t>(per_row, 1), 1, axis.in) * axis.stride;
-  const Blocks blocks{x.shape[0], axis.in, std::min(rows, axis.in)};
-  const int64_t most_rows = std::min((blocks.block_rows + axis.window - 2) / axis.stride + 1, axis.out);
-  const int64_t workers = std::min<int64_t>(max_threads(), blocks.size());
-  std::vector<int32_t> winners(workers * most_rows * per_row);
-  std::atomic<int64_t> next{0};
-  parallel_for(workers, [&](int64_t worker) {
-    const batch_norm::DenormalsFlushed mode;
-    for (int64_t i = next++; i < blocks.size(); i = next++) {
-      run.backward(args, blocks[i], winners.data() + worker * most_rows * per_row);
-    }
+  const Args args = geometry.args(dy, winners.data, dx.data);
+  const Blocks blocks(dx);
+  parallel_for(blocks.size(), [&](int64_t i) {
+    const DenormalsFlushed mode;
+    run.backward(args, blocks[i]);
   });
 }
 

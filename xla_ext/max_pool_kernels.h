@@ -16,14 +16,16 @@ struct Axis {
   const Range* windows_of;  // for each input, the windows that cover it; backward only
 };
 
-// Tensors are f32 or bf16, row-major (batch, three spatial dimensions, channels).
+// Tensors are f32 or bf16, row-major (batch, three spatial dimensions, channels). `winners` is like y: for each window the
+// position in it, counted row by row, of the value that its gradient goes to.
 struct Args {
   bool bf16;
+  bool wide_winners;  // int32, for windows of more positions than a byte can tell apart; else uint8
   int64_t channels;
   Axis axes[3];
-  const void* x;
-  const void* dy;  // backward only
-  void* result;    // y or dx
+  const void* in;  // x or dy
+  void* winners;   // written by forward unless null, read by backward
+  void* out;       // y or dx
 };
 
 // Rows (along the first spatial dimension) of the result for one item of the batch.
@@ -32,17 +34,11 @@ struct Block {
   Range rows;
 };
 
-// The widest vector of any ISA; the winners of a window fill whole vectors.
-constexpr int64_t kWidestVector = 16;
-inline int64_t winners_per_window(int64_t channels) {
-  return (channels + kWidestVector - 1) / kWidestVector * kWidestVector;
-}
-
 struct Kernels {
   // y = the largest of each window, -inf where it lies in the padding, NaN where it holds one
   void (*forward)(const Args&, const Block&);
-  // dx = Σ dy of the windows in which x is the winner; `winners` has room for those of every window that touches the rows
-  void (*backward)(const Args&, const Block&, int32_t* winners);
+  // dx = Σ dy of the windows in which x is the winner
+  void (*backward)(const Args&, const Block&);
 };
 
 extern const Kernels portable_kernels, avx2_kernels, avx512_kernels;

@@ -8,6 +8,50 @@
 namespace jaxfuse::max_pool {
 namespace {
 
+using Bytes = uint8_t __attribute__((vector_size(kLanes)));
+
+inline Ints load_winners(const int32_t* p) { return load_bits<Ints>(p); }
+inline Ints load_winners(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return Ints(_mm512_maskz_cvtepu8_epi32(0xffff, __m128i(load_bits<Bytes>(p))));
+#elif defined(__AVX2__)
+  return Ints(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
+  return __builtin_convertvector(load_bits<Bytes>(p), Ints);
+#endif
+}
+
+inline void store_winners(int32_t* p, Ints v) { store_bits(p, v); }
+inline void store_winners(uint8_t* p, Ints v) {
+#if defined(__AVX512F__)
+  store_bits(p, Bytes(_mm512_maskz_cvtepi32_epi8(0xffff, __m512i(v))));
+#else
+  store_bits(p, __builtin_convertvector(v, Bytes));
+#endif
+}
+
+template <class W>
+Ints load_winners(const W* p, Whole) {
+  return load_winners(p);
+}
+template <class W>
+Ints load_winners(const W* p, First lanes) {
+  W values[kLanes] = {};
+  for (int64_t i = 0; i < lanes.n; ++i) values[i] = p[i];
+  return load_winners(values);
+}
+
+template <class W>
+void store_winners(W* p, Ints v, Whole) {
+  store_winners(p, v);
+}
+template <class W>
+void store_winners(W* p, Ints v, First lanes) {
+  W values[kLanes];
+  store_winners(values, v);
+  for (int64_t i = 0; i < lanes.n; ++i) p[i] = values[i];
+}
+
 template <int n>
 struct Vectors {
   static constexpr int count = n;
@@ -50,8 +94,8 @@ template <class T>
 void forward(const Args& args, const Block& block) {
   const auto& [a0, a1, a2] = args.axes;
   const int64_t channels = args.channels;
-  const T* x = static_cast<const T*>(args.x) + block.item * a0.in * a1.in * a2.in * channels;
-  T* y = static_cast<T*>(args.result) + (block.item * a0.out + block.rows.begin) * a1.out * a2.out * channels;
+  const T* x = static_cast<const T*>(args.in) + block.item * a0.in * a1.in * a2.in * channels;
+  T* y = static_cast<T*>(args.out) + (block.item * a0.out + block.rows.begin) * a1.out * a2.out * channels;
   for_pixels(block.rows, a1.out, a2.out, [&, &a0 = a0, &a1 = a1, &a2 = a2](int64_t o0, int64_t o1, int64_t o2) {
     const Range r0 = inside(a0, o0), r1 = inside(a1, o1), r2 = inside(a2, o2);
     for_channels(channels, [&](int64_t c, auto lanes, auto vectors) {
@@ -74,19 +118,20 @@ void forward(const Args& args, const Block& block) {
   });
 }
 
-// The position in its window of the value that wins it. As XLA's select_and_scatter with `>=` on its CPU does it, where
-// the padding is -inf like any other: the winner so far stays if it is >= the next, so that the first of equals wins, a
-// NaN beats what is before it and loses to what comes after, and a window of -inf that begins in the padding has its
-// winner there.
-template <class T>
-void find_winners(const Args& args, int64_t item, Range windows, int32_t* winners) {
+// With the winners. XLA's select_and_scatter with `>=` on its CPU, where the padding is -inf like any other: the winner so
+// far stays if it is >= the next, so that the first of equals wins, a NaN beats what is before it and loses to what comes
+// after, and a window of -inf that begins in the padding has its winner there.
+template <class T, class W>
+void forward_with_winners(const Args& args, const Block& block) {
   const auto& [a0, a1, a2] = args.axes;
-  const int64_t channels = args.channels, per_window = winners_per_window(channels);
-  const T* x = static_cast<const T*>(args.x) + item * a0.in * a1.in * a2.in * channels;
-  for_pixels(windows, a1.out, a2.out, [&, &a0 = a0, &a1 = a1, &a2 = a2](int64_t o0, int64_t o1, int64_t o2) {
+  const int64_t channels = args.channels, at = (block.item * a0.out + block.rows.begin) * a1.out * a2.out * channels;
+  const T* x = static_cast<const T*>(args.in) + block.item * a0.in * a1.in * a2.in * channels;
+  T* y = static_cast<T*>(args.out) + at;
+  W* winners = static_cast<W*>(args.winners) + at;
+  for_pixels(block.rows, a1.out, a2.out, [&, &a0 = a0, &a1 = a1, &a2 = a2](int64_t o0, int64_t o1, int64_t o2) {
     const Range r0 = covered(a0, o0), r1 = covered(a1, o1), r2 = covered(a2, o2);
     for_channels(channels, [&](int64_t c, auto lanes, auto vectors) {
-      Floats largest[vectors.count];
+      Floats largest[vectors.count], not_number[vectors.count] = {};
       Ints winner[vectors.count] = {};
       for (Floats& l : largest) l = Floats{} + kLowest;
       int32_t position = 0;
@@ -101,24 +146,29 @@ void find_winners(const Args& args, int64_t item, Range windows, int32_t* winner
               const Ints stays = largest[j] >= v;
               largest[j] = stays ? largest[j] : v;
               winner[j] = stays ? winner[j] : Ints{} + position;
+              not_number[j] = v == v ? not_number[j] : v;
             }
           }
         }
       }
-      for (int j = 0; j < vectors.count; ++j) store_bits(winners + c + j * kLanes, winner[j]);
+      for (int j = 0; j < vectors.count; ++j) {
+        const Floats value = not_number[j] == not_number[j] ? largest[j] : not_number[j];
+        store(y + c + j * kLanes, value, lanes);
+        store_winners(winners + c + j * kLanes, winner[j], lanes);
+      }
     });
-    winners += per_window;
+    y += channels, winners += channels;
   });
 }
 
 // Each input adds up, in f32 and in the order of the windows, the dy of the windows that it wins.
-template <class T>
-void gather(const Args& args, const Block& block, int64_t first_row_of_windows, const int32_t* winners) {
+template <class T, class W>
+void backward(const Args& args, const Block& block) {
   const auto& [a0, a1, a2] = args.axes;
-  const int64_t channels = args.channels, per_window = winners_per_window(channels);
-  const int64_t first_window = first_row_of_windows * a1.out * a2.out;
-  const T* dy = static_cast<const T*>(args.dy) + block.item * a0.out * a1.out * a2.out * channels;
-  T* dx = static_cast<T*>(args.result) + (block.item * a0.in + block.rows.begin) * a1.in * a2.in * channels;
+  const int64_t channels = args.channels, item = block.item * a0.out * a1.out * a2.out * channels;
+  const T* dy = static_cast<const T*>(args.in) + item;
+  const W* winners = static_cast<const W*>(args.winners) + item;
+  T* dx = static_cast<T*>(args.out) + (block.item * a0.in + block.rows.begin) * a1.in * a2.in * channels;
   for_pixels(block.rows, a1.in, a2.in, [&, &a0 = a0, &a1 = a1, &a2 = a2](int64_t i0, int64_t i1, int64_t i2) {
     const Range r0 = a0.windows_of[i0], r1 = a1.windows_of[i1], r2 = a2.windows_of[i2];
     for_channels(channels, [&](int64_t c, auto lanes, auto vectors) {
@@ -127,12 +177,11 @@ void gather(const Args& args, const Block& block, int64_t first_row_of_windows, 
         for (int64_t o1 = r1.begin; o1 < r1.end; ++o1) {
           const int64_t row = (i0 - covered(a0, o0).begin) * a1.window + i1 - covered(a1, o1).begin;
           for (int64_t o2 = r2.begin; o2 < r2.end; ++o2) {
-            const int64_t window = (o0 * a1.out + o1) * a2.out + o2;
+            const int64_t at = ((o0 * a1.out + o1) * a2.out + o2) * channels + c;
             const Ints position = Ints{} + int32_t(row * a2.window + i2 - covered(a2, o2).begin);
-            const int32_t* winner = winners + (window - first_window) * per_window + c;
             for (int j = 0; j < vectors.count; ++j) {
-              const Floats g = load(dy + window * channels + c + j * kLanes, lanes);
-              sum[j] += load_bits<Ints>(winner + j * kLanes) == position ? g : Floats{};
+              const Floats g = load(dy + at + j * kLanes, lanes);
+              sum[j] += load_winners(winners + at + j * kLanes, lanes) == position ? g : Floats{};
             }
           }
         }
@@ -143,18 +192,22 @@ void gather(const Args& args, const Block& block, int64_t first_row_of_windows, 
   });
 }
 
-template <class T>
-void backward(const Args& args, const Block& block, int32_t* winners) {
-  const Range* windows_of = args.axes[0].windows_of;
-  const Range windows = {windows_of[block.rows.begin].begin, windows_of[block.rows.end - 1].end};
-  find_winners<T>(args, block.item, windows, winners);
-  gather<T>(args, block, windows.begin, winners);
+template <class F>
+void with_winners(bool wide, F f) {
+  wide ? f(int32_t{}) : f(uint8_t{});
 }
 
 constexpr Kernels kernels = {
-    [](const Args& args, const Block& block) { (args.bf16 ? forward<bf16> : forward<float>)(args, block); },
-    [](const Args& args, const Block& block, int32_t* winners) {
-      (args.bf16 ? backward<bf16> : backward<float>)(args, block, winners);
+    [](const Args& args, const Block& block) {
+      with_dtype(args.bf16, [&](auto t) {
+        if (!args.winners) return forward<decltype(t)>(args, block);
+        with_winners(args.wide_winners, [&](auto w) { forward_with_winners<decltype(t), decltype(w)>(args, block); });
+      });
+    },
+    [](const Args& args, const Block& block) {
+      with_dtype(args.bf16, [&](auto t) {
+        with_winners(args.wide_winners, [&](auto w) { backward<decltype(t), decltype(w)>(args, block); });
+      });
     },
 };
 

@@ -4,9 +4,27 @@
 #include <atomic>
 #include <cstdint>
 
+#ifdef __SSE__
+#include <xmmintrin.h>
+#endif
+
 #include "thread_pool.h"
 
 namespace jaxfuse {
+
+// XLA flushes denormals on its threads but the pool's threads do not: while one of these lives, they are flushed on any.
+class DenormalsFlushed {
+#ifdef __SSE__
+ public:
+  DenormalsFlushed() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | kFlushToZero | kDenormalsAreZero); }
+  ~DenormalsFlushed() { _mm_setcsr(saved_); }
+  DenormalsFlushed(const DenormalsFlushed&) = delete;
+
+ private:
+  static constexpr unsigned kFlushToZero = 0x8000, kDenormalsAreZero = 0x0040;
+  const unsigned saved_;
+#endif
+};
 
 // Threads that parallel_for may use.
 inline int max_threads() { return ThreadPool::instance().size(); }

@@ -178,5 +178,22 @@ inline void store_lane_bits(uint8_t* p, unsigned bits, First lanes) {
 }
 inline void store_lane_bits(uint8_t* p, unsigned bits, Whole) { store_lane_bits(p, bits, First{kLanes}); }
 
+// ---- from run-time choices to template arguments
+
+template <auto v>
+struct Constant {
+  static constexpr auto value = v;
+};
+
+template <class F>
+void with_dtype(bool is_bf16, F f) {
+  is_bf16 ? f(bf16{}) : f(float{});
+}
+
+template <class F>
+void with_bool(bool condition, F f) {
+  condition ? f(Constant<true>{}) : f(Constant<false>{});
+}
+
 }  // namespace
 }  // namespace jaxfuse

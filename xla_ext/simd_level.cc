@@ -30,7 +30,7 @@ SimdLevel chosen_level() {
   for (int level = 0; level <= int(highest); ++level) {
     if (std::string(wanted) == kNames[level]) return SimdLevel(level);
   }
-  throw std::invalid_argument(std::string("the environment variable JAXFUSE_SIMD is \"") + wanted +
+  throw std::runtime_error(std::string("the environment variable JAXFUSE_SIMD is \"") + wanted +
                               "\", expected portable, avx2 or avx512, and this CPU has " + kNames[int(highest)] +
                               "; unset it to use that");
 }
@@ -38,7 +38,7 @@ SimdLevel chosen_level() {
 std::string described_level() {
   try {
     return kNames[int(simd_level())];
-  } catch (const std::invalid_argument& problem) {
+  } catch (const std::runtime_error& problem) {
     return problem.what();
   }
 }

@@ -1,12 +1,27 @@
 // Which of the x_<isa>.cc files runs on this machine.
 #pragma once
 
+#include <cstdint>
+
 namespace jaxfuse {
+
+// Floats in the widest vector of any level.
+constexpr int64_t kWidestVector = 16;
 
 enum class SimdLevel { portable, avx2, avx512 };
 
 // The highest level that this CPU has, or a lower one named by the environment variable JAXFUSE_SIMD, which is read once.
-// Throws std::invalid_argument if JAXFUSE_SIMD names no level of this CPU.
+// Throws std::runtime_error if JAXFUSE_SIMD names no level of this CPU.
 SimdLevel simd_level();
+
+// An op's loops for this machine. Throws as simd_level() does.
+template <class Kernels>
+const Kernels& choose(const Kernels& portable, const Kernels& avx2, const Kernels& avx512) {
+  switch (simd_level()) {
+    case SimdLevel::avx512: return avx512;
+    case SimdLevel::avx2: return avx2;
+    default: return portable;
+  }
+}
 
 }  // namespace jaxfuse

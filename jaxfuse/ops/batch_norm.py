@@ -251,7 +251,7 @@ def _refuse(config: BatchNormConfig, args) -> str | None:
         return reason
     if config.activation not in _ACTIVATIONS:
         return f"activation {config.activation}: the kernel takes {', '.join(_ACTIVATIONS)}"
-    return ffi.available("jaxfuse_batch_norm_stats")
+    return ffi.unavailable("jaxfuse_batch_norm_stats")
 
 
 def _refuse_backward(linear: Linear, args) -> str | None:

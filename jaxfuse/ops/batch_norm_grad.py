@@ -77,7 +77,7 @@ def _refuse(target: str):
         dy, x, *_ = args
         if dy.dtype != x.dtype:
             return f"cotangent {dy.dtype} of {x.dtype} values: the kernel takes one dtype"
-        return refuse_array(x, config.axis) or ffi.available(target)
+        return refuse_array(x, config.axis) or ffi.unavailable(target)
 
     return refuse
 

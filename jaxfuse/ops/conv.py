@@ -235,7 +235,7 @@ def _refuse_forward(config: ConvConfig, args) -> str | None:
         return f"bias of dtype {bias.dtype} with {x.dtype} input"
     if _activation_name(config) not in _ACTIVATIONS:
         return f"activation {config.activation}: no kernel yet on cpu"
-    return ffi.available("jaxfuse_conv_fwd") or _refuse_geometry(config, x, w)
+    return ffi.unavailable("jaxfuse_conv_fwd") or _refuse_geometry(config, x, w)
 
 
 def _run_forward(config: ConvConfig, args, mesh_axes):
@@ -252,7 +252,7 @@ def _run_forward(config: ConvConfig, args, mesh_axes):
 
 
 def _refuse_backward(linear: Linear, args) -> str | None:
-    return ffi.available("jaxfuse_conv_bwd") or _refuse_geometry(linear.config, *args)
+    return ffi.unavailable("jaxfuse_conv_bwd") or _refuse_geometry(linear.config, *args)
 
 
 def _run_backward(linear: Linear, args, mesh_axes):

@@ -25,7 +25,15 @@ class MaxPoolConfig:
     padding: Pairs
     base_dilation: tuple[int, ...]
     window_dilation: tuple[int, ...]
-    saves: int = 0  # nothing beyond x is kept for the backward pass
+    saving: bool = False  # also return the winners: which position in each window its gradient goes to
+
+    @property
+    def saves(self) -> int:
+        return int(self.saving)
+
+    @property
+    def winner_dtype(self):
+        return jnp.uint8 if math.prod(self.window_dimensions) <= 256 else jnp.int32
 
     def geometry_attrs(self):
         """Of the spatial dimensions."""
@@ -45,7 +53,8 @@ def max_pool(x, window_shape, *, strides=None, padding="VALID"):
       padding: "VALID", "SAME" or a (low, high) pair for each spatial dimension; filled with -inf.
 
     Returns: y in x's dtype; NaN where the window holds one. Its gradient goes to the first largest value of each window,
-    in row-major order; where windows overlap it is summed, by the kernel in float32. Autodiff keeps x.
+    in row-major order; where windows overlap it is summed, by the kernel in float32. Autodiff keeps the winners, a byte
+    for each value of y, and without the kernel x.
     Raises: OpError (a ValueError), at trace time, for shapes, dtypes or options that do not fit.
     """
     arguments = Arguments("max_pool")
@@ -68,20 +77,40 @@ def max_pool(x, window_shape, *, strides=None, padding="VALID"):
 def _reference(config: MaxPoolConfig, x):
     y = lax.reduce_window(x, -jnp.inf, lax.max, config.window_dimensions, config.window_strides, config.padding,
                           config.base_dilation, config.window_dilation)
-    return (y,)
+    return (y, _winners(config, lax.stop_gradient(x), y.shape)) if config.saving else (y,)
+
+
+def _winners(config: MaxPoolConfig, x, y_shape):
+    """The rule of XLA's select-and-scatter: the winner so far stays if it is >= the next value, row by row."""
+    window, strides = config.window_dimensions, config.window_strides
+    pads = [(low, high, base - 1) for (low, high), base in zip(config.padding, config.base_dilation)]
+    x = lax.pad(x, jnp.asarray(-jnp.inf, x.dtype), pads)
+    span = [(n - 1) * step + 1 if n else 0 for n, step in zip(y_shape, strides)]
+
+    def next_position(position, best):
+        largest, winner = best
+        tap = jnp.unravel_index(position, window)
+        seen = lax.dynamic_slice(x, [t * dilation for t, dilation in zip(tap, config.window_dilation)], span)
+        seen = lax.slice(seen, (0,) * x.ndim, span, strides)
+        stays = largest >= seen
+        return jnp.where(stays, largest, seen), jnp.where(stays, winner, position.astype(winner.dtype))
+
+    first = jnp.full(y_shape, -jnp.inf, x.dtype), jnp.zeros(y_shape, config.winner_dtype)
+    return lax.fori_loop(0, math.prod(window), next_position, first)[1]
 
 
 def _tangent(config: MaxPoolConfig, kept, tangents):
     """dx at the winner of each window: JAX's own rule, linear in dx and transposed to a select-and-scatter."""
-    return jax.jvp(functools.partial(_reference, config), kept, tuple(tangents))[1]
+    config = dataclasses.replace(config, saving=False)
+    return jax.jvp(functools.partial(_reference, config), kept[:1], tuple(tangents))[1]
 
 
 def _forward_axes(config: MaxPoolConfig, ranks) -> BatchAxes:
-    return BatchAxes((0,), (0,))
+    return BatchAxes((0,), (0,) * (1 + config.saving))
 
 
 def _backward_axes(linear: Linear, ranks) -> BatchAxes:
-    return BatchAxes((0, 0), (0,))
+    return BatchAxes((0,) * len(ranks), (0,))
 
 
 # --- CPU kernel: our own, channels-last --------------------------------------------------------------------------
@@ -105,28 +134,29 @@ def _refuse(config: MaxPoolConfig, args) -> str | None:
         return f"negative padding {config.padding}"
     if math.prod(x.shape) == 0:
         return f"empty array of shape {tuple(x.shape)}"
-    return ffi.available("jaxfuse_max_pool_fwd")
+    return ffi.unavailable("jaxfuse_max_pool_fwd")
 
 
 def _run_forward(config: MaxPoolConfig, args, mesh_axes):
-    (y,) = jax.eval_shape(functools.partial(_reference, config), *args)
-    return ffi.call("jaxfuse_max_pool_fwd", [jax.ShapeDtypeStruct(y.shape, y.dtype)], *args, **config.geometry_attrs())
+    outs = jax.eval_shape(functools.partial(_reference, config), *args)
+    types = [jax.ShapeDtypeStruct(out.shape, out.dtype) for out in outs]
+    return ffi.call("jaxfuse_max_pool_fwd", types, *args, save_winners=config.saving, **config.geometry_attrs())
 
 
 def _run_backward(linear: Linear, args, mesh_axes):
-    x, dy = args
+    x, winners, dy = args
     attrs = linear.config.geometry_attrs()
-    return ffi.call("jaxfuse_max_pool_bwd", [jax.ShapeDtypeStruct(x.shape, x.dtype)], x, dy, **attrs)
+    return ffi.call("jaxfuse_max_pool_bwd", [jax.ShapeDtypeStruct(x.shape, x.dtype)], winners, dy, **attrs)
 
 
 OP = FusedOp(
     "max_pool",
     reference=_reference,
-    keep=lambda config, args, outs: args,
+    keep=lambda config, args, outs: (*args, *outs[1:]),
     tangent=_tangent,
     decompose=_reference,
     differentiable=lambda config: True,
-    for_autodiff=lambda config: config,
+    for_autodiff=lambda config: dataclasses.replace(config, saving=True),
     forward_kernels=(Kernel("native", _refuse, _run_forward),),
     backward_kernels=(Kernel("native", lambda linear, args: _refuse(linear.config, args), _run_backward),),
     forward_axes=_forward_axes,
