@@ -1,7 +1,8 @@
 """Batch norm with given statistics that no convolution before it took, and what follows it. No kernel yet: recognised."""
 
-from jaxfuse.canonical import ADD, CAST, RESHAPED, NotPerChannel, constant, per_channel, size
+from jaxfuse.canonical import ADD, CAST, NotPerChannel, constant, per_channel, size
 from jaxfuse.graph import Node, Value
+from jaxfuse.layout import RESHAPES
 from jaxfuse.match import Refusal, Walk
 from jaxfuse.patterns.activations import name_activation
 from jaxfuse.patterns.autodiff import forward, no_kernel
@@ -49,7 +50,7 @@ def _products(root: Node) -> list[Node]:
     """Products of the root, or of it times gamma, with something larger."""
     found, values = [], [root.out]
     for _ in range(FARTHEST):
-        users = [n for v in values for n in v.users if n.primitive in ("mul", "div", CAST, *RESHAPED)]
+        users = [n for v in values for n in v.users if n.primitive in ("mul", "div", CAST, *RESHAPES)]
         found += [n for n in users if n.primitive in ("mul", "div") and size(n.out) > size(root.out)]
         values = list({id(n.out): n.out for n in users if size(n.out) == size(root.out)}.values())
     return list({n.index: n for n in found}.values())

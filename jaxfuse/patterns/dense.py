@@ -10,15 +10,15 @@ from collections.abc import Iterator
 
 import jax.numpy as jnp
 
-from jaxfuse.canonical import ADD, CAST, RESHAPED, constant
-from jaxfuse.canonical import _varying_axes as varying_axes
+from jaxfuse.canonical import ADD, CAST, constant, varying_axes
 from jaxfuse.graph import Node, Value
+from jaxfuse.layout import RESHAPES
 from jaxfuse.match import Chain, Refusal, Stop, Walk
 from jaxfuse.patterns.activation_grad import activation_grad
 from jaxfuse.patterns.activations import name_activation
 from jaxfuse.patterns.autodiff import forward, no_kernel
 
-REARRANGED = (*RESHAPED, CAST, "transpose", "slice", "split", "concatenate")
+REARRANGED = (*RESHAPES, CAST, "transpose", "slice", "split", "concatenate")
 FARTHEST_PARAMETER = 8  # casts, reshapes, slices between a parameter and where it is used
 
 

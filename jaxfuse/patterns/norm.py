@@ -9,15 +9,15 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.canonical import ADD, CAST, RESHAPED, constant, is_square, size
-from jaxfuse.canonical import _varying_axes as varying_axes
+from jaxfuse.canonical import ADD, CAST, constant, is_square, size, varying_axes
 from jaxfuse.graph import Node, Value
+from jaxfuse.layout import RESHAPES
 from jaxfuse.match import Refusal, Walk
 from jaxfuse.patterns.activations import name_activation
 from jaxfuse.patterns.autodiff import forward, no_kernel
 from jaxfuse.patterns.dense import is_parameter
 
-SHAPED = (*RESHAPED, "transpose", CAST)
+SHAPED = (*RESHAPES, "transpose", CAST)
 ARITHMETIC = (*ADD, "sub", "mul", "div", "neg", "max", "sqrt", "rsqrt", "square", "integer_pow", "pow", "select_n", "stop_gradient")
 LARGEST = 64  # nodes of one norm
 

@@ -11,14 +11,15 @@ Weight decay by an L2 loss or by `add_decayed_weights` before the moments: p is 
 
 from typing import NamedTuple
 
-from jaxfuse.canonical import ADD, CAST, RESHAPED, constant, size
+from jaxfuse.canonical import ADD, CAST, constant, size
 from jaxfuse.elementwise import is_elementwise
 from jaxfuse.graph import Graph, Node, Value
+from jaxfuse.layout import RESHAPES
 from jaxfuse.match import Refusal
 from jaxfuse.patterns.autodiff import backward, no_kernel
 
 LARGEST = 64  # nodes of one tensor's update
-LINEAR = (*ADD, "sub", "mul", "div", "neg", "select_n", "integer_pow", CAST, *RESHAPED)
+LINEAR = (*ADD, "sub", "mul", "div", "neg", "select_n", "integer_pow", CAST, *RESHAPES)
 
 
 class Update(NamedTuple):
@@ -82,7 +83,7 @@ def _is_negative(node: Node) -> bool:
 
 
 def _uncast(value: Value) -> Value:
-    while value.producer is not None and value.producer.primitive in (CAST, *RESHAPED):
+    while value.producer is not None and value.producer.primitive in (CAST, *RESHAPES):
         value = value.producer.inputs[0]
     return value
 

@@ -8,14 +8,15 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxfuse.canonical import ADD, CAST, RESHAPED, Region, constant
+from jaxfuse.canonical import ADD, CAST, Region, constant
 from jaxfuse.elementwise import is_elementwise
 from jaxfuse.graph import Node, Value
+from jaxfuse.layout import RESHAPES
 from jaxfuse.match import Activated, Refusal
 from jaxfuse.patterns.activations import name_activation
 from jaxfuse.patterns.autodiff import forward, no_kernel
 
-REARRANGED = (*RESHAPED, CAST, "transpose", "slice", "split", "concatenate")
+REARRANGED = (*RESHAPES, CAST, "transpose", "slice", "split", "concatenate")
 LARGEST_GATE = 40  # nodes between a gate and the dense layers it comes from
 LONGEST_SPELLING = 10  # nodes of a gate's function that is not one primitive
 
