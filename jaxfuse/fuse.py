@@ -74,7 +74,7 @@ def _enter(graph: Graph, node: Node, bodies: dict, judge) -> tuple[Emission | No
 
     try:
         params = inside(node, lambda: {name: rewritten(body) for name, body in bodies.items()})
-    except Exception as error:  # JAX finds the rewritten body unfit where the user's own was not
+    except (TypeError, ValueError) as error:  # JAX finds the rewritten body unfit where the user's own was not
         return None, _refused(f"the body of {node} cannot be rewritten: {error}".splitlines()[0], found)
     if all(params[name] is body for name, body in bodies.items()):
         return None, found

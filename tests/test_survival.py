@@ -253,7 +253,7 @@ def on_several_devices():
     assert len(devices) == 4
     x = jax.random.normal(jax.random.key(9), (8, 8, 8, 4))
     over_batch = NamedSharding(Mesh(np.array(devices), "d"), PartitionSpec("d"))
-    kernels = not any(ffi.available(target) for target in ffi.TARGETS)
+    kernels = not any(ffi.unavailable(target) for target in ffi.TARGETS)
     for check in (True, False):
         fn = functools.partial(normalised, check=check, over=over_batch.mesh)
         assert len(jaxfuse.explain(fn, x, policy="always").fused) == 2 * kernels
