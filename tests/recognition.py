@@ -1,12 +1,14 @@
 """What `explain` says of patterns that are recognised before their kernels exist: rows, and how tests compare them."""
 
 import collections
+import os
 
 import jax
 import jax.numpy as jnp
 
 import jaxfuse
 
+os.environ.setdefault("KERAS_BACKEND", "jax")
 NO_KERNEL = "no kernel yet on cpu"
 
 

@@ -54,7 +54,6 @@ CONV_HITS = {
     "conv+relu": lambda x, w, b, r: jax.nn.relu(conv(x, w)),
     "conv+bias+maximum0": lambda x, w, b, r: jnp.maximum(conv(x, w) + b, 0),
     "conv+bias+relu6": lambda x, w, b, r: jax.nn.relu6(conv(x, w) + b),
-    "conv+bias+maximum0, relu6 with 5": lambda x, w, b, r: jnp.minimum(jnp.maximum(conv(x, w) + b, 0), 5),
     "conv+bias+clip6": lambda x, w, b, r: jnp.minimum(jnp.maximum(conv(x, w) + b, 0), 6),
     "conv+bias+leaky_relu": lambda x, w, b, r: jax.nn.leaky_relu(conv(x, w) + b),
     "conv+bias+leaky_relu, spelled": lambda x, w, b, r: (lambda z: jnp.where(z >= 0, z, 0.1 * z))(conv(x, w) + b),
@@ -116,6 +115,8 @@ CONV_MISSES = {
                         "conv+bias+relu", "read 2 times: by custom_jvp_call", ["conv+bias"]),
     "bias along another axis": (lambda x, w, b, r: conv(x, w) + b[:, None], "conv+bias", "varies along axis 2", ["conv"]),
     "addend broadcasts": (lambda x, w, b, r: conv(x, w) + r[:1], "conv+bias", "varies along axis 1", ["conv"]),
+    "relu6 with 5": (lambda x, w, b, r: jnp.minimum(jnp.maximum(conv(x, w) + b, 0), 5),
+                     "conv+bias+clip", "activation clip: no kernel yet", ["conv+bias+maximum0"]),
     "hard_swish with 1/5": (lambda x, w, b, r: (lambda z: z * jax.nn.relu6(z + 3) / 5)(conv(x, w) + b),
                             "conv+bias+hard_swish", "it is", ["conv+bias"]),
     "scaled after the residual": (lambda x, w, b, r: (conv(x, w) + r) * b, "conv+add+scale", "scales the sum", ["conv+add"]),
@@ -253,9 +254,9 @@ def self_residual(x, g, b, r):
 
 BN_MISSES = {
     "over the wrong axes": (lambda x, g, b, r: (x - x.mean((0, 1))) * lax.rsqrt(x.var((0, 1)) + 1e-5),
-                            "norm", "statistics over axes [0, 1]", []),
+                            "norm", "statistics over axes (0, 1)", []),
     "layer norm": (lambda x, g, b, r: (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5),
-                   "norm", "statistics over axes [3]", []),
+                   "layer_norm", "no kernel yet on cpu", []),
     "statistics only": (fast_moments, "bn", "nothing normalises it", []),
     "residual of its own statistics": (self_residual, "bn+add", "own statistics", ["bn"]),
     "scale along another axis": (spelled(fast_moments, lambda x, m, v, g, b, r: (x - m) * lax.rsqrt(v + 1e-5) * r[:, :1, :1]),

@@ -12,7 +12,7 @@ from jaxfuse.canonical import ADD, CAST, constant
 from jaxfuse.elementwise import FINITE, is_elementwise, values_of
 from jaxfuse.graph import Graph, Node, Value
 from jaxfuse.match import Activated, Refusal
-from jaxfuse.patterns.activations import _known as known
+from jaxfuse.patterns.activations import known
 from jaxfuse.patterns.autodiff import backward, no_kernel
 
 LARGEST = 80  # nodes: the activation, its derivative, and their product with dy
@@ -96,7 +96,7 @@ def _is_slope(z: Value, dy: Value, nodes: tuple[Node, ...], last: Node, activate
             (made[id(node.out)],) = node.replay([read(v) for v in node.inputs])
         return [made[id(last.out)]]
 
-    slope = values_of(function, z.shape, z.dtype, FINITE)
+    slope = values_of(function, z.aval, FINITE)
     tolerance = 2e-2 if jnp.finfo(z.dtype).bits < 32 else 1e-4
     expected = known(activated.name, activated.alpha)[1, : len(FINITE)]
     return slope is not None and np.allclose(slope[0], expected, rtol=tolerance, atol=tolerance)

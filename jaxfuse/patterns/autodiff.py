@@ -97,11 +97,13 @@ def _only_for_backward(graph: Graph, i: int) -> bool:
 
 
 def _needed(graph: Graph, transposed: frozenset[int], outputs: list[Value]) -> list[Node]:
-    """Nodes that are not transposed and that something other than the backward pass reads."""
+    """Nodes that are not transposed and that something other than the backward pass reads. Contractions stay: what
+    `jax.checkpoint` computes again is only for the backward pass, but a layer all the same."""
     returned, kept = set(map(id, outputs)), set()
     for node in reversed(graph.nodes):
         if node.index not in transposed and node.index not in graph.gone and (
             node.eqn.effects
+            or node.primitive == "dot_general"
             or any(id(v) in returned or any(n.index in kept or _is_fused(n) for n in v.users) for v in node.outputs)
             or not any(v.users for v in node.outputs)
         ):

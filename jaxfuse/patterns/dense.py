@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 import jax.numpy as jnp
 
-from jaxfuse.canonical import ADD, CAST, constant
-from jaxfuse.canonical import _varying_axes as varying_axes
+from jaxfuse.canonical import ADD, CAST, constant, varying_axes
 from jaxfuse.graph import Node, Value
 from jaxfuse.layout import RESHAPES
 from jaxfuse.match import Chain, Refusal, Stop, Walk

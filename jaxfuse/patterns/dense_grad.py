@@ -47,4 +47,5 @@ def _same_numbers(value: Value) -> list[Value]:
 
 
 def _is_bias_gradient(node: Node) -> bool:
-    return node.primitive == "reduce_sum" and 0 < node.out.ndim < node.inputs[0].ndim
+    """A sum over the batch, not over the features."""
+    return node.primitive == "reduce_sum" and 0 in node.params["axes"] and node.inputs[0].ndim - 1 not in node.params["axes"]

@@ -9,8 +9,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.canonical import ADD, CAST, constant, is_square, size
-from jaxfuse.canonical import _varying_axes as varying_axes
+from jaxfuse.canonical import ADD, CAST, constant, is_square, size, varying_axes
 from jaxfuse.graph import Node, Value
 from jaxfuse.layout import RESHAPES
 from jaxfuse.match import Refusal, Walk

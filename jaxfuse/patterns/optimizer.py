@@ -77,9 +77,15 @@ def _kind(graph: Graph, node: Node, parameter: Value, given: set[int]) -> str:
 
 def _is_negative(node: Node) -> bool:
     """A negation, or a product with a negative number, which may be a schedule's value times -1."""
-    factors = [v for v in node.inputs if node.primitive == "mul" and v.shape == ()]
+    factors = [_uncast(v) for v in node.inputs if node.primitive == "mul" and v.shape == ()]
     numbers = [constant(v) for factor in factors for v in (factor, *(factor.producer.inputs if factor.producer else ()))]
     return node.primitive == "neg" or any(number is not None and number < 0 for number in numbers)
+
+
+def _uncast(value: Value) -> Value:
+    while value.producer is not None and value.producer.primitive in (CAST, *RESHAPES):
+        value = value.producer.inputs[0]
+    return value
 
 
 def _rescaled(update: Update, root: Node) -> bool:
