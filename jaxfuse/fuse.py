@@ -49,7 +49,8 @@ def plan(closed: ClosedJaxpr, judge, outer: tuple[Graph, Node] | None = None) ->
                 replacements |= {id(value): emission for value in node.outputs}
         elif node.primitive in RULED:
             reason = f"it is inside a {node.primitive}: a function with rules of its own stays as it is"
-            found += _refused(reason, [site for body in programs(node).values() for site in plan(_closed(body), judge).found])
+            for body in programs(node).values():
+                found += _refused(reason, plan(_closed(body), judge).found)
     found.sort(key=lambda result: result.anchor.index)
     return Plan(graph, replacements, found)
 
@@ -88,7 +89,7 @@ def _enter(graph: Graph, node: Node, bodies: dict, judge) -> tuple[Emission | No
 
 def _refused(reason: str, found: list) -> list:
     """The sites, of which none is rewritten, for this reason unless they have another."""
-    return [Refusal(site.pattern, site.anchor, site.operands, reason) if isinstance(site, Match) else site for site in found]
+    return [Refusal(s.pattern, s.anchor, s.operands, reason) if isinstance(s, Match) else s for s in found]
 
 
 def _closed(body) -> ClosedJaxpr:

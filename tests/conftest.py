@@ -1,5 +1,5 @@
-"""`kernel`: what takes it runs once with the kernels that are installed and once with none, by reference. `some_kernel`: where
-none is installed the references stand in for them, so that programs are rewritten all the same."""
+"""`kernel`: what takes it runs once with the kernels that are installed and once with none, by reference.
+`some_kernel`: where none is installed the references stand in for them, so that programs are rewritten all the same."""
 
 import jax
 import pytest
