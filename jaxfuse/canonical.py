@@ -44,22 +44,23 @@ def per_channel(value: Value, like: Value, axes: int | tuple[int, ...]) -> Value
     if elsewhere:
         along = ", ".join(map(str, axes))
         return NotPerChannel(f"operand {value!r} varies along axis {min(elsewhere)}, the channel axis is {along}")
-    while value.producer is not None and _repeats_or_moves(value.producer):
-        inner = value.producer.inputs[0]
-        narrowed = value.producer.primitive == CAST and jnp.promote_types(inner.dtype, value.dtype) != value.dtype
-        if narrowed or size(inner) not in (1, channels):
-            break
-        value = inner
-    if size(value) in (1, channels):
-        return value
+    smallest, source = None, value
+    while source is not None:
+        smallest = source if size(source) in (1, channels) else smallest
+        source = _repeated(source)
+    if smallest is not None:
+        return smallest
     return NotPerChannel(f"operand {value!r} is not one number for each of the {channels} channels")
 
 
-def _repeats_or_moves(node: Node) -> bool:
-    """Broadcasts, reshapes, casts, and transposes of what has one axis only."""
-    if node.primitive == "transpose":
-        return sum(n > 1 for n in node.out.shape) <= 1
-    return node.primitive in (*RESHAPES, CAST)
+def _repeated(value: Value) -> Value | None:
+    """What the value repeats: through broadcasts, reshapes, widening casts, and transposes of what has one axis only."""
+    node = value.producer
+    if node is None or node.primitive not in (*RESHAPES, CAST, "transpose"):
+        return None
+    (inner,) = node.inputs
+    narrowed = node.primitive == CAST and jnp.promote_types(inner.dtype, value.dtype) != value.dtype
+    return None if narrowed or node.primitive == "transpose" and len(_long(value)) > 1 else inner
 
 
 def repeats(value: Value) -> bool:
@@ -152,16 +153,16 @@ def region_table(region: Region) -> np.ndarray | None:
     return table_of(lambda x: region.replay(x, (region.end,))[0], region.start.aval)
 
 
-def served_from_end(region: Region) -> bool:
-    """Whether the masks come out the same if they are computed from the function's value instead of its argument, as
-    x > 0 does from relu(x): then nothing needs to keep the argument."""
+def mask_tables(region: Region) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """What the masks are on the points of elementwise.py, and what they would be if they were computed from the function's
+    value instead of its argument. Where both agree, as for x > 0 and relu(x) > 0, nothing needs to keep the argument."""
     start = region.start
 
     def of(points, wanted):
         return values_of(lambda x: region.replay(x, wanted), start.aval, points)
 
     ends = of(POINTS, (region.end,))
-    return ends is not None and np.array_equal(of(POINTS, region.masks), of(ends[0], region.masks))
+    return (None, None) if ends is None else (of(POINTS, region.masks), of(ends[0], region.masks))
 
 
 def _number(value: Value):
@@ -183,23 +184,44 @@ class Reduction(NamedTuple):
     first: Node
 
 
+class Part(NamedTuple):
+    """An axis along which this is one of several that were stacked: Flax makes one `pmean` of the mean and the mean square."""
+
+    index: int
+
+
 def reductions(tensor: Value) -> Iterator[Reduction]:
     """Its sums over some axes, and further sums of these: under `vmap` a mean over the batch is a mean of means."""
-    stack = [(tensor, 1.0, tuple(range(tensor.ndim)), None)]
+    stack: list = [(tensor, 1.0, tuple(range(tensor.ndim)), None)]
     while stack:
         value, weight, axes, first = stack.pop()
+        if first and not any(isinstance(axis, Part) for axis in axes):
+            yield Reduction(value, weight, tuple(axis for axis in axes if axis is not None), first)
         for node in value.users:
-            factor = scale_factor(node, value)
+            factor = scale_factor(node, value) if first else None
             if node.primitive in ("reduce_sum", "psum") and all(isinstance(d, numbers.Integral) for d in node.params["axes"]):
                 kept = tuple(axis for d, axis in enumerate(axes) if d not in node.params["axes"])
-                found = Reduction(node.out, weight, tuple(axis for axis in kept if axis is not None), first or node)
-                yield found
-                stack.append((node.out, weight, kept, found.first))
-            elif first and (factor or is_float_cast(node)):
+                stack.append((node.outputs[node.inputs.index(value)], weight, kept, first or node))
+            elif factor or first and is_float_cast(node):
                 stack.append((node.out, weight * (factor or 1), axes, first))
-            elif first and is_reshape(node) and _long(node.out) == _long(value):
-                longer = iter([axis for axis, n in zip(axes, value.shape) if n > 1])
-                stack.append((node.out, weight, tuple(next(longer) if n > 1 else None for n in node.out.shape), first))
+            elif first:
+                stack += [(node.out, weight, moved, first) for moved in _moved(node, value, axes)]
+
+
+def _moved(node: Node, value: Value, axes: tuple) -> Iterator[tuple]:
+    """What the axes of `value` are in the node's output, if the node does no arithmetic: of None an axis of length 1."""
+    if is_reshape(node) and _long(node.out) == _long(value):
+        longer = iter([axis for axis, n in zip(axes, value.shape) if n > 1])
+        yield tuple(next(longer) if n > 1 else None for n in node.out.shape)
+    elif node.primitive == "transpose":
+        yield tuple(axes[d] for d in node.params["permutation"])
+    elif node.primitive == "stack":
+        at = node.params["axis"]
+        yield from [(*axes[:at], Part(i), *axes[at:]) for i, operand in enumerate(node.inputs) if operand is value]
+    elif node.primitive == "slice" and node.params["strides"] is None:
+        taken = list(zip(axes, node.params["start_indices"], node.params["limit_indices"], value.shape))
+        if all(limit - start == n or axis == Part(start) and limit - start == 1 for axis, start, limit, n in taken):
+            yield tuple(None if limit - start < n else axis for axis, start, limit, n in taken)
 
 
 def _long(value: Value) -> list[int]:
@@ -231,8 +253,8 @@ class Moments:
         self.known: dict[int, tuple[Value, Callable]] = {}
         self.nodes: set[int] = set()
         self._kinds: dict[int, tuple[str, float]] = {}  # id -> what it is the mean of, times what
+        self._sums(x, "x")
         for full in (x, *self._casts(x)):
-            self._sums(full, "x")
             self._squares(full, "x²")
         self._spread()
 
@@ -251,7 +273,7 @@ class Moments:
 
     def _sums(self, full, kind) -> bool:
         """Marks the sums of `full` over the batch."""
-        found = [r for r in reductions(full) if r.left == (self.axis,)]
+        found = [r for tensor in (full, *self._casts(full)) for r in reductions(tensor) if r.left == (self.axis,)]
         for reduction in found:
             self._mark(reduction.value, kind, reduction.weight * self.count)
             self.nodes.add(reduction.first.index)

@@ -4,19 +4,22 @@ Knows nothing of any op. A `Node` is one equation of the program and can be repl
 its custom derivative rules; a `Value` is what flows between nodes.
 """
 
+import functools
+import os
 import pathlib
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import jax
+import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 INLINED = ("jit", "pjit", "closed_call", "core_call")
 CONTROL = ("scan", "while", "cond", "checkpoint", "remat2", "shard_map")
 RULED = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")  # the user's own rules, which their bodies belong to
-FRAMEWORKS = ("jax", "jaxlib", "jaxfuse", "flax", "haiku", "equinox", "keras", "optax", "numpy")
+FRAMEWORKS = ("jax", "jaxlib", "jaxfuse", "flax", "haiku", "equinox", "keras", "optax", "transformers", "numpy")
 
 
 class Value:
@@ -39,11 +42,11 @@ class Value:
 class Node:
     """One equation: `primitive` by name, its inputs and outputs as Values."""
 
-    __slots__ = ("eqn", "index", "inputs", "outputs", "name_stack", "called_from")
+    __slots__ = ("eqn", "index", "inputs", "outputs", "name_stack", "callers")
 
-    def __init__(self, eqn, index: int, inputs: list[Value], name_stack, called_from=None):
+    def __init__(self, eqn, index: int, inputs: list[Value], name_stack, callers=()):
         self.eqn, self.index, self.inputs, self.name_stack = eqn, index, inputs, name_stack
-        self.called_from = called_from  # the equation of the inlined jit that this one stood in
+        self.callers = callers  # the equations of the inlined jits that this one stood in, innermost first
         self.outputs = [Value(v.aval, self) for v in eqn.outvars]
         for value in dict.fromkeys(inputs):
             value.users.append(self)
@@ -64,13 +67,14 @@ class Node:
         return outputs if eqn.primitive.multiple_results else [outputs]
 
     def source(self) -> str:
-        """file:line of the user's code that made this equation."""
-        eqns = [eqn for eqn in (self.eqn, self.called_from) if eqn is not None and eqn.source_info.traceback is not None]
+        """file:line of the user's code that made this equation: the innermost frame that is not in an installed package,
+        or, where a package's own program runs, not in a framework."""
+        *jits, outermost = [eqn.source_info.traceback for eqn in (self.eqn, *self.callers)]
         for unwanted in (_is_library, _is_framework):
-            for eqn in eqns:
-                for frame in eqn.source_info.traceback.frames:
-                    if not unwanted(frame.file_name):
-                        return f"{_relative(frame.file_name)}:{frame.line_num}"
+            lines = [*[_line(traceback, unwanted, True) for traceback in jits], _line(outermost, unwanted, False)]
+            line = next(filter(None, lines), None)
+            if line:
+                return line
         return "unknown"
 
     def __str__(self):
@@ -105,7 +109,7 @@ class Graph:
     def _read(self, environment, atom) -> Value:
         return Value(atom.aval, literal=atom.val) if isinstance(atom, Literal) else environment[atom]
 
-    def _inline(self, jaxpr, environment, name_stack, called_from=None):
+    def _inline(self, jaxpr, environment, name_stack, callers=()):
         for eqn in jaxpr.eqns:
             inputs = [self._read(environment, v) for v in eqn.invars]
             inner = _inlinable(eqn)
@@ -113,10 +117,10 @@ class Graph:
                 inside = dict(zip(inner.jaxpr.invars, inputs))
                 for var, constant in zip(inner.jaxpr.constvars, inner.consts):
                     inside[var] = self._closed_over(var, constant)
-                self._inline(inner.jaxpr, inside, name_stack + eqn.source_info.name_stack, called_from or eqn)
+                self._inline(inner.jaxpr, inside, name_stack + eqn.source_info.name_stack, (eqn, *callers))
                 outputs = [self._read(inside, v) for v in inner.jaxpr.outvars]
             else:
-                outputs = self._node(eqn, inputs, name_stack, called_from).outputs
+                outputs = self._node(eqn, inputs, name_stack, callers).outputs
             environment.update(zip(eqn.outvars, outputs))
 
     def _closed_over(self, var, constant) -> Value:
@@ -125,12 +129,12 @@ class Graph:
         self.constant_arrays.append(constant)
         return value
 
-    def _node(self, eqn, inputs, name_stack, called_from) -> Node:
+    def _node(self, eqn, inputs, name_stack, callers) -> Node:
         """A node for the equation, or the node that already computes the same."""
         try:
             key = (
                 eqn.primitive,
-                tuple(("literal", repr(v.literal), v.aval) if v.literal is not None else id(v) for v in inputs),
+                tuple([id(v) if v.literal is None else (np.asarray(v.literal).tobytes(), v.aval) for v in inputs]),
                 tuple(sorted(eqn.params.items(), key=lambda item: item[0])),
             )
             known = None if eqn.effects else self._seen.get(key)
@@ -138,7 +142,7 @@ class Graph:
             key = known = None
         if known is not None:
             return known
-        node = Node(eqn, len(self.nodes), inputs, name_stack, called_from)
+        node = Node(eqn, len(self.nodes), inputs, name_stack, callers)
         self.nodes.append(node)
         if key is not None:
             self._seen[key] = node
@@ -250,23 +254,40 @@ def _inlinable(eqn) -> ClosedJaxpr | None:
     return None if specified or any(params.get("donated_invars", ())) else body
 
 
-_STDLIB = sysconfig.get_path("stdlib")
+# --- source lines ------------------------------------------------------------------------------------------------
+
 _OWN = str(pathlib.Path(__file__).parent)
+# the standard library, and the scripts that start programs of installed packages
+_ELSEWHERE = tuple(f"{folder}{os.sep}" for folder in (sysconfig.get_path("stdlib"), sysconfig.get_path("scripts"))) + ("<frozen",)
 
 
+@functools.lru_cache(maxsize=65536)
+def _line(traceback, unwanted: Callable[[str], bool], traced_apart: bool) -> str | None:
+    """The innermost frame of a wanted file. A jit is traced once for all who call it: with `traced_apart` only frames
+    inside it count, for those outside are the first caller's."""
+    for frame in traceback.frames if traceback is not None else ():
+        if traced_apart and "trace_to_jaxpr" in frame.function_name:
+            return None
+        if not unwanted(frame.file_name):
+            return f"{_relative(frame.file_name)}:{frame.line_num}"
+    return None
+
+
+@functools.cache
 def _is_framework(file_name: str) -> bool:
     parts = pathlib.PurePath(file_name).parts
     return _is_own(file_name) or _is_library(file_name) and any(name in parts for name in FRAMEWORKS)
 
 
+@functools.cache
 def _is_library(file_name: str) -> bool:
     installed = {"site-packages", "dist-packages"} & set(pathlib.PurePath(file_name).parts)
-    return bool(installed) or _is_own(file_name) or file_name.startswith((_STDLIB, "<frozen"))
+    return bool(installed) or _is_own(file_name) or file_name.startswith(_ELSEWHERE)
 
 
 def _is_own(file_name: str) -> bool:
     """Part of jaxfuse, the demo aside: that is a user's program."""
-    return file_name.startswith(_OWN) and not file_name.startswith(f"{_OWN}/demo")
+    return file_name.startswith(f"{_OWN}{os.sep}") and not file_name.startswith(os.path.join(_OWN, "demo"))
 
 
 def _relative(file_name: str) -> str:

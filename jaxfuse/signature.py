@@ -74,6 +74,7 @@ def compiled(fn, run, give_up):
     options = private.jit_options(fn)
     at_once: dict = {}  # form -> jitted run; None: to be called leaf by leaf
     by_leaves: dict = {}  # signature -> jitted function of the traced leaves; None: fn cannot be traced
+    needs_numbers: set = set()  # signatures for which fn needs to know the numbers
 
     def call(*args, **kwargs):
         form = tuple([type(a) in STATIC for a in args]), tuple([(name, type(a) in STATIC) for name, a in kwargs.items()])
@@ -83,31 +84,31 @@ def compiled(fn, run, give_up):
             try:
                 return at_once[form](*args, **kwargs)
             except (Untraceable, TypeError, ValueError, OverflowError):
-                at_once[form] = None
-        return leaf_by_leaf(Call(args, kwargs), args, kwargs)
+                pass
+        result = leaf_by_leaf(Call(args, kwargs), args, kwargs)  # if fn itself fails, nothing is learnt from it
+        at_once[form] = None
+        return result
 
     def leaf_by_leaf(call: Call, args, kwargs):
+        tracing_numbers = call.has_numbers and not call.concrete
+        if tracing_numbers and call.key in needs_numbers:
+            return leaf_by_leaf(Call(args, kwargs, concrete=True), args, kwargs)
         if call.key not in by_leaves:
             by_leaves[call.key] = jax.jit(functools.partial(_with, call, run), donate_argnums=call.donated(fn))
-        function = by_leaves[call.key]
-        if function is _CONCRETE:
-            return leaf_by_leaf(Call(args, kwargs, concrete=True), args, kwargs)
-        if function is not None:
+        if by_leaves[call.key] is not None:
             try:
-                return function(*call.leaves)
+                return by_leaves[call.key](*call.leaves)
             except Untraceable as failure:
-                if call.has_numbers and not call.concrete:
-                    by_leaves[call.key] = _CONCRETE
-                    return leaf_by_leaf(Call(args, kwargs, concrete=True), args, kwargs)
+                if tracing_numbers:
+                    result = leaf_by_leaf(Call(args, kwargs, concrete=True), args, kwargs)
+                    needs_numbers.add(call.key)
+                    return result
                 give_up(failure)
         result = fn(*args, **kwargs)
         by_leaves[call.key] = None
         return result
 
     return functools.wraps(fn)(call)
-
-
-_CONCRETE = "with numbers as part of the signature"
 
 
 def _with(call: Call, run, *leaves):

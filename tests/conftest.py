@@ -1,4 +1,5 @@
-"""`kernel`: what takes it runs once with the kernels that are installed and once with none, by reference."""
+"""`kernel`: what takes it runs once with the kernels that are installed and once with none, by reference. `some_kernel`: where
+none is installed the references stand in for them, so that programs are rewritten all the same."""
 
 import jax
 import pytest
@@ -16,6 +17,15 @@ def kernel(request):
         patch.setattr(ffi, "unavailable", lambda target: "switched off by the test")
         yield "reference"
     _forget_compiled()
+
+
+@pytest.fixture
+def some_kernel(monkeypatch):
+    def kernel(stage, config, args):
+        return op.Kernel("reference", None, lambda config, args, mesh_axes: stage.reference(config, *args)), ""
+
+    if any(ffi.available(target) for target in ffi.TARGETS):
+        monkeypatch.setattr(op.Stage, "kernel", kernel)
 
 
 def _forget_compiled():

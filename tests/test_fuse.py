@@ -15,6 +15,9 @@ from jax import lax
 import jaxfuse
 
 
+pytestmark = pytest.mark.usefixtures("some_kernel")
+
+
 def block(x, w, b):
     y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
     return jax.nn.relu(y + b)
@@ -33,9 +36,9 @@ def close(a, b, tolerance=1e-4):
     jax.tree.map(lambda u, v: np.testing.assert_allclose(u, v, rtol=tolerance, atol=tolerance), a, b)
 
 
-def kernels(fn, *args):
+def kernels(fn, /, *args, **options):
     """How many fused primitives are in the program."""
-    return str(jax.make_jaxpr(fn)(*args)).count("jaxfuse_conv[")
+    return str(jax.make_jaxpr(lambda *args: fn(*args, **options))(*args)).count("jaxfuse_conv[")
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, lambda f: jax.jit(f, donate_argnums=2)], ids=["plain", "jit", "donated"])
@@ -77,6 +80,51 @@ def test_static_arguments_of_a_jitted_function():
     fused = fuse(fn)
     close(fused(X, 2, train=True), fn(X, 2, train=True))
     close(fused(X, n=3, train=False), fn(X, n=3, train=False))
+
+
+@pytest.mark.parametrize("options", [
+    dict(flag=True), dict(nested={"flags": [True, False]}), dict(name=np.str_("add")), dict(name="add"), dict(big=2**40), dict(when=None),
+    dict(fn=jnp.tanh), dict(strict=True, judge=1.0, run=2.0, call="call"), dict(dtype=jnp.float32), dict(dtype=np.dtype("float32")),
+    dict(objects=np.array(["a", None], object)), dict(unhashable={"set"})], ids=str)
+def test_arguments_of_every_kind(options):
+    """What is no array and no number reaches the function as it is; so do bools, whether or not they are deep inside."""
+    seen = []
+
+    def fn(x, **options):
+        seen.append(options)
+        return block(x, W, B) * (2 if options.get("flag") is True else 1)
+
+    fused = fuse(fn)
+    for _ in range(2):
+        close(fused(X, **options), fn(X, **options))
+    assert kernels(fused, X, **options) == 1
+
+    def plain(value):
+        return jax.tree.map(lambda leaf: leaf if not isinstance(leaf, (jax.Array, float)) else "number", value)
+
+    assert all(str(plain(given)) == str(plain(options)) for given in seen)
+
+
+def test_bools_that_are_arrays_are_traced():
+    traces = []
+
+    def fn(x, finite):
+        traces.append(1)
+        return jnp.where(finite, block(x, W, B), x.sum())
+
+    fused = fuse(fn)
+    for finite in (jnp.array(True), jnp.array(False)):
+        close(fused(X, {"finite": finite}["finite"]), fn(X, finite))
+    assert len(traces) - 2 <= 2  # once with every argument at once, once leaf by leaf
+
+
+@pytest.mark.parametrize("arguments", [lambda x: ((x, 3), {}), lambda x: ((x,), dict(n=3))], ids=["position", "keyword"])
+def test_donated_beside_static(arguments):
+    fn = jax.jit(lambda x, n: block(x, W, B)[..., :4] * n, static_argnames="n", donate_argnames="x")
+    x = X + 0
+    args, kwargs = arguments(x)
+    close(fuse(fn)(*args, **kwargs), 3 * block(X, W, B)[..., :4])
+    assert x.is_deleted()
 
 
 def test_numbers_do_not_compile_anew():

@@ -131,12 +131,24 @@ def of_squares_under_vmap(x, g, b, r):
     return jax.vmap(one, axis_name="batch")(x)
 
 
+def stacked_under_vmap(x, g, b, r):
+    """Flax with `axis_name`: one pmean for both."""
+
+    def one(x):
+        both = lax.pmean(jnp.stack([x.mean((0, 1)), jnp.square(x).mean((0, 1))]), "batch")
+        mean, var = both[0], jnp.maximum(0, both[1] - jnp.square(both[0]))
+        return jax.nn.relu((x - mean) * (g * lax.rsqrt(var + 1e-5)) + b)
+
+    return jax.vmap(one, axis_name="batch")(x)
+
+
 BN_HITS = {
     "bn+add+relu, channels first": lambda x, g, b, r: norm(first(x), (0, 2, 3), g[:, None, None], b[:, None, None], first(r)),
     "bn+add+relu, channels in the middle": lambda x, g, b, r: norm(
         x.transpose(0, 1, 3, 2), (0, 1, 3), g[:, None], b[:, None], r.transpose(0, 1, 3, 2)),
     "bn+add+relu, mean of means": under_vmap,
     "bn+relu, mean of means of squares": of_squares_under_vmap,
+    "bn+relu, one mean of both means": stacked_under_vmap,
     "bn+add+relu, unbiased": lambda x, g, b, r: jax.nn.relu(
         (x - x.mean((0, 1, 2))) * lax.rsqrt(x.var((0, 1, 2), ddof=1) + 1e-5) * g + b + r),
 }
@@ -147,6 +159,24 @@ def test_batch_norm_hit(name):
     fused, skipped = patterns(BN_HITS[name], Z, GAMMA, BETA, ZR)
     assert (fused, skipped) == ([name.split(",")[0]], [])
     check_values(BN_HITS[name], Z, GAMMA, BETA, ZR, tolerance=1e-4)
+
+
+def test_statistics_rounded_to_bfloat16():
+    """Haiku on bfloat16: each statistic is computed in float32 and rounded. Those of a rounded x are not x's own."""
+
+    def fn(x, g, b):
+        mean, squares = x.mean((0, 1, 2)), jnp.square(x).mean((0, 1, 2))
+        return (x - mean) * lax.rsqrt(squares - jnp.square(mean) + 1e-5) * g + b
+
+    narrow = [a.astype(jnp.bfloat16) for a in (Z, GAMMA, BETA)]
+    assert patterns(fn, *narrow) == (["bn"], [])
+
+    def of_rounded(x):
+        rounded = x.astype(jnp.bfloat16).astype(jnp.float32)
+        return (x - rounded.mean((0, 1, 2))) * lax.rsqrt(rounded.var((0, 1, 2)) + 1e-5)
+
+    fused, ((pattern, reason),) = patterns(of_rounded, Z)
+    assert (fused, pattern) == ([], "bn") and "nothing normalises it" in reason
 
 
 def test_masked_batch_norm_is_refused():

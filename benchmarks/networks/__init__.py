@@ -32,10 +32,10 @@ class Network(NamedTuple):
 
 def cross_entropy(logits, labels):
     logits = logits.reshape(logits.shape[0], -1).astype(jnp.promote_types(logits.dtype, jnp.float32))
-    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], -1))
+    return -jnp.mean(jnp.sum(jax.nn.one_hot(labels, logits.shape[1]) * jax.nn.log_softmax(logits), -1))
 
 
-def image(batch, size, small=None, channels_first=False, dtype=jnp.float32):
+def image(batch, size, channels_first=False, dtype=jnp.float32):
     """Shape of a batch of RGB images."""
     shape = (batch, 3, size, size) if channels_first else (batch, size, size, 3)
     return jax.ShapeDtypeStruct(shape, dtype)

@@ -11,7 +11,7 @@ from . import Network, cross_entropy, image  # noqa: E402
 
 SMALL = {
     "ResNet50": dict(input_shape=(32, 32, 3)),
-    "MobileNet": dict(input_shape=(32, 32, 3), alpha=0.25),
+    "MobileNet": dict(input_shape=(32, 32, 3), alpha=0.25, dropout=0.0),
     "VGG16": dict(input_shape=(32, 32, 3), include_top=False, pooling="avg"),
     "InceptionV3": dict(input_shape=(75, 75, 3)),
 }

@@ -194,7 +194,7 @@ def _tangent(config: BatchNormConfig, kept, tangents):
     if config.batch_statistics:
         centered = wide - _expand(config, x, statistics[0])[0]
         dstatistics = _mean_over_batch(config, dwide), 2 * _mean_over_batch(config, centered * dwide)
-    dparameters = [jnp.zeros_like(p) if d is None else d for p, d in zip(parameters, dparameters)]
+    dparameters = [_zero_tangent(p) if d is None else d for p, d in zip(parameters, dparameters)]
     per_channel = functools.partial(_per_channel_of, config, len(statistics))
     _, dcoefficients = jax.jvp(per_channel, (*statistics, *parameters), (*dstatistics, *dparameters))
     center, scale, _ = _expand(config, x, *coefficients)
@@ -203,6 +203,12 @@ def _tangent(config: BatchNormConfig, kept, tangents):
     if dresidual is not None:
         dz = dz + dresidual
     return (_through_activation(config, kept, dz).astype(x.dtype), *dstatistics)
+
+
+def _zero_tangent(parameter):
+    """A flag or a counter among the parameters has a tangent of its own type."""
+    floating = jnp.issubdtype(parameter.dtype, jnp.floating)
+    return jnp.zeros_like(parameter) if floating else np.zeros(parameter.shape, jax.dtypes.float0)
 
 
 def _per_channel_of(config, n_statistics, *args):

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.canonical import Region, constant, region_table, served_from_end
-from jaxfuse.elementwise import FINITE, same, same_limits, table_of, values_of
+from jaxfuse.canonical import Region, constant, mask_tables, region_table
+from jaxfuse.elementwise import FINITE, same, same_limits, table_of
 from jaxfuse.graph import Value
 from jaxfuse.match import Activated, Stop
 from jaxfuse.ops.activations import TABLE
@@ -18,7 +18,7 @@ _TOLERANCE = {jnp.dtype(jnp.bfloat16): 1e-2, jnp.dtype(jnp.float16): 2e-3}
 
 def name_activation(region: Region) -> Activated | Stop:
     """The activation with the same values, the same derivatives (ties included) and the same NaN and infinities."""
-    table, masks_served = _cached_table(region)
+    table, masks, from_value = _cached_tables(region)
     if table is None:
         return Stop(f"{region.nodes[0]} is not a known activation")
     tolerance = _TOLERANCE.get(jnp.dtype(region.start.dtype), 2e-5)
@@ -28,7 +28,7 @@ def name_activation(region: Region) -> Activated | Stop:
                if same(table, known, tolerance)]
     if fitting:
         _, name, alpha = min(fitting, key=lambda fit: fit[0])  # the first of equals: elu(1) is celu(1) too
-        if not masks_served:
+        if region.masks and not np.array_equal(masks, from_value):
             return Stop(f"{region.start!r} is compared at {region.masks[0].producer}, which {name}'s value cannot serve", name)
         return Activated(name, alpha)
     return _near_miss(region, table, candidates)
@@ -36,10 +36,9 @@ def name_activation(region: Region) -> Activated | Stop:
 
 def is_derivative(region: Region, mask: Value) -> bool:
     """Whether the function's derivative is 1 where the mask is set and 0 elsewhere."""
-    start = region.start
-    table, _ = _cached_table(region)
-    set_at = values_of(lambda x: region.replay(x, (mask,)), start.aval, FINITE)
-    return set_at is not None and np.array_equal(set_at[0], table[1, : len(FINITE)])
+    table, masks, _ = _cached_tables(region)
+    which = next(i for i, known in enumerate(region.masks) if known is mask)
+    return np.array_equal(masks[which, : len(FINITE)], table[1, : len(FINITE)])
 
 
 def _candidates(table):
@@ -82,9 +81,9 @@ def known_table(name: str, alpha: float) -> np.ndarray:
 _tables: dict = {}
 
 
-def _cached_table(region: Region):
-    """(region_table, served_from_end) by what the nodes say; the derivative rule of a custom_jvp is told by the function
-    that made it."""
+def _cached_tables(region: Region):
+    """(region_table, *mask_tables) by what the nodes say; the derivative rule of a custom_jvp is told by the function that
+    made it."""
     numbers = {id(region.start): 0}
     text = []
     for node in region.nodes:
@@ -96,5 +95,5 @@ def _cached_table(region: Region):
     if key not in _tables:
         if len(_tables) > 4096:
             _tables.clear()
-        _tables[key] = region_table(region), not region.masks or served_from_end(region)
+        _tables[key] = region_table(region), *(mask_tables(region) if region.masks else (None, None))
     return _tables[key]

@@ -2,8 +2,9 @@
 
 import jax
 
-from jaxfuse.graph import Emission, Node
+from jaxfuse.graph import Emission, Node, Value
 from jaxfuse.match import Match, Refusal
+from jaxfuse.op import Linear
 from jaxfuse.ops.max_pool import OP, MaxPoolConfig
 
 
@@ -13,19 +14,43 @@ def anchors(graph):
 
 
 def match(graph, node: Node, claimed: set[int], measured):
-    """Yields one Match or Refusal."""
+    """Yields one Match or Refusal, and one for the gradients that autodiff has made of it."""
     (x,) = node.inputs
     names = ("window_dimensions", "window_strides", "padding", "base_dilation", "window_dilation")
     *numbers, padding, base, window = (tuple(node.params[name]) for name in names)
-    config = MaxPoolConfig(*numbers, tuple(map(tuple, padding)), base, window)
-    types = (jax.ShapeDtypeStruct(x.shape, x.dtype),)
-    kernel, reason = OP.forward.kernel(config, types)
-    reason = reason or measured("max_pool", config, types)
+    gradients = _gradients(node)
+    config = MaxPoolConfig(*numbers, tuple(map(tuple, padding)), base, window, saving=bool(gradients))
+    type_of_x = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    kernel, reason = OP.forward.kernel(config, (type_of_x,))
+    reason = reason or measured("max_pool", config, (type_of_x,))
     if reason:
         yield Refusal("max_pool", node, (x,), reason)
+        yield from [Refusal("max_pool", node, (n.inputs[0], x), reason, "backward") for n in gradients]
         return
+    types = jax.eval_shape(lambda x: OP.forward.reference(config, x), type_of_x)
+    made = (node.out, *map(Value, types[1:]))
 
     def run(read):
-        return zip([node.out], OP(config, read(x)))
+        return zip(made, OP.forward(config, read(x)) if config.saving else OP(config, read(x)))
 
-    yield Match("max_pool", node, (node,), (Emission((x,), (node.out,), run),), kernel.name, (x,), 0)
+    yield Match("max_pool", node, (node,), (Emission((x,), made, run),), kernel.name, (x,), 0)
+    for gradient in gradients:
+        yield _backward(node, gradient, Linear(config, (True,), (type_of_x,), 2), made[1], kernel.name)
+
+
+def _gradients(node: Node) -> list[Node]:
+    (x,) = node.inputs
+    if any(d != 1 for name in ("base_dilation", "window_dilation") for d in node.params[name]):
+        return []
+    names = ("window_dimensions", "window_strides", "padding")
+    return [n for n in x.users if n.primitive == "select_and_scatter_add" and n.inputs[1] is x
+            and n.params["select_prim"].name == "ge" and all(n.params[name] == node.params[name] for name in names)]
+
+
+def _backward(node: Node, gradient: Node, linear: Linear, winners: Value, kernel: str) -> Match:
+    needs = x, winners, dy = node.inputs[0], winners, gradient.inputs[0]
+
+    def run(read):
+        return zip([gradient.out], OP.backward(linear, *map(read, needs)))
+
+    return Match("max_pool", node, (gradient,), (Emission(needs, (gradient.out,), run),), kernel, (dy, x), 0, "backward")

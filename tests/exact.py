@@ -1,0 +1,47 @@
+"""What a function would return were its arithmetic exact: its program, evaluated in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+INLINED = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
+
+
+def in_float64(function, *args):
+    """function(*args), every float32 and bfloat16 of its program a float64; also what a framework casts itself."""
+    closed, out = jax.make_jaxpr(function, return_shape=True)(*args)
+    with jax.enable_x64(True):
+        run = jax.jit(functools.partial(_evaluate, closed.jaxpr), compiler_options={"xla_backend_optimization_level": 0})
+        leaves = run([_wide(c) for c in closed.consts], [_wide(a) for a in jax.tree.leaves(args)])
+    return jax.tree.unflatten(jax.tree.structure(out), leaves)
+
+
+def _wide(array):
+    array = np.asarray(array)
+    return jnp.asarray(array.astype(np.float64) if jnp.issubdtype(array.dtype, jnp.floating) else array)
+
+
+def _evaluate(jaxpr, consts, args):
+    def read(atom):
+        return _wide(np.asarray(atom.val, atom.aval.dtype)) if isinstance(atom, Literal) else environment[atom]
+
+    environment = dict(zip(jaxpr.constvars, consts)) | dict(zip(jaxpr.invars, args))
+    for eqn in jaxpr.eqns:
+        inputs = [read(v) for v in eqn.invars]
+        if eqn.primitive.name in INLINED:
+            body = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
+            outputs = _evaluate(body.jaxpr, [_wide(c) for c in body.consts], inputs)
+        else:
+            params = {name: _widened(value) for name, value in eqn.params.items()}
+            outputs = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(params))
+            outputs = outputs if eqn.primitive.multiple_results else [outputs]
+        environment.update(zip(eqn.outvars, outputs))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _widened(param):
+    is_dtype = isinstance(param, (np.dtype, type)) and param in (jnp.float32, jnp.bfloat16, np.dtype("float32"))
+    return np.dtype("float64") if is_dtype else param

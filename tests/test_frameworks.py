@@ -1,0 +1,130 @@
+"""Networks from other people's packages, small: every convolution and norm in a fused site, numbers as good as unfused.
+
+The same at full size: `python -m benchmarks.coverage`.
+"""
+
+import collections
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxfuse
+from benchmarks.coverage import layers, programs, reasons
+from benchmarks.networks import NETWORKS
+from compare import jit
+from exact import in_float64
+
+RESNET = (
+    {"conv+bn+relu": 5, "conv+bn": 2, "conv+bn+add+relu": 2, "max_pool": 1},
+    {"conv": 9, "bn+relu": 5, "bn": 2, "bn+add+relu": 2, "max_pool": 1},
+)
+EQUINOX = (
+    {"conv+bn+relu": 2, "conv+bn+add+relu": 1},
+    {"conv+bias": 2, "conv": 1, "bn+relu": 2, "bn+add+relu": 1},
+)
+# name -> the fused sites in inference, and in the loss
+SITES = {
+    "keras ResNet50": (
+        {"pad+conv+bn+relu": 1, "conv+bn+relu": 32, "conv+bn": 4, "conv+bn+add+relu": 16, "max_pool": 1},
+        {"pad+conv+bias": 1, "conv+bias": 52, "bn+relu": 33, "bn": 4, "bn+add+relu": 16, "max_pool": 1},
+    ),
+    "keras MobileNet": (
+        {"conv+bn+relu6": 23, "pad+conv+bn+relu6": 4, "conv+bias": 1},
+        {"conv": 23, "pad+conv": 4, "bn+relu6": 27, "conv+bias": 1},
+    ),
+    "keras VGG16": 2 * ({"conv+bias+relu": 13, "max_pool": 5},),
+    "keras InceptionV3": (
+        {"conv+bn+relu": 94, "max_pool": 4},
+        {"conv": 94, "bn+relu": 94, "max_pool": 4},
+    ),
+    "haiku ResNet18": (
+        {"conv+bn+relu": 5, "conv+bn": 3, "conv+bn+add+relu": 4, "max_pool": 1},
+        {"conv": 12, "bn+relu": 5, "bn": 3, "bn+add+relu": 4, "max_pool": 1},
+    ),
+    "haiku MobileNetV1": ({"conv+bn+relu": 5}, {"conv": 5, "bn+relu": 5}),
+    "flax linen ResNet50": RESNET,
+    "flax linen ResNet50 bf16": RESNET,
+    "flax nnx ResNet50": RESNET,
+    "equinox CNN, ema": EQUINOX,
+    "equinox CNN, batch": EQUINOX,
+    "transformers ResNet": (
+        {"transpose+conv+bn+relu": 1, "conv+bn+relu": 4, "conv+bn": 2, "conv+bn+add+relu": 2, "max_pool": 1},
+        {"transpose+conv": 1, "conv": 8, "bn+relu": 5, "bn": 2, "bn+add+relu": 2, "max_pool": 1},
+    ),
+    "transformers ViT": 2 * ({"transpose+conv+bias": 1},),
+    "transformers BERT": ({}, {}),
+}
+# convolutions and batch norms that the network has
+LAYERS = {
+    "keras ResNet50": (53, 53), "keras MobileNet": (28, 27), "keras VGG16": (13, 0), "keras InceptionV3": (94, 94),
+    "haiku ResNet18": (12, 12), "haiku MobileNetV1": (5, 5), "flax linen ResNet50": (9, 9),
+    "flax linen ResNet50 bf16": (9, 9), "flax nnx ResNet50": (9, 9), "equinox CNN, ema": (3, 3),
+    "equinox CNN, batch": (3, 3), "transformers ResNet": (9, 9), "transformers ViT": (1, 0), "transformers BERT": (0, 0),
+}  # fmt: skip
+SMALL_ENOUGH_TO_RUN = [name for name in NETWORKS if LAYERS[name][1] and LAYERS[name][0] < 50]
+
+network = functools.cache(lambda name: NETWORKS[name](small=True))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_convolution_and_batch_norm_is_fused(name):
+    """In inference each with its norm, residual and activation; in the loss every batch norm with residual and activation."""
+    calls = programs(network(name))
+    counted = layers(*calls["inference"])
+    assert (counted["conv"], counted["batch norm"]) == LAYERS[name]
+    for call, expected in zip(("inference", "loss"), SITES[name]):
+        function, args = calls[call]
+        report = jaxfuse.explain(function, *args, policy="always")
+        found = collections.Counter(site.pattern for site in report.fused if "dense" not in site.pattern and "layer_norm" not in site.pattern)
+        assert dict(found) == expected
+        assert not [(pattern, reason) for pattern, reason in reasons(report) if "conv" in pattern or "bn" in pattern]
+
+
+def arguments(net):
+    """Parameters away from 0 and 1, variances away from 0, images and labels."""
+    rng = np.random.default_rng(0)
+
+    def noisy(leaf):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return jnp.asarray(leaf)
+        return jnp.asarray(leaf + 0.1 * np.abs(rng.standard_normal(leaf.shape)), leaf.dtype)
+
+    params, state = jax.tree.map(noisy, jit(net.init)())
+    x = jnp.asarray(rng.standard_normal(net.x.shape), net.x.dtype)
+    return params, state, x, jnp.arange(x.shape[0], dtype=jnp.int32)
+
+
+def error(tree, exact):
+    """Root mean square over the leaves of each one's error, relative to the leaf; a leaf that is nearly zero beside the
+    others (the gradient of a bias before a batch norm is rounding alone) relative to the others."""
+    pairs = [(np.asarray(a, np.float64), np.asarray(e)) for a, e in zip(jax.tree.leaves(tree), jax.tree.leaves(exact))]
+    sizes = [np.sqrt(np.mean(e**2)) for _, e in pairs]
+    floor = 1e-3 * max(sizes)
+    return np.sqrt(np.mean([np.mean((a - e) ** 2) / max(size, floor) ** 2 for (a, e), size in zip(pairs, sizes)]))
+
+
+@pytest.mark.parametrize("name", SMALL_ENOUGH_TO_RUN)
+def test_inference_is_as_exact_as_unfused(name):
+    net = network(name)
+    *args, _ = arguments(net)
+    exact = in_float64(net.apply, *args)
+    fused, plain = [error(jit(f)(*args), exact) for f in (jaxfuse.fuse(net.apply, policy="always"), net.apply)]
+    assert fused <= 2 * plain + 1e-7
+
+
+@pytest.mark.parametrize("name", SMALL_ENOUGH_TO_RUN)
+def test_training_is_as_exact_as_unfused(name):
+    """The loss, the running statistics and every gradient."""
+    net = network(name)
+    args = arguments(net)
+
+    def step(loss):
+        return lambda *args: jax.value_and_grad(loss, has_aux=True)(*args)
+
+    exact = in_float64(step(net.loss), *args)
+    fused, plain = [jit(step(f))(*args) for f in (jaxfuse.fuse(net.loss, policy="always"), net.loss)]
+    for part in (0, 1):
+        assert error(fused[part], exact[part]) <= 2 * error(plain[part], exact[part]) + 2e-6

@@ -1,0 +1,33 @@
+#!/bin/bash
+# Builds the native module with sanitizers of GCC and runs its tests on it:
+#     xla_ext/sanitize.sh address,undefined
+#     xla_ext/sanitize.sh thread -k concurrency        # what follows goes to pytest
+# In a virtual environment with `pip install '.[test]'` and `pip install scikit-build-core pybind11 cmake ninja`.
+set -euo pipefail
+kinds=$1
+shift
+source=$(cd "$(dirname "$0")/.." && pwd)
+build=$source/build/sanitize-$kinds
+cmake -G Ninja -S "$source" -B "$build" -DCMAKE_BUILD_TYPE=Sanitize -DPython_EXECUTABLE="$(command -v python)" \
+  -Dpybind11_DIR="$(python -m pybind11 --cmakedir)" -DCMAKE_CXX_FLAGS="-O1 -g -fno-omit-frame-pointer -fsanitize=$kinds"
+cmake --build "$build"
+
+# A copy of the package, because the source tree may hold a module of its own.
+tree=$build/tree
+rm -rf "$tree"
+mkdir "$tree"
+cp -r "$source/jaxfuse" "$source/tests" "$source/pyproject.toml" "$tree"
+rm -f "$tree"/jaxfuse/_native*.so
+cp "$build"/_native*.so "$tree/jaxfuse"
+
+# Python itself is not built with them, so their runtimes are loaded before it; what it never frees is no leak of ours.
+case $kinds in
+  thread) runtime=$(g++ -print-file-name=libtsan.so) ;;
+  *) runtime="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so)" ;;
+esac
+export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
+export TSAN_OPTIONS=report_signal_unsafe=0:ignore_noninstrumented_modules=1
+cd "$tree"
+# setarch: the thread sanitizer wants memory where it was before kernels randomised more of it. -s: so that reports are seen.
+LD_PRELOAD=$runtime setarch -R python -m pytest -q -s -p no:cacheprovider "$@" tests/test_concurrency.py \
+  tests/test_max_pool.py tests/test_native_batch_norm.py tests/test_native_conv.py
