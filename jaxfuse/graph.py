@@ -58,6 +58,10 @@ class Node:
     def out(self) -> Value:
         return self.outputs[0]
 
+    def reading(self, values: list[Value]) -> "Node":
+        """The same equation over other values."""
+        return Node(self.eqn, self.index, values, self.name_stack, self.callers)
+
     def replay(self, values: list) -> list:
         """The equation's outputs for these inputs: bound as it was traced."""
         eqn = self.eqn

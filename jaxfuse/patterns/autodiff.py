@@ -28,7 +28,7 @@ class Part:
         self.inputs = [copy(value) for value in graph.inputs]
         self.nodes = []
         for node in kept:
-            twin = Node(node.eqn, node.index, [copy(v) for v in node.inputs], node.name_stack, node.called_from)
+            twin = node.reading([copy(v) for v in node.inputs])
             for value, made in zip(node.outputs, twin.outputs):
                 copies[id(value)] = made
                 made.users += filter(_is_fused, value.users)
