@@ -96,6 +96,7 @@ class Graph:
         self.nodes: list[Node] = []
         self.replaced: set[int] = set()  # ids of values that a match computes instead of their producers
         self.gone: set[int] = set()  # indices of nodes that nobody needs any more
+        self.parts = None  # forward and backward, once patterns/autodiff.py has told them apart
         self.transposes: dict[tuple[int, tuple[int, ...]], Value] = {}  # see layout.transposed
         self._seen: dict = {}
         jaxpr = closed.jaxpr

@@ -5,7 +5,6 @@ served by the fused op's own backward. A pattern of the backward pass starts fro
 """
 
 import functools
-import weakref
 
 import jax
 
@@ -40,9 +39,6 @@ class Part:
         return id(value) in self.returned
 
 
-_parts: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-
-
 def forward(graph: Graph) -> Graph | Part:
     """What autodiff did not add; the graph itself if it added nothing."""
     return _split(graph)[0] or graph
@@ -59,12 +55,12 @@ def no_kernel() -> str:
 
 
 def _split(graph: Graph) -> tuple[Part | None, frozenset[int]]:
-    if graph not in _parts:
+    if graph.parts is None:
         transposed = frozenset(node.index for node in graph.nodes if _is_transposed(node, _inside_backward(graph)))
         outputs = [v for i, v in enumerate(graph.outputs) if not _only_for_backward(graph, i)]
         whole = not transposed and len(outputs) == len(graph.outputs)
-        _parts[graph] = None if whole else Part(graph, _needed(graph, transposed, outputs), outputs), transposed
-    return _parts[graph]
+        graph.parts = None if whole else Part(graph, _needed(graph, transposed, outputs), outputs), transposed
+    return graph.parts
 
 
 def _is_transposed(node: Node, inside_backward: bool) -> bool:
