@@ -8,9 +8,12 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxfuse import patterns, policy as policies, report as reports
 from jaxfuse.graph import RULED, Emission, Graph, Node, evaluate, inside, programs, retraced, subprograms
-from jaxfuse.live import accept
+from jaxfuse.live import accept, circular
 from jaxfuse.match import Match, Refusal
 from jaxfuse.signature import Call, Untraceable, compiled
+
+
+CIRCULAR = "what it needs is computed from what it gives by another fused site"
 
 
 class Plan(NamedTuple):
@@ -30,6 +33,10 @@ def plan(closed: ClosedJaxpr, judge, outer: tuple[Graph, Node] | None = None) ->
     replacements: dict[int, Emission] = {}
     found: list = []
     claimed: set[int] = set()
+    symbolic = graph.symbolic()
+    if symbolic:
+        reason = f"{symbolic} gives {symbolic.out!r}, a symbolic shape: kernels are chosen for known ones"
+        return Plan(graph, {}, [Refusal("program", symbolic, (), reason)])
     for pattern in patterns.ORDER:
         for anchor in pattern.anchors(graph):
             if anchor.index in claimed:
@@ -50,6 +57,10 @@ def plan(closed: ClosedJaxpr, judge, outer: tuple[Graph, Node] | None = None) ->
         elif node.primitive in RULED:
             reason = f"it is inside a {node.primitive}: a function with rules of its own stays as it is"
             found += _refused(reason, [site for body in programs(node).values() for site in plan(_closed(body), judge).found])
+    while emission := circular(graph, replacements):
+        replacements = {key: other for key, other in replacements.items() if other is not emission}
+        match = next(result for result in found if isinstance(result, Match) and emission in result.emissions)
+        found[found.index(match)] = Refusal(match.pattern, match.anchor, match.operands, CIRCULAR, match.direction)
     found.sort(key=lambda result: result.anchor.index)
     return Plan(graph, replacements, found)
 

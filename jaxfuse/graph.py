@@ -6,6 +6,7 @@ its custom derivative rules; a `Value` is what flows between nodes.
 
 import functools
 import os
+import numbers
 import pathlib
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
@@ -110,6 +111,11 @@ class Graph:
 
     def is_returned(self, value: Value) -> bool:
         return id(value) in self.returned
+
+    def symbolic(self) -> Node | None:
+        """The first node with an output of no fixed shape, as `jax.export` traces them."""
+        return next((node for node in self.nodes for v in node.outputs
+                     if not all(isinstance(n, numbers.Integral) for n in getattr(v.aval, "shape", ()))), None)
 
     def _read(self, environment, atom) -> Value:
         return Value(atom.aval, literal=atom.val) if isinstance(atom, Literal) else environment[atom]

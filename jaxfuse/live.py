@@ -1,6 +1,6 @@
 """Who reads a value, once what is already fused is gone: the graph's lists of users, kept true while matches are made."""
 
-from jaxfuse.graph import Graph, Node, Value
+from jaxfuse.graph import Emission, Graph, Node, Value
 from jaxfuse.match import Match
 
 
@@ -33,6 +33,28 @@ def accept(graph: Graph, match: Match) -> set[int]:
             value.users.remove(node)
     graph.gone |= set(gone)
     return set(gone)
+
+
+def circular(graph: Graph, replacements: dict[int, Emission]) -> Emission | None:
+    """An emission that, through others, needs what it defines: each match is sound by itself, two that wait for each other
+    are not."""
+    path: dict[int, Value] = {}  # values whose needs are being looked at
+    done: set[int] = set()
+    stack = [(value, False) for value in graph.outputs] + [(v, False) for n in graph.nodes if n.eqn.effects for v in n.inputs]
+    while stack:
+        value, looked_at = stack.pop()
+        emission = replacements.get(id(value))
+        if looked_at:
+            path.pop(id(value))
+            done |= {id(value)} | set(map(id, emission.defines if emission else ()))
+        elif id(value) in path:
+            return next(replacements[key] for key in reversed(path) if key in replacements)
+        elif id(value) not in done:
+            path[id(value)] = value
+            stack.append((value, True))
+            needs = emission.needs if emission else value.producer.inputs if value.producer else ()
+            stack += [(need, False) for need in needs]
+    return None
 
 
 def unneeded(graph: Graph, defined: tuple[Value, ...], kept: Value | None = None) -> dict[int, Node]:

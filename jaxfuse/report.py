@@ -58,9 +58,9 @@ class FusionReport:
         if self.fused:
             console.print(self.table())
         if self.skipped:
-            table = Table("pattern", "operands", "source", "reason", title=f"{len(self.skipped)} skipped")
+            table = Table("pattern", "direction", "operands", "source", "reason", title=f"{len(self.skipped)} skipped")
             for site in self.skipped:
-                table.add_row(site.pattern, _operands(site), site.source, site.reason)
+                table.add_row(site.pattern, site.direction, _operands(site), site.source, site.reason)
             console.print(table)
         if not self.fused and not self.skipped:
             console.print("nothing to fuse: no convolution, dense layer, norm, recurrent cell or max pool in this program")
@@ -70,9 +70,10 @@ class FusionReport:
         """The fused sites as a rich table."""
         saved = sum(site.bytes_saved for site in self.fused)
         title = f"{len(self.fused)} fused, about {saved / 1e6:.1f} MB of memory traffic saved"
-        table = Table("pattern", "operands", "source", "kernel", "MB saved", title=title)
+        table = Table("pattern", "direction", "operands", "source", "kernel", "MB saved", title=title)
         for site in self.fused:
-            table.add_row(site.pattern, _operands(site), site.source, site.kernel, f"{site.bytes_saved / 1e6:.2f}")
+            saved = f"{site.bytes_saved / 1e6:.2f}"
+            table.add_row(site.pattern, site.direction, _operands(site), site.source, site.kernel, saved)
         return table
 
 

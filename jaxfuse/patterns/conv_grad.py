@@ -7,10 +7,12 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxfuse.canonical import constant, regions, size
 from jaxfuse.graph import Emission, Graph, Node, Value
+from jaxfuse.layout import channels_last, inverse, transposed
 from jaxfuse.live import unneeded
 from jaxfuse.match import Activated, Match, Refusal, depends_on
 from jaxfuse.op import Linear
@@ -137,33 +139,56 @@ def _label(gradients: Gradients, with_add: bool) -> str:
 def _fused(graph: Graph, node: Node, gradients: Gradients, config: ConvConfig, measured) -> Match | str:
     """The match, or why not."""
     x, w = node.inputs
-    dx, dw, db = gradients.dx, gradients.dw, gradients.db
+    dx, dw, db, y = gradients.dx, gradients.dw, gradients.db, gradients.y
     wanted = [n.out for n in (dx, dw, db) if n is not None]
-    dz_too = gradients.y is not None and _is_read_elsewhere(graph, gradients, wanted)
-    defines = (*wanted, *[gradients.dz] * dz_too)
-    config = dataclasses.replace(config, has_bias=db is not None, has_residual=dz_too, activation=gradients.activation.name,
-                                 alpha=gradients.activation.alpha)
-    kept = (x, w) if gradients.y is None else (x, w, gradients.y)
+    dz_too = y is not None and _is_read_elsewhere(graph, gradients, wanted)
+    made = (*wanted, *[gradients.dz] * dz_too)
+    inputs = _order(graph, config.lhs_spec, [x, *[n.out for n in (dx,) if n]])
+    outputs = _order(graph, config.out_spec, [v for v in (gradients.dz, gradients.dy, y) if v])
+    orders = {**dict.fromkeys(map(id, [x, *wanted[: dx is not None]]), inputs),
+              **dict.fromkeys(map(id, [gradients.dz, gradients.dy, y]), outputs)}
+    config = dataclasses.replace(
+        config, lhs_spec=_moved(config.lhs_spec, inputs), out_spec=_moved(config.out_spec, outputs), has_bias=db is not None,
+        has_residual=dz_too, activation=gradients.activation.name, alpha=gradients.activation.alpha)
+
+    def laid(value: Value) -> Value:
+        return transposed(graph, value, orders[id(value)]) if id(value) in orders else value
+
+    needs = tuple(map(laid, (x, w, *[y] * (y is not None), gradients.dy)))
+    defines = tuple({id(v): v for value in made for v in (laid(value), value)}.values())
+    types = _types(map(laid, (x, w, *[n.out for n in (db,) if n], *[gradients.dz] * dz_too)))
     active = (dx is not None, dw is not None, *[True] * (config.has_bias + config.has_residual))
-    results = (x, w, *[n.out for n in (db,) if n is not None], *[gradients.dz] * dz_too)
-    types = tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in results)
-    linear = Linear(config, active, types, len(kept))
-    needs = (*kept, gradients.dy)
-    arguments = tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in needs)
-    kernel, reason = OP.backward.kernel(linear, arguments)
+    linear = Linear(config, active, types, len(needs) - 1)
+    kernel, reason = OP.backward.kernel(linear, _types(needs))
     reason = reason or measured("conv", config, types)
     if reason:
         return reason
-    if depends_on(list(needs), set(map(id, defines)), min(v.producer.index for v in defines)):
+    if depends_on(list(needs), set(map(id, made)), min(v.producer.index for v in made)):
         return "the convolution's gradients depend on each other"
 
     def run(read):
-        return zip(defines, OP.backward(linear, *map(read, needs)))
+        for value, array in zip(made, OP.backward(linear, *map(read, needs))):
+            yield laid(value), array
+            if laid(value) is not value:
+                yield value, jnp.transpose(array, inverse(orders[id(value)]))
 
-    saved = np.dtype(x.dtype).itemsize * size(gradients.dz) * (config.has_bias + 2 * (gradients.y is not None))
+    saved = np.dtype(x.dtype).itemsize * size(gradients.dz) * (config.has_bias + 2 * (y is not None))
     emission = Emission(needs, defines, run)
-    label = _label(gradients, dz_too)
-    return Match(label, node, (), (emission,), kernel.name, (gradients.dy, x, w), saved, "backward")
+    return Match(_label(gradients, dz_too), node, (), (emission,), kernel.name, (gradients.dy, x, w), saved, "backward")
+
+
+def _order(graph: Graph, spec, values: list[Value]) -> tuple[int, ...]:
+    """Channels last, if another fused op gives or wants one of the values so; else as they are."""
+    order = channels_last(len(spec), spec[1])
+    return order if any((id(v), order) in graph.transposes for v in values) else tuple(range(len(spec)))
+
+
+def _moved(spec, order):
+    return tuple(inverse(order)[d] for d in spec)
+
+
+def _types(values) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values)
 
 
 def _is_read_elsewhere(graph: Graph, gradients: Gradients, wanted: list[Value]) -> bool:
