@@ -33,6 +33,10 @@ def plan(closed: ClosedJaxpr, judge, outer: tuple[Graph, Node] | None = None) ->
     replacements: dict[int, Emission] = {}
     found: list = []
     claimed: set[int] = set()
+    symbolic = graph.symbolic()
+    if symbolic:
+        reason = f"{symbolic} gives {symbolic.out!r}, a symbolic shape: kernels are chosen for known ones"
+        return Plan(graph, {}, [Refusal("program", symbolic, (), reason)])
     for pattern in patterns.ORDER:
         for anchor in pattern.anchors(graph):
             if anchor.index in claimed:

@@ -6,6 +6,7 @@ its custom derivative rules; a `Value` is what flows between nodes.
 
 import functools
 import os
+import numbers
 import pathlib
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
@@ -58,6 +59,10 @@ class Node:
     def out(self) -> Value:
         return self.outputs[0]
 
+    def reading(self, values: list[Value]) -> "Node":
+        """The same equation over other values."""
+        return Node(self.eqn, self.index, values, self.name_stack, self.callers)
+
     def replay(self, values: list) -> list:
         """The equation's outputs for these inputs: bound as it was traced."""
         eqn = self.eqn
@@ -92,6 +97,7 @@ class Graph:
         self.nodes: list[Node] = []
         self.replaced: set[int] = set()  # ids of values that a match computes instead of their producers
         self.gone: set[int] = set()  # indices of nodes that nobody needs any more
+        self.parts = None  # forward and backward, once patterns/autodiff.py has told them apart
         self.transposes: dict[tuple[int, tuple[int, ...]], Value] = {}  # see layout.transposed
         self._seen: dict = {}
         jaxpr = closed.jaxpr
@@ -105,6 +111,11 @@ class Graph:
 
     def is_returned(self, value: Value) -> bool:
         return id(value) in self.returned
+
+    def symbolic(self) -> Node | None:
+        """The first node with an output of no fixed shape, as `jax.export` traces them."""
+        return next((node for node in self.nodes for v in node.outputs
+                     if not all(isinstance(n, numbers.Integral) for n in getattr(v.aval, "shape", ()))), None)
 
     def _read(self, environment, atom) -> Value:
         return Value(atom.aval, literal=atom.val) if isinstance(atom, Literal) else environment[atom]

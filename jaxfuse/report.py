@@ -63,7 +63,7 @@ class FusionReport:
                 table.add_row(site.pattern, site.direction, _operands(site), site.source, site.reason)
             console.print(table)
         if not self.fused and not self.skipped:
-            console.print("nothing to fuse: no convolution, batch norm or max pool in this program")
+            console.print("nothing to fuse: no convolution, dense layer, norm, recurrent cell or max pool in this program")
         return out.getvalue().rstrip()
 
     def table(self) -> Table:

@@ -65,7 +65,7 @@ def test_flax_inference(network):
     fused, skipped = patterns(apply, variables, x)
     assert sorted(fused) == sorted(
         ["conv+bias+relu", "conv+bias+relu6"] + 4 * ["conv+bn+relu"] + ["conv+bn"] + 2 * ["conv+bn+add+relu"])
-    assert not skipped
+    assert skipped == [("dense+bias", "no kernel yet on cpu")]
     tolerance = 1e-4 if x.dtype == jnp.float32 else 5e-2
     close(jax.jit(jaxfuse.fuse(apply, policy="always"))(variables, x), apply(variables, x), tolerance)
 
@@ -81,7 +81,7 @@ def test_flax_training(network):
     fused, skipped = patterns(loss, *args)
     assert sorted(fused) == sorted(
         7 * ["conv"] + ["conv+bias+relu", "conv+bias+relu6"] + 4 * ["bn+relu"] + ["bn"] + 2 * ["bn+add+relu"])
-    assert not skipped
+    assert skipped == [("dense+bias", "no kernel yet on cpu")]
 
     def gradients(f):
         return jax.jit(jax.value_and_grad(f, has_aux=True))(*args)

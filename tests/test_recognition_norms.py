@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from jax import lax
 
+import jaxfuse
 from recognition import NO_KERNEL, randn, recognised, rows, scalar
 
 keras = pytest.importorskip("keras")
@@ -227,6 +228,16 @@ def test_batch_norm_inference_near_misses():
     assert rows(returned, *args) == [("bn inference+relu", "float32[2, 6, 6, 8] is returned by the program")]
     ((pattern, reason),) = rows(lambda x, v, g, b: batch_norm(x, b, v, g, 0) + b[:6, None], *args)
     assert pattern == "bn inference+bias" and "varies along axis 2" in reason
+
+
+def test_a_convolutions_row_speaks_for_its_norm():
+    """Where the convolution is left alone, too, there is one row."""
+
+    def fn(x, k, v, g, b):
+        return jax.nn.relu(batch_norm(lax.conv(x, k, (1, 1), "SAME") + b[:, None, None], *[a[:, None, None] for a in (b, v, g, b)]))
+
+    (site,) = jaxfuse.explain(fn, X[:1, :4, :4].transpose(0, 3, 1, 2), randn(8, 8, 1, 1), jnp.abs(BETA), GAMMA, BETA).skipped
+    assert site.pattern == "conv+bn+relu" and "too small to gain" in site.reason
 
 
 def linen_bn():

@@ -12,7 +12,7 @@ from jaxfuse.canonical import ADD, CAST, constant
 from jaxfuse.elementwise import FINITE, is_elementwise, values_of
 from jaxfuse.graph import Graph, Node, Value
 from jaxfuse.match import Activated, Refusal
-from jaxfuse.patterns.activations import known
+from jaxfuse.patterns.activations import known_table
 from jaxfuse.patterns.autodiff import backward, no_kernel
 
 LARGEST = 80  # nodes: the activation, its derivative, and their product with dy
@@ -98,5 +98,5 @@ def _is_slope(z: Value, dy: Value, nodes: tuple[Node, ...], last: Node, activate
 
     slope = values_of(function, z.aval, FINITE)
     tolerance = 2e-2 if jnp.finfo(z.dtype).bits < 32 else 1e-4
-    expected = known(activated.name, activated.alpha)[1, : len(FINITE)]
+    expected = known_table(activated.name, activated.alpha)[1, : len(FINITE)]
     return slope is not None and np.allclose(slope[0], expected, rtol=tolerance, atol=tolerance)

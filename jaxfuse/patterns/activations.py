@@ -22,7 +22,7 @@ def name_activation(region: Region) -> Activated | Stop:
     if table is None:
         return Stop(f"{region.nodes[0]} is not a known activation")
     tolerance = _TOLERANCE.get(jnp.dtype(region.start.dtype), 2e-5)
-    candidates = [(name, alpha, known(name, alpha)) for name, alpha in _candidates(table)]
+    candidates = [(name, alpha, known_table(name, alpha)) for name, alpha in _candidates(table)]
     n = len(FINITE)
     fitting = [(np.abs(table[:, :n] - known[:, :n]).max(), name, alpha) for name, alpha, known in candidates
                if same(table, known, tolerance)]
@@ -74,7 +74,7 @@ def _near_miss(region, table, candidates) -> Stop:
 
 
 @functools.cache
-def known(name: str, alpha: float) -> np.ndarray:
+def known_table(name: str, alpha: float) -> np.ndarray:
     return table_of(functools.partial(TABLE[name].value, alpha=alpha), jax.ShapeDtypeStruct((2,), np.float32))
 
 

@@ -5,7 +5,6 @@ served by the fused op's own backward. A pattern of the backward pass starts fro
 """
 
 import functools
-import weakref
 
 import jax
 
@@ -28,7 +27,7 @@ class Part:
         self.inputs = [copy(value) for value in graph.inputs]
         self.nodes = []
         for node in kept:
-            twin = Node(node.eqn, node.index, [copy(v) for v in node.inputs], node.name_stack, node.callers)
+            twin = node.reading([copy(v) for v in node.inputs])
             for value, made in zip(node.outputs, twin.outputs):
                 copies[id(value)] = made
                 made.users += filter(_is_fused, value.users)
@@ -38,9 +37,6 @@ class Part:
 
     def is_returned(self, value: Value) -> bool:
         return id(value) in self.returned
-
-
-_parts: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def forward(graph: Graph) -> Graph | Part:
@@ -59,12 +55,12 @@ def no_kernel() -> str:
 
 
 def _split(graph: Graph) -> tuple[Part | None, frozenset[int]]:
-    if graph not in _parts:
+    if graph.parts is None:
         transposed = frozenset(node.index for node in graph.nodes if _is_transposed(node, _inside_backward(graph)))
         outputs = [v for i, v in enumerate(graph.outputs) if not _only_for_backward(graph, i)]
         whole = not transposed and len(outputs) == len(graph.outputs)
-        _parts[graph] = None if whole else Part(graph, _needed(graph, transposed, outputs), outputs), transposed
-    return _parts[graph]
+        graph.parts = None if whole else Part(graph, _needed(graph, transposed, outputs), outputs), transposed
+    return graph.parts
 
 
 def _is_transposed(node: Node, inside_backward: bool) -> bool:

@@ -25,7 +25,7 @@ def match(graph, node: Node, claimed: set[int], measured):
         if x.producer is not None and x.producer.primitive == "sub" and len(x.users) == 1:
             first, start = x.producer, x.producer.inputs[0]
         axis = _channel_axis(product, x)
-        if axis is None or {first.index, product.index} & claimed:
+        if axis is None or {first.index, product.index} & claimed or _follows_convolution(start):
             continue
         chains, stop = Walk(part, axis, claimed, name_activation).chains(start, first)
         chain = chains[-1]
@@ -36,6 +36,19 @@ def match(graph, node: Node, claimed: set[int], measured):
         missed = [stop.missed] if stop.missed else []
         pattern = "+".join(["bn inference", *steps, *missed])
         yield Refusal(pattern, node, (start,), stop.reason if missed else no_kernel(), nodes=chain.nodes)
+
+
+def _follows_convolution(value: Value) -> bool:
+    """A convolution's own row says why it did not take the norm."""
+    for _ in range(FARTHEST):
+        node = value.producer
+        full_size = [v for v in node.inputs if size(v) == size(value)] if node and len(node.outputs) == 1 else []
+        if node and node.primitive == "conv_general_dilated":
+            return True
+        if len(full_size) != 1:
+            return False
+        value = full_size[0]
+    return False
 
 
 def _is_variance(value: Value) -> bool:
