@@ -39,9 +39,9 @@ def per_channel(value: Value, like: Value, axes: int | tuple[int, ...]) -> Value
     channels = math.prod(like.shape[axis] for axis in axes)
     if value.ndim not in (0, like.ndim):
         return NotPerChannel(f"operand of shape {list(value.shape)} against {list(like.shape)}")
-    elsewhere = _varying_axes(value) - set(axes)
+    elsewhere = varying_axes(value) - set(axes)
     if elsewhere:
-        along = ", ".join(map(str, axes))
+        along = " and ".join(map(str, axes)) or "squeezed away"
         return NotPerChannel(f"operand {value!r} varies along axis {min(elsewhere)}, the channel axis is {along}")
     smallest, source = None, value
     while source is not None:
@@ -64,16 +64,16 @@ def _repeated(value: Value) -> Value | None:
 
 def repeats(value: Value) -> bool:
     """Whether it is a smaller value, broadcast."""
-    return _varying_axes(value) != {axis for axis, n in enumerate(value.shape) if n > 1}
+    return varying_axes(value) != {axis for axis, n in enumerate(value.shape) if n > 1}
 
 
-def _varying_axes(value: Value) -> set[int]:
+def varying_axes(value: Value) -> set[int]:
     """Axes along which the value may change; broadcasts are seen through."""
     axes = {i for i, n in enumerate(value.shape) if n > 1}
     node = value.producer
     if node is None or node.primitive not in ("broadcast_in_dim", CAST):
         return axes
-    inner = _varying_axes(node.inputs[0])
+    inner = varying_axes(node.inputs[0])
     return inner if node.primitive == CAST else {node.params["broadcast_dimensions"][i] for i in inner} & axes
 
 

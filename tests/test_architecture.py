@@ -70,7 +70,8 @@ def test_private_jax_lives_in_one_file():
 
 def test_patterns_and_ops_have_the_same_names():
     ops = {p.stem for p in (PACKAGE / "ops").glob("*.py")} - {"__init__", "activations", "errors"}
-    patterns = {p.stem for p in (PACKAGE / "patterns").glob("*.py")} - {"__init__", "activations"}
+    # given_norm is left to XLA: no op
+    patterns = {p.stem for p in (PACKAGE / "patterns").glob("*.py")} - {"__init__", "activations", "given_norm"}
     handlers = {p.stem for p in (ROOT / "xla_ext").glob("*.cc")}
     assert ops == patterns and ops <= handlers
 

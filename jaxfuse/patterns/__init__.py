@@ -5,6 +5,6 @@
                                              `measured(op, config, types)` says why a site is not worth it, or ""
 """
 
-from jaxfuse.patterns import batch_norm, conv, max_pool
+from jaxfuse.patterns import batch_norm, conv, given_norm, max_pool
 
-ORDER = (batch_norm, conv, max_pool)
+ORDER = (batch_norm, conv, max_pool, given_norm)
