@@ -42,7 +42,7 @@ def per_channel(value: Value, like: Value, axes: int | tuple[int, ...]) -> Value
         return NotPerChannel(f"operand of shape {list(value.shape)} against {list(like.shape)}")
     elsewhere = varying_axes(value) - set(axes)
     if elsewhere:
-        along = ", ".join(map(str, axes))
+        along = " and ".join(map(str, axes)) or "squeezed away"
         return NotPerChannel(f"operand {value!r} varies along axis {min(elsewhere)}, the channel axis is {along}")
     smallest, source = None, value
     while source is not None:
@@ -132,19 +132,19 @@ def is_float_cast(node: Node) -> bool:
     return node.primitive == CAST and all(jnp.issubdtype(v.dtype, jnp.floating) for v in (node.inputs[0], node.out))
 
 
-def constant(value: Value) -> float | None:
+def constant(value: Value, depth: int = 8) -> float | None:
     """The number, if the value is one number that the program fixes: written into it, broadcast, cast, or computed from
-    such numbers (jnp.var divides by `144 - ddof`)."""
+    such numbers (jnp.var divides by `144 - ddof`) in a few steps, at most `depth` deep."""
     if value.literal is not None:
         return float(value.literal) if np.ndim(value.literal) == 0 else None
     node = value.producer
-    if node is None:
+    if node is None or depth == 0:
         return None
     if node.primitive in (*RESHAPES, CAST):
-        return constant(node.inputs[0])
+        return constant(node.inputs[0], depth - 1)
     if value.shape or node.primitive not in RULES:
         return None
-    operands = [constant(v) for v in node.inputs]
+    operands = [constant(v, depth - 1) for v in node.inputs]
     return None if None in operands else float(RULES[node.primitive](node.params, *operands))
 
 

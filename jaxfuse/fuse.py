@@ -58,9 +58,9 @@ def plan(closed: ClosedJaxpr, judge, outer: tuple[Graph, Node] | None = None) ->
             reason = f"it is inside a {node.primitive}: a function with rules of its own stays as it is"
             for body in programs(node).values():
                 found += _refused(reason, plan(_closed(body), judge).found)
-    while emission := circular(graph, replacements):
-        replacements = {key: other for key, other in replacements.items() if other is not emission}
-        match = next(result for result in found if isinstance(result, Match) and emission in result.emissions)
+    while waiting := circular(graph, replacements):
+        match = next(result for result in reversed(found) if isinstance(result, Match) and set(result.emissions) & set(waiting))
+        replacements = {key: emission for key, emission in replacements.items() if emission not in match.emissions}
         found[found.index(match)] = Refusal(match.pattern, match.anchor, match.operands, CIRCULAR, match.direction)
     found.sort(key=lambda result: result.anchor.index)
     return Plan(graph, replacements, found)

@@ -35,9 +35,9 @@ def accept(graph: Graph, match: Match) -> set[int]:
     return set(gone)
 
 
-def circular(graph: Graph, replacements: dict[int, Emission]) -> Emission | None:
-    """An emission that, through others, needs what it defines: each match is sound by itself, two that wait for each other
-    are not."""
+def circular(graph: Graph, replacements: dict[int, Emission]) -> list[Emission]:
+    """Emissions of which each needs what the next defines, and the last what the first defines: each match is sound by
+    itself, two that wait for each other are not."""
     path: dict[int, Value] = {}  # values whose needs are being looked at
     done: set[int] = set()
     stack = [(value, False) for value in graph.outputs] + [(v, False) for n in graph.nodes if n.eqn.effects for v in n.inputs]
@@ -48,13 +48,13 @@ def circular(graph: Graph, replacements: dict[int, Emission]) -> Emission | None
             path.pop(id(value))
             done |= {id(value)} | set(map(id, emission.defines if emission else ()))
         elif id(value) in path:
-            return next(replacements[key] for key in reversed(path) if key in replacements)
+            return [replacements[key] for key in path if key in replacements]
         elif id(value) not in done:
             path[id(value)] = value
             stack.append((value, True))
             needs = emission.needs if emission else value.producer.inputs if value.producer else ()
             stack += [(need, False) for need in needs]
-    return None
+    return []
 
 
 def unneeded(graph: Graph, defined: tuple[Value, ...], kept: Value | None = None) -> dict[int, Node]:

@@ -81,6 +81,8 @@ MISSES = {
                           "pad+conv", "along axis 3, which is not spatial", ["conv"]),
     "bias along the squeezed axis": (lambda x, w, b, r: conv(x, w).reshape(2, 64, 8) + r.reshape(-1)[:64, None],
                                      "conv+bias", "varies along axis 1, the channel axis is 2", ["conv"]),
+    "the channels are squeezed away": (lambda x, w, b, r: conv(x, w[..., :1]).squeeze(3) + b,
+                                       "conv+bias", "varies along axis 2, the channel axis is squeezed away", ["conv"]),
     "addend broadcast to full size": (lambda x, w, b, r: conv(x, w) + jnp.broadcast_to(r[:1], r.shape),
                                       "conv+bias", "varies along axis 1", ["conv"]),
     "adds after the activation": (lambda x, w, b, r: jax.nn.relu(conv(x, w) + b) + r,
@@ -99,6 +101,20 @@ def test_near_miss(name):
 
 def test_channels_that_are_merged_end_the_chain():
     assert patterns(lambda x, w: jax.nn.relu(conv(x, w).reshape(2, 512)), X, W) == (["conv"], [])
+
+
+def test_space_to_batch_stays_as_it_is():
+    """A dilated convolution spelled as one of a batch of every second pixel: two convolutions' worth of transposes that are
+    not seen through; `rhs_dilation` says the same in one word."""
+
+    def fn(x, w):
+        x = x.reshape(2, 4, 2, 4, 2, 4).transpose(2, 4, 0, 1, 3, 5).reshape(8, 4, 4, 4)
+        y = conv(x, w)
+        return y.reshape(2, 2, 2, 4, 4, 8).transpose(2, 3, 0, 4, 1, 5).reshape(2, 8, 8, 8)
+
+    assert patterns(fn, X, W) == (["conv"], [])
+    check_values(fn, X, W, tolerance=1e-4)
+    np.testing.assert_allclose(fn(X, W), conv(X, W, rhs_dilation=(2, 2)), rtol=1e-4, atol=1e-4)
 
 
 # --- batch norm ----------------------------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ CONV_MISSES = {
     "bias along another axis": (lambda x, w, b, r: conv(x, w) + b[:, None], "conv+bias", "varies along axis 2", ["conv"]),
     "addend broadcasts": (lambda x, w, b, r: conv(x, w) + r[:1], "conv+bias", "varies along axis 1", ["conv"]),
     "relu6 with 5": (lambda x, w, b, r: jnp.minimum(jnp.maximum(conv(x, w) + b, 0), 5),
-                     "conv+bias+clip", "activation clip: no kernel yet", ["conv+bias+maximum0"]),
+                     "conv+bias+clip", "activation clip: no kernel yet on cpu", ["conv+bias+maximum0"]),
     "hard_swish with 1/5": (lambda x, w, b, r: (lambda z: z * jax.nn.relu6(z + 3) / 5)(conv(x, w) + b),
                             "conv+bias+hard_swish", "it is", ["conv+bias"]),
     "scaled after the residual": (lambda x, w, b, r: (conv(x, w) + r) * b, "conv+add+scale", "scales the sum", ["conv+add"]),
@@ -273,3 +273,21 @@ def test_batch_norm_near_miss(name):
     assert [p for p, _ in skipped] == [pattern] and words in skipped[0][1]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
                  jaxfuse.fuse(fn, policy="always")(*args), fn(*args))
+
+
+# name -> (function, pattern reported); nothing is fused
+GIVEN = {
+    "before a convolution": (lambda x, g, b, r: jax.nn.relu((x - MEAN) * (lax.rsqrt(VAR + 1e-5) * g) + b), "bn+relu"),
+    "with a residual": (lambda x, g, b, r: jax.nn.relu(x * (g / jnp.sqrt(VAR + 1e-5)) + b + r), "bn+add+relu"),
+    "divided": (lambda x, g, b, r: (x - MEAN) / jnp.sqrt(VAR + 1e-5) * g + b, "bn"),
+    "a scale and a shift": (lambda x, g, b, r: jax.nn.relu(x * g + b), None),
+    "layer norm": (lambda x, g, b, r: (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5) * g + b, "norm"),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_given_statistics_without_a_convolution(name):
+    fn, pattern = GIVEN[name]
+    fused, skipped = patterns(fn, Z, GAMMA, BETA, ZR)
+    assert fused == [] and [p for p, _ in skipped] == [pattern] * (pattern is not None)
+    assert pattern in (None, "norm") or "XLA makes one kernel of it" in skipped[0][1]

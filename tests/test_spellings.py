@@ -68,3 +68,14 @@ def test_the_same_text_with_another_constant():
     """The constants of a nested jit are arguments of it: its equations read the same."""
     for depth in (1.0, 0.25):
         check_values(lambda x, w, b: jax.nn.elu(conv(x, w) + b, depth), X, W, B, tolerance=1e-4)
+
+
+def test_a_long_computation_of_a_number_is_not_followed():
+    """Neither without end nor twice at every step."""
+
+    def fn(x, w, s):
+        for _ in range(2000):
+            s = s * s
+        return conv(x, w) * s
+
+    assert patterns(fn, X, W, jnp.float32(1)) == (["conv+scale"], [])

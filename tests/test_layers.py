@@ -1,0 +1,173 @@
+"""Convolution, batch norm and activation as layers of each framework, in inference and in training."""
+
+import os
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
+import equinox as eqx  # noqa: E402
+import flax.linen as nn  # noqa: E402
+import haiku as hk  # noqa: E402
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import keras  # noqa: E402
+import pytest  # noqa: E402
+from flax import nnx  # noqa: E402
+
+from test_patterns import patterns  # noqa: E402
+
+X = jnp.ones((4, 8, 8, 16))
+FIRST = jnp.ones((4, 16, 8, 8))
+LINE, CUBE = X[:, 0], X[:, None]
+L = keras.layers
+
+
+def by_keras(layers, x=X):
+    def found(training):
+        model = keras.Sequential([L.Input(x.shape[1:]), *layers()])
+        variables = [[v.value for v in vs] for vs in (model.trainable_variables, model.non_trainable_variables)]
+        return patterns(lambda *args: model.stateless_call(*args, training=training), *variables, x)
+
+    return found
+
+
+def by_flax(x=X, mask=None, **options):
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, train, **call):
+            x = nn.Conv(16, (3, 3), dtype=options.get("dtype"))(x)
+            return nn.relu(nn.BatchNorm(use_running_average=not train, **options)(x, **call))
+
+    def found(training):
+        variables = jax.eval_shape(lambda x: Block().init(jax.random.key(0), x, False), x)
+        call = {} if mask is None else dict(mask=mask)
+        return patterns(lambda v, x: Block().apply(v, x, training, mutable=["batch_stats"], **call), variables, x)
+
+    return found
+
+
+def by_flax_on_replicas():
+    """`axis_name` under vmap."""
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            return nn.relu(nn.BatchNorm(use_running_average=not train, axis_name="replica")(nn.Conv(16, (3, 3))(x)))
+
+    def found(training):
+        variables = jax.eval_shape(lambda x: Block().init(jax.random.key(0), x, False), X[:2])
+        each = jax.vmap(lambda v, x: Block().apply(v, x, training, mutable=["batch_stats"]), (None, 0), axis_name="replica")
+        return patterns(each, variables, X.reshape(2, 2, 8, 8, 16))
+
+    return found
+
+
+def by_nnx(x=X):
+    def found(training):
+        model = nnx.Sequential(nnx.Conv(16, 16, (3, 3), rngs=nnx.Rngs(0)), nnx.BatchNorm(16, rngs=nnx.Rngs(0)), nnx.relu)
+        model.set_attributes(use_running_average=not training, raise_if_not_found=False)
+        graph, state = nnx.split(model)
+
+        def run(state, x):
+            merged = nnx.merge(graph, state)
+            return merged(x), nnx.state(merged)
+
+        return patterns(run, state, x)
+
+    return found
+
+
+def by_haiku(x=X, replicas=False, conv=None, **norm):
+    def found(training):
+        def network(axis):
+            def net(x):
+                batch_norm = hk.BatchNorm(True, True, 0.9, cross_replica_axis=axis, **norm)
+                return jax.nn.relu(batch_norm(hk.Conv2D(16, 3, **(conv or {}))(x), training))
+
+            return hk.without_apply_rng(hk.transform_with_state(net))
+
+        def init(x):
+            return hk.transform_with_state(lambda x: hk.BatchNorm(True, True, 0.9, **norm)(
+                hk.Conv2D(16, 3, **(conv or {}))(x), True)).init(jax.random.key(0), x)
+
+        params, state = jax.eval_shape(init, x)
+        if not replicas:
+            return patterns(network(None).apply, params, state, x)
+        each = jax.vmap(network("replica").apply, (None, None, 0), axis_name="replica")
+        return patterns(each, params, state, x.reshape(2, 2, 8, 8, 16))
+
+    return found
+
+
+def by_equinox(mode):
+    def found(training):
+        conv = eqx.nn.Conv2d(16, 16, 3, padding=1, key=jax.random.key(0))
+        norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(16, "batch", mode=mode)
+        norm = eqx.nn.inference_mode(norm, not training)
+
+        def run(x):
+            y, new = jax.vmap(lambda x: norm(conv(x), state), axis_name="batch", out_axes=(0, None))(x)
+            return jax.nn.relu(y), jax.tree.leaves(new)
+
+        return patterns(run, FIRST)
+
+    return found
+
+
+BLOCK = ["conv+bn+relu"], ["conv+bias", "bn+relu"]
+# name -> (how, fused in inference, fused in training)
+LAYERS = {
+    "keras": (by_keras(lambda: [L.Conv2D(16, 3), L.BatchNormalization(), L.ReLU()]), *BLOCK),
+    "keras, channels first": (by_keras(lambda: [
+        L.Conv2D(16, 3, data_format="channels_first"), L.BatchNormalization(axis=1), L.ReLU()], FIRST), *BLOCK),
+    "keras, no scale and center": (by_keras(lambda: [
+        L.Conv2D(16, 3), L.BatchNormalization(scale=False, center=False), L.Activation("relu")]), *BLOCK),
+    "keras, mixed precision": (by_keras(lambda: [
+        layer(dtype="mixed_bfloat16", **options) for layer, options in
+        ((L.Conv2D, dict(filters=16, kernel_size=3)), (L.BatchNormalization, {}), (L.ReLU, {}))]), *BLOCK),
+    "keras, separable": (by_keras(lambda: [L.SeparableConv2D(16, 3), L.BatchNormalization(), L.ReLU()]),
+                         ["conv", "conv+bn+relu"], ["conv", "conv+bias", "bn+relu"]),
+    "keras, depthwise and dilated": (by_keras(lambda: [
+        L.DepthwiseConv2D(3, dilation_rate=2), L.BatchNormalization(), L.ReLU(6.0)]),
+        ["conv+bn+relu6"], ["conv+bias", "bn+relu6"]),
+    "keras, one dimension, causal": (by_keras(lambda: [
+        L.Conv1D(16, 3, padding="causal", dilation_rate=2, activation="swish")], LINE), *2 * (["pad+conv+bias+silu"],)),
+    "keras, three dimensions": (by_keras(lambda: [L.Conv3D(16, 3, padding="same"), L.BatchNormalization(), L.ReLU()], CUBE), *BLOCK),
+    "flax": (by_flax(), *BLOCK),
+    "flax, E[(x-m)²]": (by_flax(use_fast_variance=False), *BLOCK),
+    "flax, no scale": (by_flax(use_scale=False), *BLOCK),
+    "flax, neither": (by_flax(use_scale=False, use_bias=False), *BLOCK),
+    "flax, bfloat16": (by_flax(X.astype(jnp.bfloat16), dtype=jnp.bfloat16), *BLOCK),
+    "flax, bfloat16 statistics": (by_flax(dtype=jnp.bfloat16, force_float32_reductions=False), *BLOCK),
+    "flax, replicas": (by_flax_on_replicas(), *BLOCK),
+    "nnx": (by_nnx(), *BLOCK),
+    "haiku": (by_haiku(), *BLOCK),
+    "haiku, channels first": (by_haiku(FIRST, conv=dict(data_format="NCHW"), data_format="NC..."), *BLOCK),
+    "haiku, bfloat16": (by_haiku(X.astype(jnp.bfloat16)), *BLOCK),
+    "haiku, replicas": (by_haiku(replicas=True), *BLOCK),
+    "equinox, ema": (by_equinox("ema"), *BLOCK),
+    "equinox, batch": (by_equinox("batch"), *BLOCK),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_layer(name, training):
+    found, *expected = LAYERS[name]
+    assert found(training) == (expected[training], [])
+
+
+# name -> (how, fused, skipped pattern, words of the reason), in training
+LEFT = {
+    "flax, masked": (by_flax(mask=jnp.ones((4, 8, 8, 1), bool)), ["conv+bias"], "bn", "leaves elements out of the statistics"),
+    "keras, transposed": (by_keras(lambda: [L.Conv2DTranspose(16, 3, strides=2), L.BatchNormalization()]), ["bn"],
+                          "conv", "lhs_dilation (2, 2): no kernel yet on cpu"),
+    "flax, over a spatial axis": (by_flax(axis=1), ["bn+relu", "conv+bias"], None, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_layer_that_is_not_all_fused(name):
+    found, fused, pattern, words = LEFT[name]
+    got, skipped = found(True)
+    assert sorted(got) == fused and [p for p, _ in skipped] == [pattern] * (pattern is not None)
+    assert all(words in reason for _, reason in skipped)
