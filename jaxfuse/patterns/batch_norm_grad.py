@@ -17,19 +17,21 @@ from jaxfuse.patterns.activations import is_derivative
 
 
 class Gradient(NamedTuple):
-    """g: the cotangent of the normalised value; sums: over the batch, of g and of products with it; results: what has the
-    form a·g + b·(x - mean) + c, and is read as a gradient; nodes: indices of what is no longer needed then."""
+    """g: the cotangent of the normalised value; sums: over the batch, of g and of products with it; zeros: sums of forms of
+    x alone, of which only the offset is left; results: what has the form a·g + b·(x - mean) + c, and is read as a gradient;
+    nodes: indices of what is no longer needed then."""
 
     moments: Moments
     forms: Forms
     g: Value
     sums: list[tuple[Value, Form | Product]]
+    zeros: list[tuple[Value, Form]]
     results: list[tuple[Value, Form]]
     nodes: frozenset[int]
 
     @property
     def defines(self) -> tuple[Value, ...]:
-        return tuple(value for value, _ in (*self.sums, *self.results))
+        return tuple(value for value, _ in (*self.sums, *self.zeros, *self.results))
 
 
 def find(graph: Graph, moments: Moments) -> Gradient | None:
@@ -40,14 +42,16 @@ def find(graph: Graph, moments: Moments) -> Gradient | None:
     if not tensors:
         return None
     forms = Forms(moments, sorted(tensors.values(), key=lambda t: t.producer.index if t.producer else -1))
-    sums = [(value, form) for value, form in forms.sums if _is_sum_of_gradient(form, x)]
+    sums = _first([(value, form) for value, form in forms.sums if _is_sum_of_gradient(form, x)])
+    zeros = [(value, form) for value, form in forms.sums
+             if isinstance(form, Form) and set(form.terms) == {id(x)} and id(value) not in moments.known]
     cotangents = {id(t): t for _, form in sums for t in _tensors(form) if t is not x}
     if len(cotangents) != 1:
         return None
     (g,) = cotangents.values()
     results = _results(graph, forms, x, g)
-    gone = unneeded(graph, tuple(value for value, _ in (*sums, *results)), kept=g)
-    return Gradient(moments, forms, g, sums, results, frozenset(gone))
+    gone = unneeded(graph, tuple(value for value, _ in (*sums, *zeros, *results)), kept=g)
+    return Gradient(moments, forms, g, sums, zeros, results, frozenset(gone))
 
 
 def _tensors(form: Form | Product) -> list[Value]:
@@ -60,6 +64,16 @@ def _is_sum_of_gradient(form: Form | Product, x: Value) -> bool:
     sides = (form,) if isinstance(form, Form) else form
     with_g = [side for side in sides if any(t is not x for t, _ in side.terms.values())]
     return len(with_g) == 1 and len({id(t) for t in _tensors(form)} - {id(x)}) == 1
+
+
+def _first(sums: list[tuple[Value, Form | Product]]) -> list[tuple[Value, Form | Product]]:
+    """Those that need none of the others: a sum of the result, a bias gradient, is not one of those behind the result."""
+    sums = sorted(sums, key=lambda known: known[0].producer.index)
+    found: list[tuple[Value, Form | Product]] = []
+    for value, form in sums:
+        if not found or not depends_on(_needs(form), {id(v) for v, _ in found}, found[0][0].producer.index):
+            found.append((value, form))
+    return found
 
 
 def _results(graph: Graph, forms: Forms, x: Value, g: Value) -> list[tuple[Value, Form]]:
@@ -98,9 +112,6 @@ def fused(graph: Graph, gradient: Gradient, label: str, anchor, bits: Value | No
     if reason:
         return reason
     factors = [need for _, form in gradient.sums for need in _needs(form)]
-    since = min(value.producer.index for value in gradient.defines)
-    if depends_on(factors, {id(value) for value, _ in gradient.sums}, since):
-        return "its sums over the batch depend on each other"
 
     def operands(read):
         return read(dy_last), read(x_last), jnp.asarray(read(gradient.forms.mean)).astype(jnp.float32).reshape(-1)
@@ -112,10 +123,21 @@ def fused(graph: Graph, gradient: Gradient, label: str, anchor, bits: Value | No
 
     full_needs = (dy_last, x_last, gradient.forms.mean, *masks)
     emissions = [Emission((*full_needs, *factors), tuple(value for value, _ in gradient.sums), run_sums)]
+    emissions += [_zero(moments, *zero) for zero in gradient.zeros]
     emissions += [_result(graph, gradient, config, operands, full_needs, *result, bits is not None and i == 0)
                   for i, result in enumerate(gradient.results)]
     bytes_saved = np.dtype(x.dtype).itemsize * size(x) * 4
     return Match(label, anchor, (), tuple(emissions), kernel.name, (dy, x), bytes_saved, "backward")
+
+
+def _zero(moments: Moments, value: Value, form: Form) -> Emission:
+    """Σ(q·(x - mean) + r) = count·r"""
+
+    def run(read):
+        total = jnp.float32(0) if form.offset is None else moments.count * form.offset.of(read)
+        yield value, jnp.broadcast_to(total.astype(value.dtype), (size(value),)).reshape(value.shape)
+
+    return Emission(form.offset.needs if form.offset else (), (value,), run)
 
 
 def _result(graph, gradient: Gradient, config, operands, full_needs, value: Value, form: Form, gated: bool) -> Emission:
