@@ -72,10 +72,24 @@ def varying_axes(value: Value) -> set[int]:
     """Axes along which the value may change; broadcasts are seen through."""
     axes = {i for i, n in enumerate(value.shape) if n > 1}
     node = value.producer
-    if node is None or node.primitive not in ("broadcast_in_dim", "pvary", CAST):
+    if node is None or node.primitive not in ("broadcast_in_dim", "pvary", CAST) and scaled(node) is None:
         return axes
-    inner = varying_axes(node.inputs[0])
+    inner = varying_axes(node.inputs[0] if scaled(node) is None else scaled(node)[0])
     return inner if node.primitive != "broadcast_in_dim" else {node.params["broadcast_dimensions"][i] for i in inner} & axes
+
+
+def scaled(node: Node) -> tuple[Value, float] | None:
+    """(value, c), where the node gives value·c with a number c; a sum over no axes, as `vmap` makes of the transpose of a
+    mean over the batch, is one."""
+    if node.primitive == "psum" and not node.params["axes"] and len(node.inputs) == 1:
+        return node.inputs[0], 1.0
+    if node.primitive == "neg":
+        return node.inputs[0], -1.0
+    for value in node.inputs if node.primitive in ("mul", "div") else ():
+        factor = scale_factor(node, value)
+        if factor:
+            return value, factor
+    return None
 
 
 # --- elementwise functions ---------------------------------------------------------------------------------------

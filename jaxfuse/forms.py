@@ -12,8 +12,10 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxfuse.canonical import ADD, CAST, Moments, NotPerChannel, is_float_cast, is_square, per_channel, reductions
+from jaxfuse.canonical import (
+    ADD, CAST, Moments, NotPerChannel, is_float_cast, is_square, per_channel, reductions, scaled, size, varying_axes)
 from jaxfuse.graph import Node, Value
+from jaxfuse.layout import RESHAPES, is_reshape
 
 MOST_TENSORS = 4  # in one form; what has more is a tensor of its own
 
@@ -150,11 +152,28 @@ class Forms:
         known = self.of.get(id(value))
         if known is not None:
             return known[1]
-        small = per_channel(value, self.x, self.axis)
-        if not isinstance(small, NotPerChannel):
-            return Form({}, vector(small))
+        if not isinstance(small := self._small(value), NotPerChannel):
+            return Form({}, small)
         tensor = narrow(value)
         return Form({id(tensor): (tensor, number(1))})
+
+    def _small(self, value: Value) -> Vector | NotPerChannel:
+        """One number per channel, also where it is multiplied by a number after it was broadcast."""
+        factor, source = 1.0, value
+        while True:
+            small = per_channel(source, self.x, self.axis) if source.ndim in (0, self.x.ndim) else NotPerChannel("")
+            if not isinstance(small, NotPerChannel) or varying_axes(value) - {self.axis} or source.producer is None:
+                break
+            if size(source) == self.x.shape[self.axis]:
+                small = source
+                break
+            step = scaled(source.producer)
+            if step is None and not is_reshape(source.producer) and source.producer.primitive not in (*RESHAPES, CAST):
+                break
+            source, factor = (step[0], factor * step[1]) if step else (source.producer.inputs[0], factor)
+        if isinstance(small, NotPerChannel):
+            return small
+        return vector(small) if factor == 1 else vector(small) * number(factor)
 
     def _is_mean(self, value: Value) -> bool:
         small = per_channel(value, self.x, self.axis)

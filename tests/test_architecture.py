@@ -18,7 +18,7 @@ ALLOWED = {
     "policy": {"ops"},
     "patterns": {"patterns", "graph", "layout", "canonical", "elementwise", "forms", "live", "match", "ops", "op"},
     "live": {"graph", "match"},
-    "forms": {"canonical", "graph"},
+    "forms": {"canonical", "graph", "layout"},
     "match": {"canonical", "elementwise", "graph", "layout"},
     "canonical": {"elementwise", "graph", "layout"},
     "elementwise": {"graph"},

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxfuse.canonical import constant, regions, size
 from jaxfuse.graph import Emission, Graph, Node, Value
-from jaxfuse.layout import channels_last, inverse, transposed
+from jaxfuse.layout import channels_last, inverse, only_moved, transposed
 from jaxfuse.live import unneeded
 from jaxfuse.match import Activated, Match, Refusal, depends_on
 from jaxfuse.op import Linear
@@ -34,7 +34,9 @@ class Gradients:
 
     @property
     def dy(self) -> Value:
-        return self.dz if self.y is None else self.dz.producer.inputs[2]
+        dy = self.dz if self.y is None else self.dz.producer.inputs[2]
+        source, order = only_moved(dy)
+        return source if source.shape == dy.shape and order == tuple(sorted(order)) else dy
 
 
 def anchors(graph: Graph):
