@@ -129,7 +129,8 @@ def measure_dispatch(repeats: int):
         for _ in range(repeats):
             for name, function in candidates.items():
                 found[name].append(best(partial(many, partial(function, tree, 0.1, train=True)), 1) / calls * 1e6)
-        print(f"{leaves:4} leaves  " + "  ".join(f"{name} {min(times):6.1f} us" for name, times in found.items()), flush=True)
+        row = "  ".join(f"{name} {min(times):6.1f} us" for name, times in found.items())
+        print(f"{leaves:4} leaves  {row}", flush=True)
 
 
 # --- matching ----------------------------------------------------------------------------------------------------
@@ -170,8 +171,8 @@ def gradient(program):
     return lambda x, w, g, equations: jax.grad(lambda *args: program(*args, equations // 3).sum(), (0, 1, 2))(x, w, g)
 
 
-PROGRAMS = {"conv+bn+add+relu": conv_blocks, "its gradient": gradient(conv_blocks), "elementwise": elementwise, "sums": sums,
-            "fan-out": fan_out, "fan-out's gradient": gradient(fan_out)}
+PROGRAMS = {"conv+bn+add+relu": conv_blocks, "its gradient": gradient(conv_blocks), "elementwise": elementwise,
+            "sums": sums, "fan-out": fan_out, "fan-out's gradient": gradient(fan_out)}
 
 
 def measure_matching(repeats: int, sizes=(1000, 10000, 50000)):
@@ -185,7 +186,8 @@ def measure_matching(repeats: int, sizes=(1000, 10000, 50000)):
 
 
 def main():
-    parser = argparse.ArgumentParser("python -m benchmarks.cost", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    layout = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser("python -m benchmarks.cost", description=__doc__, formatter_class=layout)
     parser.add_argument("parts", nargs="*", help="which of the three; all if none is given")
     parser.add_argument("--repeats", type=int, default=3, help="of which the fastest counts (default: %(default)s)")
     arguments = parser.parse_args()

@@ -56,7 +56,8 @@ def plan(closed: ClosedJaxpr, judge, outer: tuple[Graph, Node] | None = None) ->
                 replacements |= {id(value): emission for value in node.outputs}
         elif node.primitive in RULED:
             reason = f"it is inside a {node.primitive}: a function with rules of its own stays as it is"
-            found += _refused(reason, [site for body in programs(node).values() for site in plan(_closed(body), judge).found])
+            for body in programs(node).values():
+                found += _refused(reason, plan(_closed(body), judge).found)
     while emission := circular(graph, replacements):
         replacements = {key: other for key, other in replacements.items() if other is not emission}
         match = next(result for result in found if isinstance(result, Match) and emission in result.emissions)
@@ -85,7 +86,7 @@ def _enter(graph: Graph, node: Node, bodies: dict, judge) -> tuple[Emission | No
 
     try:
         params = inside(node, lambda: {name: rewritten(body) for name, body in bodies.items()})
-    except Exception as error:  # JAX finds the rewritten body unfit where the user's own was not
+    except (TypeError, ValueError) as error:  # JAX finds the rewritten body unfit where the user's own was not
         return None, _refused(f"the body of {node} cannot be rewritten: {error}".splitlines()[0], found)
     if all(params[name] is body for name, body in bodies.items()):
         return None, found
@@ -99,7 +100,7 @@ def _enter(graph: Graph, node: Node, bodies: dict, judge) -> tuple[Emission | No
 
 def _refused(reason: str, found: list) -> list:
     """The sites, of which none is rewritten, for this reason unless they have another."""
-    return [Refusal(site.pattern, site.anchor, site.operands, reason) if isinstance(site, Match) else site for site in found]
+    return [Refusal(s.pattern, s.anchor, s.operands, reason) if isinstance(s, Match) else s for s in found]
 
 
 def _closed(body) -> ClosedJaxpr:

@@ -269,7 +269,7 @@ def _inlinable(eqn) -> ClosedJaxpr | None:
 
 _OWN = str(pathlib.Path(__file__).parent)
 # the standard library, and the scripts that start programs of installed packages
-_ELSEWHERE = tuple(f"{folder}{os.sep}" for folder in (sysconfig.get_path("stdlib"), sysconfig.get_path("scripts"))) + ("<frozen",)
+_ELSEWHERE = (*(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "scripts")), "<frozen")
 
 
 @functools.lru_cache(maxsize=65536)

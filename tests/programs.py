@@ -28,7 +28,8 @@ def program(function):
 
 
 def block(x, w=FILTERS):
-    return jax.nn.relu(lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")) + BIAS)
+    y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return jax.nn.relu(y + BIAS)
 
 
 def mesh():
@@ -148,7 +149,10 @@ def while_with_closures(x):
 
 @program
 def while_in_scan(x):
-    return lax.scan(lambda c, _: (lax.while_loop(lambda v: v.sum() < 3, lambda v: block(v) + 1, c), c.sum()), x, length=2)
+    def step(carry, _):
+        return lax.while_loop(lambda v: v.sum() < 3, lambda v: block(v) + 1, carry), carry.sum()
+
+    return lax.scan(step, x, length=2)
 
 
 @program
@@ -191,7 +195,8 @@ def shard_maps(x):
         y = block(v)
         return y - lax.pmean(y.mean(), "d"), lax.psum(y.sum(), "d")
 
-    return jax.shard_map(body, mesh=mesh(), in_specs=PartitionSpec("d"), out_specs=(PartitionSpec("d"), PartitionSpec()))(x)
+    batch = PartitionSpec("d")
+    return jax.shard_map(body, mesh=mesh(), in_specs=batch, out_specs=(batch, PartitionSpec()))(x)
 
 
 @program
@@ -213,8 +218,8 @@ def callback(x):
 
 @program
 def callback_with_effects(x):
-    return jax.experimental.io_callback(lambda v: np.float32(v) + 1, jax.ShapeDtypeStruct((), jnp.float32), block(x).sum(),
-                                        ordered=True)
+    number = jax.ShapeDtypeStruct((), jnp.float32)
+    return jax.experimental.io_callback(lambda v: np.float32(v) + 1, number, block(x).sum(), ordered=True)
 
 
 # --- values of every kind
@@ -231,11 +236,12 @@ def random_keys(x):
 def kinds_of_values(x):
     y = block(x)
     return {
-        "int": (y > 0).sum(), "bool": y > 0, "zero size": jnp.concatenate([y[:0], x[:0]]), "complex": jnp.fft.fft(y, axis=1),
+        "int": (y > 0).sum(), "bool": y > 0, "zero size": jnp.concatenate([y[:0], x[:0]]),
+        "complex": jnp.fft.fft(y, axis=1),
         "bf16": y.astype(jnp.bfloat16), "fp8": y.astype(jnp.float8_e4m3fn).view(jnp.uint8),
         "argmax": jnp.argmax(y, -1), "sorted": jnp.sort(y, -1),
-        "constant": 2.5, "number": np.float32(1), "array": np.arange(3), "none": None, "argument": x, "twice": (x, y, y),
-        "top": lax.top_k(y, 2),
+        "constant": 2.5, "number": np.float32(1), "array": np.arange(3), "none": None, "argument": x,
+        "twice": (x, y, y), "top": lax.top_k(y, 2),
     }
 
 
@@ -287,8 +293,8 @@ def normalised(x, gamma=BIAS, check=True, over=None):
         return jax.nn.silu((v - mean) * lax.rsqrt(var + 1e-5) * gamma + beta), lax.pmean(mean, "d"), block(v)
 
     batch, same = PartitionSpec("d"), PartitionSpec()
-    sharded = jax.shard_map(body, mesh=over or mesh(), in_specs=(batch, same, same), out_specs=(batch, same, batch), check_vma=check)
-    return sharded(x, gamma, BIAS + 1)
+    ins, outs = (batch, same, same), (batch, same, batch)
+    return jax.shard_map(body, mesh=over or mesh(), in_specs=ins, out_specs=outs, check_vma=check)(x, gamma, BIAS + 1)
 
 
 @program

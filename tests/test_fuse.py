@@ -83,8 +83,9 @@ def test_static_arguments_of_a_jitted_function():
 
 
 @pytest.mark.parametrize("options", [
-    dict(flag=True), dict(nested={"flags": [True, False]}), dict(name=np.str_("add")), dict(name="add"), dict(big=2**40), dict(when=None),
-    dict(fn=jnp.tanh), dict(strict=True, judge=1.0, run=2.0, call="call"), dict(dtype=jnp.float32), dict(dtype=np.dtype("float32")),
+    dict(flag=True), dict(nested={"flags": [True, False]}), dict(name=np.str_("add")), dict(name="add"), dict(big=2**40),
+    dict(when=None), dict(fn=jnp.tanh), dict(dtype=jnp.float32), dict(dtype=np.dtype("float32")),
+    dict(strict=True, judge=1.0, run=2.0, call="call"),
     dict(objects=np.array(["a", None], object)), dict(unhashable={"set"})], ids=str)
 def test_arguments_of_every_kind(options):
     """What is no array and no number reaches the function as it is; so do bools, whether or not they are deep inside."""
@@ -114,7 +115,7 @@ def test_bools_that_are_arrays_are_traced():
 
     fused = fuse(fn)
     for finite in (jnp.array(True), jnp.array(False)):
-        close(fused(X, {"finite": finite}["finite"]), fn(X, finite))
+        close(fused(X, finite), fn(X, finite))
     assert len(traces) - 2 <= 2  # once with every argument at once, once leaf by leaf
 
 

@@ -19,7 +19,8 @@ import jaxfuse
 from jaxfuse import ffi
 from compare import jit
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from programs import IMAGE, NO_FORWARD, NOT_DIFFERENTIABLE, PROGRAMS, block, doubled_slope, halved_slope, mesh, normalised
+from programs import IMAGE, NO_FORWARD, NOT_DIFFERENTIABLE, PROGRAMS
+from programs import block, doubled_slope, halved_slope, mesh, normalised
 
 fuse = functools.partial(jaxfuse.fuse, policy="always")
 pytestmark = pytest.mark.usefixtures("some_kernel")
@@ -242,7 +243,8 @@ def test_on_several_devices():
     """They are simulated, which takes a fresh process."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
     here = pathlib.Path(__file__).parent
-    environment = os.environ | dict(XLA_FLAGS=flags, JAX_PLATFORMS="cpu", PYTHONPATH=os.pathsep.join([str(here.parent), str(here)]))
+    path = os.pathsep.join([str(here.parent), str(here)])
+    environment = os.environ | dict(XLA_FLAGS=flags, JAX_PLATFORMS="cpu", PYTHONPATH=path)
     command = [sys.executable, "-c", "import test_survival; test_survival.on_several_devices()"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -253,7 +255,7 @@ def on_several_devices():
     assert len(devices) == 4
     x = jax.random.normal(jax.random.key(9), (8, 8, 8, 4))
     over_batch = NamedSharding(Mesh(np.array(devices), "d"), PartitionSpec("d"))
-    kernels = not any(ffi.available(target) for target in ffi.TARGETS)
+    kernels = not any(ffi.unavailable(target) for target in ffi.TARGETS)
     for check in (True, False):
         fn = functools.partial(normalised, check=check, over=over_batch.mesh)
         assert len(jaxfuse.explain(fn, x, policy="always").fused) == 2 * kernels
@@ -264,5 +266,6 @@ def on_several_devices():
         for fn in (block, lambda x: lax.with_sharding_constraint(block(jnp.sin(x)), over_batch)):
             if len(placed.devices()) == 4 or fn is block:
                 got, expected = fuse(fn)(placed), jax.jit(fn)(placed)
-                assert got.sharding.is_equivalent_to(expected.sharding, got.ndim) and got.committed == expected.committed
+                assert got.sharding.is_equivalent_to(expected.sharding, got.ndim)
+                assert got.committed == expected.committed
                 same(got, expected)

@@ -60,12 +60,12 @@ def match(graph, node: Node, claimed: set[int], measured):
     if not moments:
         yield Refusal("bn", node, (x,), "its sums are not made into a mean and a variance")
         return
-    start, first = _first_step(graph, moments)
+    gradient = batch_norm_grad.find(graph, moments)
+    aside = frozenset(moments.nodes) | (gradient.nodes if gradient else frozenset())
+    start, first = _first_step(graph, moments, aside)
     if first is None:
         yield Refusal("bn", node, (x,), "nothing normalises it: no step on it uses its statistics")
         return
-    gradient = batch_norm_grad.find(graph, moments)
-    aside = frozenset(moments.nodes) | (gradient.nodes if gradient else frozenset())
     chains, stop = Walk(graph, axis, claimed, name_activation, aside).chains(start, first)
     found, chain, refused = longest(chains, x.dtype, lambda chain: _fused(graph, node, moments, gradient, chain, measured))
     if found:
@@ -87,16 +87,16 @@ def _label(chain: Chain) -> str:
     return "+".join(["bn", *[part for part in chain.label("").split("+") if part not in ("", "bn", "bias", "scale")]])
 
 
-def _first_step(graph, moments: Moments) -> tuple[Value, Node | None]:
+def _first_step(graph, moments: Moments, aside: frozenset[int]) -> tuple[Value, Node | None]:
     """Where x, or x cast to float32, first meets a number per channel that comes from its own statistics."""
     x = moments.x
     for value in (x, *[n.out for n in x.users if n.primitive == CAST]):
         for node in value.users:
-            if node.primitive in ("sub", "mul", "div") and len(node.inputs) == 2 and node.index not in moments.nodes:
+            if node.primitive in ("sub", "mul", "div") and len(node.inputs) == 2 and node.index not in aside:
                 other = node.inputs[1] if node.inputs[0] is value else node.inputs[0]
                 small = per_channel(other, value, moments.axis)
                 if not isinstance(small, NotPerChannel) and depends_on([small], set(moments.known), _since(moments)):
-                    if any(n.index not in moments.nodes for n in node.out.users) or graph.is_returned(node.out):
+                    if any(n.index not in aside for n in node.out.users) or graph.is_returned(node.out):
                         return value, node
     return x, None
 
