@@ -16,8 +16,10 @@ def rows(fn, *args) -> list[tuple[str, str]]:
     """(pattern, reason) of every row, in program order; backward rows have "backward" before the pattern."""
     report = jaxfuse.explain(fn, *args, policy="always")
     fused = [(site, "fused") for site in report.fused]
-    return [(" ".join(["backward"] * (site.direction == "backward") + [site.pattern]), reason)
-            for site, reason in [*fused, *[(site, site.reason) for site in report.skipped]]]
+    return [
+        (" ".join(["backward"] * (site.direction == "backward") + [site.pattern]), reason)
+        for site, reason in [*fused, *[(site, site.reason) for site in report.skipped]]
+    ]
 
 
 def recognised(fn, *args) -> list[str]:

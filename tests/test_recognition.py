@@ -1,4 +1,4 @@
-"""Dense layers, gates, groups of layers and attention scores are recognised, in every framework's spelling; and near-misses."""
+"""Dense layers, gates, groups of layers and attention scores are recognised, in every framework's spelling."""
 
 import equinox as eqx
 import flax.linen as nn
@@ -36,21 +36,28 @@ DENSE_HITS = {
     "dense+bias+gelu": lambda x, w, v, b, r: jax.nn.gelu(x @ w + b, approximate=False),
     "dense+bias+relu, transposed weight": lambda x, w, v, b, r: jax.nn.relu(jnp.einsum("btk,nk->btn", x, w.T) + b),
     "dense+bias+relu, transposed input": lambda x, w, v, b, r: jax.nn.relu(
-        jnp.einsum("kbt,kn->btn", x.transpose(2, 0, 1) * 2, w) + b),
-    "dense+bias+relu, weight first": lambda x, w, v, b, r: jax.nn.relu(
-        jax.vmap(jax.vmap(lambda x: w.T @ x))(x) + b),
+        jnp.einsum("kbt,kn->btn", x.transpose(2, 0, 1) * 2, w) + b
+    ),
+    "dense+bias+relu, weight first": lambda x, w, v, b, r: jax.nn.relu(jax.vmap(jax.vmap(lambda x: w.T @ x))(x) + b),
     "dense+bias, heads": lambda x, w, v, b, r: jnp.einsum("btk,knh->btnh", x, w.reshape(8, 2, 8)) + b.reshape(2, 8),
-    "dense+bias, several contracted axes": lambda x, w, v, b, r: jnp.einsum("btnk,nkm->btm", x.reshape(2, 5, 2, 4), w.reshape(2, 4, 16)) + b,
+    "dense+bias, several contracted axes": lambda x, w, v, b, r: (
+        jnp.einsum("btnk,nkm->btm", x.reshape(2, 5, 2, 4), w.reshape(2, 4, 16)) + b
+    ),
     "dense+bias+tanh, bf16 in, f32 out": lambda x, w, v, b, r: jnp.tanh(
-        lax.dot_general(*bf16(x, w), (((2,), (0,)), ((), ())), preferred_element_type=jnp.float32) + b),
-    "dense+bias+tanh, bf16 in between": lambda x, w, v, b, r: jnp.tanh(bf16(x)[0] @ bf16(w)[0] + bf16(b)[0]).astype(jnp.float32),
+        lax.dot_general(*bf16(x, w), (((2,), (0,)), ((), ())), preferred_element_type=jnp.float32) + b
+    ),
+    "dense+bias+tanh, bf16 in between": lambda x, w, v, b, r: jnp.tanh(bf16(x)[0] @ bf16(w)[0] + bf16(b)[0]).astype(
+        jnp.float32
+    ),
     "dense x2": lambda x, w, v, b, r: (x @ w, x @ v),
     "dense+bias x3": lambda x, w, v, b, r: ((x @ w + b) / 4, x @ v + b, x @ (w + v) + b),
     "dense+silu+gate": lambda x, w, v, b, r: jax.nn.silu(x @ w) * (x @ v),
     "dense+silu+gate, linear first": lambda x, w, v, b, r: (x @ v) * jax.nn.silu(x @ w),
     "dense+bias+gelu_tanh+gate": lambda x, w, v, b, r: jax.nn.gelu(x @ w + b) * (x @ v + b),
     "dense+sigmoid+gate, jax.nn.glu": lambda x, w, v, b, r: jax.nn.glu(x @ w),
-    "dense+bias+silu+gate, one weight": lambda x, w, v, b, r: (lambda u, v: v * jax.nn.silu(u))(*jnp.split(x @ w + b, 2, -1)),
+    "dense+bias+silu+gate, one weight": lambda x, w, v, b, r: (lambda u, v: v * jax.nn.silu(u))(
+        *jnp.split(x @ w + b, 2, -1)
+    ),
 }
 
 
@@ -73,20 +80,40 @@ def silu_returned(x, w, v, b, r):
 
 # name -> (function, rows)
 DENSE_MISSES = {
-    "bias along another axis": (lambda x, w, v, b, r: x @ w + r[:1, :, :1],
-                                [("dense+bias", "operand float32[1, 5, 1] varies along axis 1, the channel axis is 2")]),
-    "inner value returned": (lambda x, w, v, b, r: (lambda y: (y, y + b))(x @ w),
-                             [("dense+bias", "float32[2, 5, 16] is returned by the program")]),
-    "sum read twice": (lambda x, w, v, b, r: (lambda y: jax.nn.relu(y) + jnp.cos(y))(x @ w + b),
-                       [("dense+bias+relu", "float32[2, 5, 16] is read 2 times: by custom_jvp_call at ")]),
-    "hard_swish with 1/5": (lambda x, w, v, b, r: (lambda z: z * jax.nn.relu6(z + 3) / 5)(x @ w + b),
-                            [("dense+bias+hard_swish", "resembles hard_swish, but")]),
+    "bias along another axis": (
+        lambda x, w, v, b, r: x @ w + r[:1, :, :1],
+        [("dense+bias", "operand float32[1, 5, 1] varies along axis 1, the channel axis is 2")],
+    ),
+    "inner value returned": (
+        lambda x, w, v, b, r: (lambda y: (y, y + b))(x @ w),
+        [("dense+bias", "float32[2, 5, 16] is returned by the program")],
+    ),
+    "sum read twice": (
+        lambda x, w, v, b, r: (lambda y: jax.nn.relu(y) + jnp.cos(y))(x @ w + b),
+        [("dense+bias+relu", "float32[2, 5, 16] is read 2 times: by custom_jvp_call at ")],
+    ),
+    "hard_swish with 1/5": (
+        lambda x, w, v, b, r: (lambda z: z * jax.nn.relu6(z + 3) / 5)(x @ w + b),
+        [("dense+bias+hard_swish", "resembles hard_swish, but")],
+    ),
     "gate of another function": (lambda x, w, v, b, r: jnp.sin(x @ w) * (x @ v), [("dense+gate", "sin at ")]),
     "gate read elsewhere": (silu_returned, [("dense+silu+gate", "float32[2, 5, 16] is returned by the program")]),
-    "gate of another input": (lambda x, w, v, b, r: jax.nn.silu(x @ w) * ((x + 1) @ v), [("dense+silu", NO_KERNEL), ("dense", NO_KERNEL)]),
-    "another contraction of one input": (lambda x, w, v, b, r: (x @ w, x.transpose(0, 2, 1) @ randn(5, 16)), [("dense", NO_KERNEL)] * 2),
-    "integers": (lambda x, w, v, b, r: x.astype(int) @ w.astype(int), [("dense", "dtypes int32, int32: a dense layer is of floating")]),
-    "optimization_barrier": (lambda x, w, v, b, r: jax.nn.relu(lax.optimization_barrier(x @ w)), [("dense", NO_KERNEL)]),
+    "gate of another input": (
+        lambda x, w, v, b, r: jax.nn.silu(x @ w) * ((x + 1) @ v),
+        [("dense+silu", NO_KERNEL), ("dense", NO_KERNEL)],
+    ),
+    "another contraction of one input": (
+        lambda x, w, v, b, r: (x @ w, x.transpose(0, 2, 1) @ randn(5, 16)),
+        [("dense", NO_KERNEL)] * 2,
+    ),
+    "integers": (
+        lambda x, w, v, b, r: x.astype(int) @ w.astype(int),
+        [("dense", "dtypes int32, int32: a dense layer is of floating")],
+    ),
+    "optimization_barrier": (
+        lambda x, w, v, b, r: jax.nn.relu(lax.optimization_barrier(x @ w)),
+        [("dense", NO_KERNEL)],
+    ),
 }
 
 
@@ -118,14 +145,22 @@ def linen_mlp():
 
 def nnx_mlp():
     rngs = nnx.Rngs(0)
-    graph, state = nnx.split(nnx.Sequential(nnx.Linear(8, 16, rngs=rngs), nnx.gelu, nnx.Linear(16, 16, rngs=rngs), nnx.relu,
-                                            nnx.Linear(16, 3, rngs=rngs)))
+    graph, state = nnx.split(
+        nnx.Sequential(
+            nnx.Linear(8, 16, rngs=rngs),
+            nnx.gelu,
+            nnx.Linear(16, 16, rngs=rngs),
+            nnx.relu,
+            nnx.Linear(16, 3, rngs=rngs),
+        )
+    )
     return lambda state, x: nnx.merge(graph, state)(x), state
 
 
 def haiku_mlp():
-    net = hk.without_apply_rng(hk.transform(lambda x: hk.Sequential(
-        [hk.Linear(16), jax.nn.gelu, hk.Linear(16), jax.nn.relu, hk.Linear(3)])(x)))
+    net = hk.without_apply_rng(
+        hk.transform(lambda x: hk.Sequential([hk.Linear(16), jax.nn.gelu, hk.Linear(16), jax.nn.relu, hk.Linear(3)])(x))
+    )
     return net.apply, net.init(jax.random.key(0), X)
 
 
@@ -143,7 +178,13 @@ def equinox_mlp():
 
 
 def keras_mlp():
-    net = keras.Sequential([keras.layers.Dense(16, activation=jax.nn.gelu), keras.layers.Dense(16, activation="relu"), keras.layers.Dense(3)])
+    net = keras.Sequential(
+        [
+            keras.layers.Dense(16, activation=jax.nn.gelu),
+            keras.layers.Dense(16, activation="relu"),
+            keras.layers.Dense(3),
+        ]
+    )
     net.build(X.shape)
     return (lambda weights, x: net.stateless_call(weights, [], x)[0]), [v.value for v in net.trainable_variables]
 
@@ -190,8 +231,14 @@ def test_attention_scores(name):
 
 def test_attention_near_misses():
     (capped,) = rows(lambda q: scores(q, lambda s: jnp.tanh(s / 3)), Q)
-    assert capped[0] == "attention scores" and capped[1].startswith("tanh at ") and "is not a scale, a mask or a softmax" in capped[1]
-    ((pattern, reason),) = rows(lambda q: (lambda s: (jax.nn.softmax(s / 3), s / 3))(jnp.einsum("btnh,bsnh->bnts", q, q)), Q)
+    assert (
+        capped[0] == "attention scores"
+        and capped[1].startswith("tanh at ")
+        and "is not a scale, a mask or a softmax" in capped[1]
+    )
+    ((pattern, reason),) = rows(
+        lambda q: (lambda s: (jax.nn.softmax(s / 3), s / 3))(jnp.einsum("btnh,bsnh->bnts", q, q)), Q
+    )
     assert (pattern, reason) == ("attention scores", "float32[2, 4, 5, 5] is returned by the program")
     assert rows(lambda q: jnp.einsum("btnh,bsnh->bnts", q, q), Q) == [("matmul", NO_KERNEL)]
 
@@ -216,7 +263,9 @@ def nnx_attention():
 
 
 def haiku_attention():
-    net = hk.without_apply_rng(hk.transform(lambda x: hk.MultiHeadAttention(2, 4, w_init=hk.initializers.Constant(0.1))(x, x, x)))
+    net = hk.without_apply_rng(
+        hk.transform(lambda x: hk.MultiHeadAttention(2, 4, w_init=hk.initializers.Constant(0.1))(x, x, x))
+    )
     return net.apply, net.init(jax.random.key(0), X)
 
 
@@ -227,7 +276,9 @@ def keras_attention():
     return (lambda w, x: layer.stateless_call(w, state, x, x)[0]), [v.value for v in layer.trainable_variables]
 
 
-@pytest.mark.parametrize("make", [linen_attention, nnx_attention, haiku_attention, keras_attention], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "make", [linen_attention, nnx_attention, haiku_attention, keras_attention], ids=lambda f: f.__name__
+)
 def test_attention_of_a_framework(make):
     apply, weights = make()
     assert counts(apply, weights, X) == {"dense+bias x3": 1, "attention scores": 1, "matmul": 1, "dense+bias": 1}
@@ -235,4 +286,9 @@ def test_attention_of_a_framework(make):
 
 def test_equinox_attention():
     layer = eqx.nn.MultiheadAttention(2, 8, key=jax.random.key(0))
-    assert counts(jax.vmap(lambda x: layer(x, x, x)), X) == {"dense x3": 1, "attention scores": 1, "matmul": 1, "dense": 1}
+    assert counts(jax.vmap(lambda x: layer(x, x, x)), X) == {
+        "dense x3": 1,
+        "attention scores": 1,
+        "matmul": 1,
+        "dense": 1,
+    }

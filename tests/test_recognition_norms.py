@@ -67,11 +67,15 @@ HITS = {
     "layer_norm, E[x²]-E[x]²": lambda x, g, b: layer_norm(x, g, b, fast),
     "layer_norm, E[(x-E[x])²]": lambda x, g, b: layer_norm(x, g, b, centered),
     "layer_norm, folded": folded,
-    "layer_norm, divided by the deviation": lambda x, g, b: (x - x.mean(-1, keepdims=True)) / (x.std(-1, keepdims=True) + 1e-5),
+    "layer_norm, divided by the deviation": lambda x, g, b: (
+        (x - x.mean(-1, keepdims=True)) / (x.std(-1, keepdims=True) + 1e-5)
+    ),
     "layer_norm, over three axes": lambda x, g, b: layer_norm(x, 1.5, 0.5, axes=(1, 2, 3)),
     "layer_norm, of a matrix": lambda x, g, b: layer_norm(x.reshape(72, 8), g, b),
     "layer_norm, of a vector": lambda x, g, b: layer_norm(x[0, 0, 0], g, b),
-    "layer_norm, of bf16 in f32": lambda x, g, b: layer_norm(x.astype(jnp.bfloat16).astype(jnp.float32), g, b).astype(jnp.bfloat16),
+    "layer_norm, of bf16 in f32": lambda x, g, b: layer_norm(x.astype(jnp.bfloat16).astype(jnp.float32), g, b).astype(
+        jnp.bfloat16
+    ),
     "layer_norm+relu": lambda x, g, b: jax.nn.relu(layer_norm(x, g, b)),
     "layer_norm+add": lambda x, g, b: x + layer_norm(jnp.sin(x), g, b),
     "add+layer_norm": lambda x, g, b: (lambda s: (layer_norm(s, g, b), s))(jnp.sin(x) + x),
@@ -82,7 +86,9 @@ HITS = {
     "group_norm+silu": lambda x, g, b: jax.nn.silu(group_norm(x, g, b)),
     "group_norm, channels first": group_norm_channels_first,
     "instance_norm": lambda x, g, b: layer_norm(x, g, b, axes=(1, 2)),
-    "instance_norm, channels first": lambda x, g, b: layer_norm(x.transpose(0, 3, 1, 2), g[:, None, None], b[:, None, None], axes=(2, 3)),
+    "instance_norm, channels first": lambda x, g, b: layer_norm(
+        x.transpose(0, 3, 1, 2), g[:, None, None], b[:, None, None], axes=(2, 3)
+    ),
 }
 
 
@@ -91,7 +97,10 @@ def test_norm(name):
     assert recognised(HITS[name], X, GAMMA, BETA) == [name.split(",")[0]]
 
 
-@pytest.mark.parametrize("name", ["layer_norm, jnp.var", "layer_norm, folded", "layer_norm+relu", "rms_norm", "group_norm+silu", "instance_norm"])
+@pytest.mark.parametrize(
+    "name",
+    ["layer_norm, jnp.var", "layer_norm, folded", "layer_norm+relu", "rms_norm", "group_norm+silu", "instance_norm"],
+)
 def test_norm_in_a_differentiated_program(name):
     """What the backward pass reads of a norm is no near-miss."""
     found = rows(jax.value_and_grad(scalar(HITS[name]), (0, 1, 2)), X, GAMMA, BETA)
@@ -100,16 +109,32 @@ def test_norm_in_a_differentiated_program(name):
 
 # name -> (function, pattern, words of the reason)
 MISSES = {
-    "over the wrong axes": (lambda x, g, b: layer_norm(x, g, b, axes=(0, 1)), "norm", "statistics over axes (0, 1) of float32[2, 6, 6, 8]"),
+    "over the wrong axes": (
+        lambda x, g, b: layer_norm(x, g, b, axes=(0, 1)),
+        "norm",
+        "statistics over axes (0, 1) of float32[2, 6, 6, 8]",
+    ),
     "over the height only": (lambda x, g, b: layer_norm(x, 1.5, 0.5, axes=1), "norm", "statistics over axes (1,)"),
-    "centered value returned": (lambda x, g, b: (layer_norm(x, g, b), x - x.mean(-1, keepdims=True)),
-                                "layer_norm", "float32[2, 6, 6, 8] is returned by the program"),
-    "normalised value read elsewhere": (lambda x, g, b: (lambda y: (y * g + b, jnp.cos(y)))(normalised(x)),
-                                        "layer_norm", "is read by cos at "),
-    "gamma for each example": (lambda x, g, b: normalised(x) * jnp.exp(x[:, :1, :1]),
-                               "layer_norm+scale", "varies along axis 0, the normalised axes are (3,)"),
-    "beta along another axis": (lambda x, g, b: normalised(x) + jnp.exp(x[:1, :, :1, :1]),
-                                "layer_norm+bias", "varies along axis 1, the normalised axes are (3,)"),
+    "centered value returned": (
+        lambda x, g, b: (layer_norm(x, g, b), x - x.mean(-1, keepdims=True)),
+        "layer_norm",
+        "float32[2, 6, 6, 8] is returned by the program",
+    ),
+    "normalised value read elsewhere": (
+        lambda x, g, b: (lambda y: (y * g + b, jnp.cos(y)))(normalised(x)),
+        "layer_norm",
+        "is read by cos at ",
+    ),
+    "gamma for each example": (
+        lambda x, g, b: normalised(x) * jnp.exp(x[:, :1, :1]),
+        "layer_norm+scale",
+        "varies along axis 0, the normalised axes are (3,)",
+    ),
+    "beta along another axis": (
+        lambda x, g, b: normalised(x) + jnp.exp(x[:1, :, :1, :1]),
+        "layer_norm+bias",
+        "varies along axis 1, the normalised axes are (3,)",
+    ),
 }
 
 
@@ -120,8 +145,11 @@ def test_norm_near_miss(name):
     assert found == pattern and words in reason
 
 
-@pytest.mark.parametrize("fn", [lambda x: moments(x, -1), lambda x: x / jnp.sqrt((x * x).sum(-1, keepdims=True)), lambda x: jnp.sum(x * x)],
-                         ids=["statistics alone", "l2 normalisation", "l2 loss"])
+@pytest.mark.parametrize(
+    "fn",
+    [lambda x: moments(x, -1), lambda x: x / jnp.sqrt((x * x).sum(-1, keepdims=True)), lambda x: jnp.sum(x * x)],
+    ids=["statistics alone", "l2 normalisation", "l2 loss"],
+)
 def test_no_norm(fn):
     assert rows(fn, T) == []
 
@@ -209,8 +237,11 @@ INFERENCE = {
     "bn inference+relu": lambda x, v, g, b: jax.nn.relu(batch_norm(x, b, v, g, b)),
     "bn inference+add+relu": lambda x, v, g, b: jax.nn.relu(jnp.sin(x) + batch_norm(x, b, v, g, b)),
     "bn inference+relu, channels first": lambda x, v, g, b: jax.nn.relu(
-        batch_norm(x.transpose(0, 3, 1, 2), *[a[:, None, None] for a in (b, v, g, b)])),
-    "bn inference+relu, folded": lambda x, v, g, b: (lambda f: jax.nn.relu(x * f + (b - b * f)))(g / jnp.sqrt(v + 1e-3)),
+        batch_norm(x.transpose(0, 3, 1, 2), *[a[:, None, None] for a in (b, v, g, b)])
+    ),
+    "bn inference+relu, folded": lambda x, v, g, b: (lambda f: jax.nn.relu(x * f + (b - b * f)))(
+        g / jnp.sqrt(v + 1e-3)
+    ),
 }
 
 
@@ -234,9 +265,13 @@ def test_a_convolutions_row_speaks_for_its_norm():
     """Where the convolution is left alone, too, there is one row."""
 
     def fn(x, k, v, g, b):
-        return jax.nn.relu(batch_norm(lax.conv(x, k, (1, 1), "SAME") + b[:, None, None], *[a[:, None, None] for a in (b, v, g, b)]))
+        return jax.nn.relu(
+            batch_norm(lax.conv(x, k, (1, 1), "SAME") + b[:, None, None], *[a[:, None, None] for a in (b, v, g, b)])
+        )
 
-    (site,) = jaxfuse.explain(fn, X[:1, :4, :4].transpose(0, 3, 1, 2), randn(8, 8, 1, 1), jnp.abs(BETA), GAMMA, BETA).skipped
+    (site,) = jaxfuse.explain(
+        fn, X[:1, :4, :4].transpose(0, 3, 1, 2), randn(8, 8, 1, 1), jnp.abs(BETA), GAMMA, BETA
+    ).skipped
     assert site.pattern == "conv+bn+relu" and "too small to gain" in site.reason
 
 
@@ -252,7 +287,9 @@ def nnx_bn():
 
 def haiku_bn():
     net = hk.transform_with_state(lambda x, train: hk.BatchNorm(True, True, 0.9)(x, train))
-    return lambda variables, x: jax.nn.relu(net.apply(*variables, None, x, False)[0]), net.init(jax.random.key(0), X, True)
+    return lambda variables, x: jax.nn.relu(net.apply(*variables, None, x, False)[0]), net.init(
+        jax.random.key(0), X, True
+    )
 
 
 def keras_bn():

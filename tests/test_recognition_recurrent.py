@@ -40,10 +40,14 @@ def spelled_sigmoid(x):
 
 CELLS = {
     "lstm_cell": lambda x, h, c, w, u: lstm(x, h, c, w, u),
-    "lstm_cell, of one contraction": lambda x, h, c, w, u: lstm(jnp.concatenate([x, h], -1), h, c, jnp.concatenate([w, u]), 0 * u),
+    "lstm_cell, of one contraction": lambda x, h, c, w, u: lstm(
+        jnp.concatenate([x, h], -1), h, c, jnp.concatenate([w, u]), 0 * u
+    ),
     "lstm_cell, sigmoid spelled": lambda x, h, c, w, u: lstm(x, h, c, w, u, spelled_sigmoid),
     "lstm_cell, forget gate shifted": lambda x, h, c, w, u: lstm(x, h, c, w, u, lambda f: jax.nn.sigmoid(f + 1)),
-    "lstm_cell, bf16 with an f32 state": lambda x, h, c, w, u: lstm(*[a.astype(jnp.bfloat16) for a in (x, h)], c, *[a.astype(jnp.bfloat16) for a in (w, u)]),
+    "lstm_cell, bf16 with an f32 state": lambda x, h, c, w, u: lstm(
+        *[a.astype(jnp.bfloat16) for a in (x, h)], c, *[a.astype(jnp.bfloat16) for a in (w, u)]
+    ),
     "gru_cell": lambda x, h, c, w, u: gru(x, h, w, u),
     "gru_cell, resets before the layer": lambda x, h, c, w, u: gru_resets_first(x, h, w, u),
     "gru_cell, of a learned state": lambda x, h, c, w, u: gru(x, jnp.tanh(h @ u[:, 9:]), w, u),
@@ -64,12 +68,36 @@ def test_a_cells_dense_layers_are_in_its_row():
 
 # name -> (function, pattern, words of the reason)
 MISSES = {
-    "forget gate": (lambda x, h, c, w, u: lstm(x, h, c, w, u, jax.nn.silu), "lstm_cell", "computes silu: the forget gate of an LSTM is sigmoid"),
-    "candidate": (lambda x, h, c, w, u: lstm(x, h, c, w, u, tanh=jax.nn.relu), "lstm_cell", "computes relu: the candidate of an LSTM is tanh"),
-    "output": (lambda x, h, c, w, u: lstm(x, h, c, w, u, squash=jax.nn.relu), "lstm_cell", "computes relu: the output of an LSTM is tanh"),
-    "unknown": (lambda x, h, c, w, u: lstm(x, h, c, w, u, tanh=jnp.sin), "lstm_cell", "computes no known activation: the candidate"),
-    "GRU's candidate": (lambda x, h, c, w, u: gru(x, h, w, u, jax.nn.relu), "gru_cell", "computes relu: the candidate of a GRU is tanh"),
-    "GRU's reset gate": (lambda x, h, c, w, u: gru(x, h, w, u, reset=jnp.tanh), "gru_cell", "computes tanh: the reset gate of a GRU is sigmoid"),
+    "forget gate": (
+        lambda x, h, c, w, u: lstm(x, h, c, w, u, jax.nn.silu),
+        "lstm_cell",
+        "computes silu: the forget gate of an LSTM is sigmoid",
+    ),
+    "candidate": (
+        lambda x, h, c, w, u: lstm(x, h, c, w, u, tanh=jax.nn.relu),
+        "lstm_cell",
+        "computes relu: the candidate of an LSTM is tanh",
+    ),
+    "output": (
+        lambda x, h, c, w, u: lstm(x, h, c, w, u, squash=jax.nn.relu),
+        "lstm_cell",
+        "computes relu: the output of an LSTM is tanh",
+    ),
+    "unknown": (
+        lambda x, h, c, w, u: lstm(x, h, c, w, u, tanh=jnp.sin),
+        "lstm_cell",
+        "computes no known activation: the candidate",
+    ),
+    "GRU's candidate": (
+        lambda x, h, c, w, u: gru(x, h, w, u, jax.nn.relu),
+        "gru_cell",
+        "computes relu: the candidate of a GRU is tanh",
+    ),
+    "GRU's reset gate": (
+        lambda x, h, c, w, u: gru(x, h, w, u, reset=jnp.tanh),
+        "gru_cell",
+        "computes tanh: the reset gate of a GRU is sigmoid",
+    ),
 }
 
 
@@ -81,10 +109,14 @@ def test_cell_near_miss(name):
 
 
 NO_CELLS = {
-    "highway": lambda x, h, c, w, u: (lambda z: z * jnp.tanh(x @ w[:, :3]) + (1 - z) * h)(jax.nn.sigmoid(x @ w[:, 3:6])),
+    "highway": lambda x, h, c, w, u: (lambda z: z * jnp.tanh(x @ w[:, :3]) + (1 - z) * h)(
+        jax.nn.sigmoid(x @ w[:, 3:6])
+    ),
     "state of another gate": lambda x, h, c, w, u: jax.nn.sigmoid(x @ w) * jnp.tanh(x @ w),
     "gates without layers": lambda x, h, c, w, u: jax.nn.sigmoid(h) * c + jax.nn.sigmoid(c) * jnp.tanh(h),
-    "no output gate": lambda x, h, c, w, u: jax.nn.sigmoid(h @ u[:, :3]) * c + jax.nn.sigmoid(h @ u[:, 3:6]) * jnp.tanh(h @ u[:, 6:9]),
+    "no output gate": lambda x, h, c, w, u: (
+        jax.nn.sigmoid(h @ u[:, :3]) * c + jax.nn.sigmoid(h @ u[:, 3:6]) * jnp.tanh(h @ u[:, 6:9])
+    ),
 }
 
 
@@ -146,7 +178,9 @@ def nnx_rnn(cell):
 
 
 def haiku(cell):
-    net = hk.without_apply_rng(hk.transform(lambda xs: hk.dynamic_unroll(cell(3), xs, cell(3).initial_state(2), time_major=False)))
+    net = hk.without_apply_rng(
+        hk.transform(lambda xs: hk.dynamic_unroll(cell(3), xs, cell(3).initial_state(2), time_major=False))
+    )
     return net.apply, net.init(KEY, XS)
 
 

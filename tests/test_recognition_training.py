@@ -8,7 +8,7 @@ import optax
 import pytest
 from jax import lax
 
-from recognition import NO_KERNEL, counts, randn, recognised, rows, scalar
+from recognition import NO_KERNEL, randn, recognised, rows, scalar
 
 X, W, V, B = randn(2, 5, 8), randn(8, 16), randn(8, 16, seed=1), randn(16)
 ACTIVATIONS = ["relu", "relu6", "leaky_relu", "elu", "silu", "gelu", "hard_swish", "softplus", "tanh", "sigmoid"]
@@ -32,12 +32,22 @@ def test_activation_and_bias_gradient(activation):
 GRADIENTS = {
     "no bias": (lambda x, w, v, b: x @ w, ["backward dense_grad", "dense"]),
     "bias": (lambda x, w, v, b: x @ w + b, ["backward dense_grad+bias_grad", "dense+bias"]),
-    "bias, bf16": (lambda x, w, v, b: jnp.matmul(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)) + b.astype(jnp.bfloat16),
-                   ["backward dense_grad+bias_grad", "dense+bias"]),
-    "weight first": (lambda x, w, v, b: jax.vmap(jax.vmap(lambda x: w.T @ x + b))(x), ["backward dense_grad+bias_grad", "dense+bias"]),
-    "gate": (lambda x, w, v, b: jax.nn.silu(x @ w) * (x @ v), ["backward dense_grad"] * 2 + ["backward silu_grad", "dense+silu+gate"]),
-    "three of one input": (lambda x, w, v, b: (x @ w + b, x @ v + b, jnp.cos(x @ (w * v))),
-                           ["backward dense_grad"] + ["backward dense_grad+bias_grad"] * 2 + ["dense", "dense+bias x2"]),
+    "bias, bf16": (
+        lambda x, w, v, b: jnp.matmul(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)) + b.astype(jnp.bfloat16),
+        ["backward dense_grad+bias_grad", "dense+bias"],
+    ),
+    "weight first": (
+        lambda x, w, v, b: jax.vmap(jax.vmap(lambda x: w.T @ x + b))(x),
+        ["backward dense_grad+bias_grad", "dense+bias"],
+    ),
+    "gate": (
+        lambda x, w, v, b: jax.nn.silu(x @ w) * (x @ v),
+        ["backward dense_grad"] * 2 + ["backward silu_grad", "dense+silu+gate"],
+    ),
+    "three of one input": (
+        lambda x, w, v, b: (x @ w + b, x @ v + b, jnp.cos(x @ (w * v))),
+        ["backward dense_grad"] + ["backward dense_grad+bias_grad"] * 2 + ["dense", "dense+bias x2"],
+    ),
     "batched": (lambda x, w, v, b: jnp.einsum("btk,bsk->bts", x, x), ["backward matmul_grad", "matmul"]),
 }
 
@@ -50,7 +60,10 @@ def test_gradient(name):
 
 def test_frozen_weights_have_half_a_gradient():
     assert sorted(recognised(jax.grad(scalar(lambda x: jax.nn.relu(x @ W + B))), X)) == [
-        "backward dense_grad", "backward relu_grad", "dense+bias+relu"]
+        "backward dense_grad",
+        "backward relu_grad",
+        "dense+bias+relu",
+    ]
 
 
 def test_gradient_near_misses():
@@ -166,7 +179,9 @@ def test_masked_weight_decay_has_two_rows():
     assert sorted(updates(train_step(transformation), transformation, X)) == ["adam x1", "adamw x2"]
 
 
-@pytest.mark.parametrize("make", [optax.rmsprop, optax.lion, optax.lamb, optax.adagrad, optax.amsgrad], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "make", [optax.rmsprop, optax.lion, optax.lamb, optax.adagrad, optax.amsgrad], ids=lambda f: f.__name__
+)
 def test_other_optimizers_are_not_mistaken(make):
     transformation = make(1e-3)
     assert updates(train_step(transformation), transformation, X) == []
@@ -199,10 +214,25 @@ def hugging_face(kind):
 
 # layers of one block: query, key, value; scores; values; output; two norms; two dense layers
 EXPECTED = {
-    "bert": {"dense+bias x3": 2, "attention scores": 2, "matmul": 2, "dense+bias+add": 4, "dense+bias+gelu": 2, "layer_norm": 4,
-             "add+layer_norm": 1, "dense+bias+tanh": 1},  # the embeddings are added up
-    "vit": {"dense+bias x3": 2, "attention scores": 2, "matmul": 2, "dense+bias+add": 4, "dense+bias+gelu": 2, "layer_norm": 5,
-            "dense+bias+tanh": 1},
+    "bert": {
+        "dense+bias x3": 2,
+        "attention scores": 2,
+        "matmul": 2,
+        "dense+bias+add": 4,
+        "dense+bias+gelu": 2,
+        "layer_norm": 4,
+        "add+layer_norm": 1,
+        "dense+bias+tanh": 1,
+    },  # the embeddings are added up
+    "vit": {
+        "dense+bias x3": 2,
+        "attention scores": 2,
+        "matmul": 2,
+        "dense+bias+add": 4,
+        "dense+bias+gelu": 2,
+        "layer_norm": 5,
+        "dense+bias+tanh": 1,
+    },
 }
 
 
@@ -224,14 +254,19 @@ def test_every_layer_of_a_transformers_train_step_has_one_row_each_way(kind):
         updates, state = transformation.update(gradient, state, params)
         return optax.apply_updates(params, updates), state, loss
 
-    found = [(pattern, reason) for pattern, reason in rows(step, params, transformation.init(params), x) if "conv" not in pattern]
+    found = [
+        (pattern, reason)
+        for pattern, reason in rows(step, params, transformation.init(params), x)
+        if "conv" not in pattern
+    ]
     forward = {p: [q for q, _ in found].count(p) for p, _ in found if not p.startswith(("backward", "adamw"))}
     backward = [p for p, _ in found if p.startswith("backward")]
     assert forward == EXPECTED[kind] and {reason for _, reason in found} == {NO_KERNEL}
     assert sum("dense_grad" in p for p in backward) == 13  # 6 for each block and the pooler
     assert sum("matmul_grad" in p for p in backward) == 4
-    assert sorted(p for p in backward if "dense_grad" not in p and "matmul" not in p) == ["backward gelu_grad+bias_grad"] * 2 + [
-        "backward tanh_grad+bias_grad"]
+    assert sorted(p for p in backward if "dense_grad" not in p and "matmul" not in p) == [
+        "backward gelu_grad+bias_grad"
+    ] * 2 + ["backward tanh_grad+bias_grad"]
     assert [p for p, _ in found if p.startswith("adamw")] == [f"adamw x{len(jax.tree.leaves(params))}"]
 
 
@@ -248,4 +283,11 @@ def test_dropout_and_comparisons_are_left_to_xla():
     assert kernels(lambda x, y: (x > 0).astype(x.dtype) * y, X, X)[0] == 1
     assert kernels(dropped, X > 0, X)[0] == 1
     assert kernels(jax.grad(lambda x, mask: jnp.sum(jnp.sin(dropped(mask, x)))), X, X > 0)[0] == 1
-    assert recognised(lambda key, x: nn.Dropout(0.1, deterministic=False).apply({}, x, rngs={"dropout": key}), jax.random.key(0), X) == []
+    assert (
+        recognised(
+            lambda key, x: nn.Dropout(0.1, deterministic=False).apply({}, x, rngs={"dropout": key}),
+            jax.random.key(0),
+            X,
+        )
+        == []
+    )

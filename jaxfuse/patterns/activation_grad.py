@@ -64,8 +64,13 @@ def _functions_of(z: Value) -> list[Node]:
 def _cotangents(functions: list[Node], z: Value, values: set[int], back) -> list[Value]:
     """What transposed nodes combine with z or a function of it."""
     readers = [n for value in (z, *[n.out for n in functions]) for n in value.users]
-    found = {id(v): v for n in readers if n.index in back and n.primitive in LINEAR
-             for v in n.inputs if id(v) not in values and constant(v) is None and v.shape == z.shape}
+    found = {
+        id(v): v
+        for n in readers
+        if n.index in back and n.primitive in LINEAR
+        for v in n.inputs
+        if id(v) not in values and constant(v) is None and v.shape == z.shape
+    }
     return list(found.values())
 
 
@@ -90,7 +95,13 @@ def _is_slope(z: Value, dy: Value, nodes: tuple[Node, ...], last: Node, activate
         made = {id(z): x, id(dy): jnp.ones(dy.shape, dy.dtype)}
 
         def read(v):
-            return made[id(v)] if id(v) in made else v.literal if v.literal is not None else jnp.full(v.shape, constant(v), v.dtype)
+            return (
+                made[id(v)]
+                if id(v) in made
+                else v.literal
+                if v.literal is not None
+                else jnp.full(v.shape, constant(v), v.dtype)
+            )
 
         for node in nodes:
             (made[id(node.out)],) = node.replay([read(v) for v in node.inputs])

@@ -1,4 +1,4 @@
-"""Batched matrix products: attention scores (scale, mask, softmax) and the rest. No kernel yet: recognised and reported."""
+"""Batched matrix products: attention scores (scale, mask, softmax) and the rest. No kernel yet: recognised only."""
 
 from jaxfuse.canonical import ADD, CAST, constant
 from jaxfuse.graph import Node, Value
@@ -14,7 +14,7 @@ def anchors(graph):
 
 
 def match(graph, node: Node, claimed: set[int], measured):
-    """Yields one row for the product: "attention scores" if it is scaled or masked or goes to a softmax, else "matmul"."""
+    """Yields one row for the product: "attention scores" if it is scaled or goes to a softmax, else "matmul"."""
     if node.index in claimed:
         return
     part, value, nodes, steps, reason = forward(graph), node.out, [node], set(), ""

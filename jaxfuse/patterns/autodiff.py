@@ -1,7 +1,7 @@
 """Which part of a program autodiff made: the transposed nodes, known by their name stacks, and what only they read.
 
-A pattern of the forward pass looks at `forward(graph)`, where no value has a reader in the backward pass: such a reader is
-served by the fused op's own backward. A pattern of the backward pass starts from `backward(graph)`.
+A pattern of the forward pass looks at `forward(graph)`, where no value has a reader in the backward pass: such a reader
+is served by the fused op's own backward. A pattern of the backward pass starts from `backward(graph)`.
 """
 
 import functools
@@ -13,7 +13,8 @@ from jaxfuse.live import FusedReader
 
 
 class Part:
-    """Some nodes of a graph, with values of their own, whose users are these nodes and fused ops. Indices are the graph's."""
+    """Some nodes of a graph, with values of their own, whose users are these nodes and fused ops. Indices are
+    the graph's."""
 
     def __init__(self, graph: Graph, kept: list[Node], outputs: list[Value]):
         self.outer, copies = graph.outer, {}
@@ -97,11 +98,15 @@ def _needed(graph: Graph, transposed: frozenset[int], outputs: list[Value]) -> l
     `jax.checkpoint` computes again is only for the backward pass, but a layer all the same."""
     returned, kept = set(map(id, outputs)), set()
     for node in reversed(graph.nodes):
-        if node.index not in transposed and node.index not in graph.gone and (
-            node.eqn.effects
-            or node.primitive == "dot_general"
-            or any(id(v) in returned or any(n.index in kept or _is_fused(n) for n in v.users) for v in node.outputs)
-            or not any(v.users for v in node.outputs)
+        if (
+            node.index not in transposed
+            and node.index not in graph.gone
+            and (
+                node.eqn.effects
+                or node.primitive == "dot_general"
+                or any(id(v) in returned or any(n.index in kept or _is_fused(n) for n in v.users) for v in node.outputs)
+                or not any(v.users for v in node.outputs)
+            )
         ):
             kept.add(node.index)
     return [node for node in graph.nodes if node.index in kept]

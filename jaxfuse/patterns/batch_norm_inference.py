@@ -1,4 +1,4 @@
-"""Batch norm with given statistics that no convolution before it took, and what follows it. No kernel yet: recognised."""
+"""Batch norm with given statistics that no convolution before it took, and what follows it. No kernel yet."""
 
 from jaxfuse.canonical import ADD, CAST, NotPerChannel, constant, per_channel, size
 from jaxfuse.graph import Node, Value

@@ -1,4 +1,4 @@
-"""Dense layers: a contraction of an activation with a weight, and what follows it. No kernel yet: recognised and reported.
+"""Dense layers: a contraction of an activation with a weight, and what follows it. No kernel yet: recognised only.
 
 Layers that read one input are taken together: act(x·w₁)·(x·w₂) is a gated layer, equal epilogues are one contraction
 ("dense+bias x3": query, key and value). In a differentiated program the row of a layer's activation gradient stands beside
@@ -6,7 +6,6 @@ it (`activation_grad`).
 """
 
 import dataclasses
-from collections.abc import Iterator
 
 import jax.numpy as jnp
 
@@ -52,7 +51,9 @@ class DenseWalk(Walk):
             return step
         other = node.inputs[1] if node.inputs[0] is chain.end else node.inputs[0]
         if node.primitive in ADD and len(self.channel_axes) > 1 and varying_axes(other) <= self.channel_axes:
-            return dataclasses.replace(chain, end=node.out, nodes=(*chain.nodes, node), affine=(*chain.affine, ("add", other)))
+            return dataclasses.replace(
+                chain, end=node.out, nodes=(*chain.nodes, node), affine=(*chain.affine, ("add", other))
+            )
         if node.primitive == "mul" and other.shape == chain.end.shape and varying_axes(other) > self.channel_axes:
             return Stop(f"{node} multiplies by another full-size value")  # a gate, a mask: not a missed scale
         return step
@@ -82,7 +83,9 @@ def match(graph, node: Node, claimed: set[int], measured):
             yield row
     groups: dict[tuple, list[Layer]] = {}
     for layer in layers:  # a query's scale is no reason to compute it apart from key and value
-        groups.setdefault((layer.label.removesuffix("+scale"), layer.stop if layer.stop.missed else None), []).append(layer)
+        groups.setdefault((layer.label.removesuffix("+scale"), layer.stop if layer.stop.missed else None), []).append(
+            layer
+        )
     for group in groups.values():
         yield _row(sorted(group, key=lambda layer: len(layer.label)))
 
@@ -185,8 +188,14 @@ def _siblings(node: Node) -> list[Node]:
     """The layers that contract the same axes of the same input, in program order."""
     side = int(_weight_is_left(node, _transposed(node)[1]))
     contracted = node.params["dimension_numbers"][0]
-    return [n for n in node.inputs[side].users if is_product(n) and not batch_axes(n)
-            and n.inputs[side] is node.inputs[side] and n.params["dimension_numbers"][0][side] == contracted[side]]
+    return [
+        n
+        for n in node.inputs[side].users
+        if is_product(n)
+        and not batch_axes(n)
+        and n.inputs[side] is node.inputs[side]
+        and n.params["dimension_numbers"][0][side] == contracted[side]
+    ]
 
 
 # --- gates -------------------------------------------------------------------------------------------------------
@@ -219,7 +228,9 @@ def _half_gated(part, layer: Layer, layers: list[Layer], claimed: set[int]) -> R
                     return _row([layer], suffix, reason, (users[0], *ends[-1].nodes, product))
     for product in [n for n in users if n.primitive == "mul"]:
         gate = next((v.producer for v in product.inputs if v is not layer.chain.end), None)
-        source = next((s for s in layers if s is not layer and gate in s.chain.end.users and len(gate.inputs) == 1), None)
+        source = next(
+            (s for s in layers if s is not layer and gate in s.chain.end.users and len(gate.inputs) == 1), None
+        )
         if source:
             layers.remove(layer), layers.remove(source)
             return _row([source, layer], "+gate", f"{gate} is not a known activation", (gate, product))

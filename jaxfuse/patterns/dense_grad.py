@@ -1,4 +1,4 @@
-"""Gradients of dense layers and batched products: the contractions that read one cotangent, and its sum, the bias gradient.
+"""Gradients of dense layers and batched products: the contractions that read one cotangent, and its sum.
 
 No kernel yet: recognised and reported, one row for each layer.
 """
@@ -22,7 +22,9 @@ def match(graph, node: Node, claimed: set[int], measured):
         return
     back, batched = backward(graph), bool(batch_axes(node))
     cotangents = _same_numbers(_cotangent(node, back))
-    users = list({n.index: n for v in cotangents for n in v.users if n.index in back and n.index not in claimed}.values())
+    users = list(
+        {n.index: n for v in cotangents for n in v.users if n.index in back and n.index not in claimed}.values()
+    )
     products = [n for n in users if is_product(n) and bool(batch_axes(n)) == batched]
     sums = [] if batched else [n for n in users if _is_bias_gradient(n)]
     name = "matmul_grad" if batched else "dense_grad" + "+bias_grad" * bool(sums)
@@ -48,4 +50,8 @@ def _same_numbers(value: Value) -> list[Value]:
 
 def _is_bias_gradient(node: Node) -> bool:
     """A sum over the batch, not over the features."""
-    return node.primitive == "reduce_sum" and 0 in node.params["axes"] and node.inputs[0].ndim - 1 not in node.params["axes"]
+    return (
+        node.primitive == "reduce_sum"
+        and 0 in node.params["axes"]
+        and node.inputs[0].ndim - 1 not in node.params["axes"]
+    )

@@ -1,7 +1,7 @@
 """Layer, RMS, group and instance norm: statistics of each row, each group of channels, each channel of each example.
 
-No kernel yet: recognised and reported. From a mean of squares the walk goes forward over what is computed of the statistics
-alone (broadcasts, epsilon, gamma and beta multiplied in) and over what is done to x with it; where that ends, the norm ends.
+No kernel yet: recognised and reported. From a mean of squares the walk goes forward over what is computed of the
+statistics alone (broadcasts, epsilon, gamma and beta multiplied in) and over what is done to x with it; where that ends, the norm ends.
 """
 
 import dataclasses
@@ -18,7 +18,21 @@ from jaxfuse.patterns.autodiff import forward, no_kernel
 from jaxfuse.patterns.dense import is_parameter
 
 SHAPED = (*RESHAPES, "transpose", CAST)
-ARITHMETIC = (*ADD, "sub", "mul", "div", "neg", "max", "sqrt", "rsqrt", "square", "integer_pow", "pow", "select_n", "stop_gradient")
+ARITHMETIC = (
+    *ADD,
+    "sub",
+    "mul",
+    "div",
+    "neg",
+    "max",
+    "sqrt",
+    "rsqrt",
+    "square",
+    "integer_pow",
+    "pow",
+    "select_n",
+    "stop_gradient",
+)
 LARGEST = 64  # nodes of one norm
 
 
@@ -177,7 +191,9 @@ class _Norm:
     def _shapes(self, x: Value) -> list[Value]:
         """x, what it is a reshape or cast of, and the casts and reshapes of these."""
         values = [x]
-        while len(values) < 3 and values[-1].producer is not None and values[-1].producer.primitive in (CAST, "reshape"):
+        while (
+            len(values) < 3 and values[-1].producer is not None and values[-1].producer.primitive in (CAST, "reshape")
+        ):
             values.append(values[-1].producer.inputs[0])
         return values + [n.out for value in values for n in value.users if n.primitive == CAST and n.out not in values]
 
@@ -190,8 +206,11 @@ class _Norm:
         """A number, or a parameter: not another full-size value."""
         if id(value) in self.full:
             return False
-        return constant(value) is not None or len(varying_axes(value)) < self.x.ndim - len(self.axes) + 1 and (
-            size(value) < size(self.x) or is_parameter(value))
+        return (
+            constant(value) is not None
+            or len(varying_axes(value)) < self.x.ndim - len(self.axes) + 1
+            and (size(value) < size(self.x) or is_parameter(value))
+        )
 
     def _step(self, node: Node) -> _Step | None:
         """What the node does to x on its way, None if it is no step of a norm."""
@@ -238,13 +257,20 @@ class _Norm:
 
     def has_mean_square(self) -> bool:
         """Whether a sum is divided by its count: what is divided by its length is a vector, not a norm layer."""
-        count = size(self.x) // max(1, np.prod([n for d, n in enumerate(self.x.shape) if d not in self.axes], dtype=int))
+        count = size(self.x) // max(
+            1, np.prod([n for d, n in enumerate(self.x.shape) if d not in self.axes], dtype=int)
+        )
         divided = [(n, constant(v)) for n in self.nodes if n.primitive in ("div", "mul") for v in n.inputs]
-        return any(c is not None and abs((c if n.primitive == "div" else c * count**2) - count) < 1e-6 * count for n, c in divided)
+        return any(
+            c is not None and abs((c if n.primitive == "div" else c * count**2) - count) < 1e-6 * count
+            for n, c in divided
+        )
 
     def scaled_along(self, kept: list[int]) -> bool:
         """Whether gamma or beta has one number for each channel, not for each place in a row."""
-        return any(v.ndim == self.x.ndim and varying_axes(p) and varying_axes(p) <= set(kept) for p, v in self.parameters)
+        return any(
+            v.ndim == self.x.ndim and varying_axes(p) and varying_axes(p) <= set(kept) for p, v in self.parameters
+        )
 
     def read_elsewhere(self, part) -> str:
         for value, step in self.full.values():

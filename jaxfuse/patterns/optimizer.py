@@ -56,7 +56,7 @@ def _kinds(graph: Graph) -> dict[str, list[Node]]:
 
 
 def _kind(graph: Graph, node: Node, parameter: Value, given: set[int]) -> str:
-    """"sgd", "momentum", "adam", "adamw", or "" for what is no update that we know."""
+    """ "sgd", "momentum", "adam", "adamw", or "" for what is no update that we know."""
     other = next((v for v in node.inputs if v is not parameter), parameter)
     update = _update(graph, other, given)
     roots = [n for n in update.nodes if n.primitive == "sqrt"]
@@ -70,7 +70,11 @@ def _kind(graph: Graph, node: Node, parameter: Value, given: set[int]) -> str:
         return ""
     if len(states) == 1:
         return "momentum+weight_decay" if decayed else "momentum"
-    if states or update.inputs - {id(parameter)} or not (node.primitive == "sub" or any(map(_is_negative, update.nodes))):
+    if (
+        states
+        or update.inputs - {id(parameter)}
+        or not (node.primitive == "sub" or any(map(_is_negative, update.nodes)))
+    ):
         return ""  # not a descent: gradients that are added up
     return "sgd+weight_decay" if decayed else "sgd"
 
@@ -78,7 +82,9 @@ def _kind(graph: Graph, node: Node, parameter: Value, given: set[int]) -> str:
 def _is_negative(node: Node) -> bool:
     """A negation, or a product with a negative number, which may be a schedule's value times -1."""
     factors = [_uncast(v) for v in node.inputs if node.primitive == "mul" and v.shape == ()]
-    numbers = [constant(v) for factor in factors for v in (factor, *(factor.producer.inputs if factor.producer else ()))]
+    numbers = [
+        constant(v) for factor in factors for v in (factor, *(factor.producer.inputs if factor.producer else ()))
+    ]
     return node.primitive == "neg" or any(number is not None and number < 0 for number in numbers)
 
 
@@ -90,7 +96,9 @@ def _uncast(value: Value) -> Value:
 
 def _rescaled(update: Update, root: Node) -> bool:
     """Whether a norm of adam's own step scales it, as in lamb."""
-    stack = [v for n in update.nodes if n.index > root.index for v in n.inputs if v.shape == () and v.producer is not None]
+    stack = [
+        v for n in update.nodes if n.index > root.index for v in n.inputs if v.shape == () and v.producer is not None
+    ]
     seen: set[int] = set()
     while stack and len(seen) < LARGEST:
         node = stack.pop().producer

@@ -1,7 +1,7 @@
-"""LSTM and GRU cells by their algebra, and a `lax.scan` over one. No kernel yet: recognised, reported, left as they are.
+"""LSTM and GRU cells by their algebra, and a `lax.scan` over one. No kernel yet: recognised only.
 
-    LSTM   c' = σ(f)·c + σ(i)·tanh(g),  h' = σ(o)·tanh(c'),  f, i, g, o sums of dense layers of x and h
-    GRU    h' = (1-z)·n + z·h  or  n + z·(h-n),  z = σ(...),  n = tanh(... + r·(...)) or a dense layer of r·h,  r = σ(...)
+LSTM   c' = σ(f)·c + σ(i)·tanh(g),  h' = σ(o)·tanh(c'),  f, i, g, o sums of dense layers of x and h
+GRU    h' = (1-z)·n + z·h  or  n + z·(h-n),  z = σ(...),  n = tanh(... + r·(...)) or a dense layer of r·h,  r = σ(...)
 """
 
 from typing import NamedTuple
@@ -55,7 +55,9 @@ def match(graph, node: Node, claimed: set[int], measured):
     dots = {n.index: n for gate in cell.gates for n in gate.dots}
     operands = tuple({id(v): v for n in dots.values() for v in n.inputs}.values())
     pattern, reason = _sequence(forward(graph), cell)
-    yield Refusal(pattern, node, (*operands, cell.state), cell.misfit or reason or no_kernel(), nodes=tuple(nodes.values()))
+    yield Refusal(
+        pattern, node, (*operands, cell.state), cell.misfit or reason or no_kernel(), nodes=tuple(nodes.values())
+    )
 
 
 def _sequence(part, cell: Cell) -> tuple[str, str]:
@@ -94,8 +96,13 @@ def _lstm(node: Node) -> Cell | None:
         forget, *write = gates
         write.sort(key=lambda gate: gate.name != "sigmoid")
         squash, gate = output
-        roles = [("forget gate", forget, "sigmoid"), ("input gate", write[0], "sigmoid"), ("candidate", write[1], "tanh"),
-                 ("output", squash, "tanh"), ("output gate", gate, "sigmoid")]
+        roles = [
+            ("forget gate", forget, "sigmoid"),
+            ("input gate", write[0], "sigmoid"),
+            ("candidate", write[1], "tanh"),
+            ("output", squash, "tanh"),
+            ("output gate", gate, "sigmoid"),
+        ]
         nodes = (node, *(v.producer for v in node.inputs), *squash.nodes)
         return Cell("lstm_cell", state, node.out, (*gates, gate), nodes, _misfit("an LSTM", roles))
     return None
@@ -189,8 +196,12 @@ def _before(value: Value) -> tuple[Value, tuple[Node, ...]] | None:
 
 
 def _is_unknown_function(node: Node) -> bool:
-    return (len(node.inputs) == len(node.outputs) == 1 and node.out.shape == node.inputs[0].shape
-            and node.primitive not in REARRANGED and jnp.issubdtype(node.out.dtype, jnp.floating))
+    return (
+        len(node.inputs) == len(node.outputs) == 1
+        and node.out.shape == node.inputs[0].shape
+        and node.primitive not in REARRANGED
+        and jnp.issubdtype(node.out.dtype, jnp.floating)
+    )
 
 
 def _function(start: Value, end: Value, nodes: tuple[Node, ...]) -> str:
