@@ -4,4 +4,6 @@ cases     what is measured, as data               peers      who is measured, an
 inputs    the numbers every peer starts from      peer       one worker process, serving jax_peer or torch_peer
 turns     one worker at a time, the rest stopped  checks     errors against the float64 reference
 machine   where it ran                            report     JSON, markdown, README        screen     the terminal
+
+coverage  how many layers of other packages' networks (networks/) are in fused sites: `python -m benchmarks.coverage`
 """

@@ -333,7 +333,7 @@ class Moments:
 
 
 def _moment(kind, weight, mean, var):
-    value = {"x": mean, "x²": var + mean * mean, "var": var}[kind]
+    value = var + mean * mean if kind == "x²" else mean if kind == "x" else var
     return value if weight == 1 else value * weight
 
 

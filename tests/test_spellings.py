@@ -10,11 +10,8 @@ import jax.numpy as jnp  # noqa: E402
 import keras  # noqa: E402
 import pytest  # noqa: E402
 
-from jaxfuse.ops.activations import TABLE  # noqa: E402
+from jaxfuse.ops.activations import TABLE, WITHOUT_KERNEL  # noqa: E402
 from test_patterns import B, W, X, check_values, conv, patterns  # noqa: E402
-
-# Those that the convolution's kernel does not know are recognised, and the bias is fused all the same.
-WITHOUT_KERNEL = ("clip", "selu", "celu", "mish", "hard_sigmoid", "hard_tanh", "relu_squared")
 
 ACTIVATIONS = {
     "relu": [jax.nn.relu, nn.relu, keras.activations.relu, keras.ops.relu, keras.layers.ReLU(),
@@ -44,11 +41,12 @@ ACTIVATIONS = {
 
 
 def test_every_activation_is_spelled_here():
-    assert set(ACTIVATIONS) == set(TABLE) - {"none"}
+    assert set(ACTIVATIONS) == {*TABLE, *WITHOUT_KERNEL} - {"none"}
 
 
 @pytest.mark.parametrize("name, index", [(name, i) for name, spellings in ACTIVATIONS.items() for i in range(len(spellings))])
 def test_activation(name, index):
+    """One that the convolution's kernel does not know is named, and the bias is fused all the same."""
     activation = ACTIVATIONS[name][index]
     fused, skipped = patterns(lambda x, w, b: activation(conv(x, w) + b), X, W, B)
     if name in WITHOUT_KERNEL:

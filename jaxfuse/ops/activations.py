@@ -45,6 +45,10 @@ TABLE: dict[str, Activation] = {
     "gelu_tanh": Activation(lambda x, alpha: jax.nn.gelu(x, approximate=True)),
     "hard_swish": Activation(lambda x, alpha: jax.nn.hard_swish(x)),
     "softplus": Activation(lambda x, alpha: jax.nn.softplus(x)),
+}
+
+# Recognised in programs, for the report; no op takes them yet.
+WITHOUT_KERNEL: dict[str, Activation] = {
     "clip": Activation(lambda x, alpha: jnp.minimum(jnp.maximum(x, 0), alpha), has_alpha=True),
     "selu": Activation(lambda x, alpha: jax.nn.selu(x)),
     "celu": Activation(lambda x, alpha: jax.nn.celu(x, alpha), has_alpha=True),

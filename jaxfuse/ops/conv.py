@@ -211,11 +211,6 @@ def _backward_axes(linear: Linear, ranks) -> BatchAxes:
 # --- CPU kernel: oneDNN ------------------------------------------------------------------------------------------
 
 _DTYPES = ("float32", "bfloat16")
-_ACTIVATIONS = ("none", "relu", "relu6", "leaky_relu", "elu", "sigmoid", "tanh", "silu", "gelu", "gelu_tanh", "hard_swish", "softplus")
-
-
-def _activation_name(config: ConvConfig) -> str:
-    return SAME_VALUE.get(config.activation, config.activation)
 
 
 def _refuse_geometry(config: ConvConfig, *arrays) -> str | None:
@@ -233,8 +228,6 @@ def _refuse_forward(config: ConvConfig, args) -> str | None:
     x, w, scale, bias, residual = config.unpack(args)
     if bias is not None and bias.dtype not in (x.dtype, jnp.float32):
         return f"bias of dtype {bias.dtype} with {x.dtype} input"
-    if _activation_name(config) not in _ACTIVATIONS:
-        return f"activation {config.activation}: no kernel yet on cpu"
     return ffi.unavailable("jaxfuse_conv_fwd") or _refuse_geometry(config, x, w)
 
 
@@ -244,9 +237,9 @@ def _run_forward(config: ConvConfig, args, mesh_axes):
     if scale is not None:
         scale = scale.astype(jnp.float32)
     operands = [a for a in (x, w, scale, bias, residual) if a is not None]
+    name = SAME_VALUE.get(config.activation, config.activation)
     attrs = config.geometry_attrs() | dict(
-        has_scale=config.has_scale, has_bias=config.has_bias, has_residual=config.has_residual,
-        activation=_activation_name(config),
+        has_scale=config.has_scale, has_bias=config.has_bias, has_residual=config.has_residual, activation=name
     )
     return ffi.call("jaxfuse_conv_fwd", [jax.ShapeDtypeStruct(y.shape, y.dtype)], *operands, **attrs)
 

@@ -9,6 +9,7 @@ from jaxfuse.graph import Emission, Graph, Node, Value, evaluate
 from jaxfuse.layout import Layout, channels_last, laid, transposed
 from jaxfuse.match import Chain, Match, Refusal, Walk, as_vector, depends_on, longest
 from jaxfuse.op import equally_varying
+from jaxfuse.ops.activations import WITHOUT_KERNEL
 from jaxfuse.ops.batch_norm import OP, BatchNormConfig
 from jaxfuse.patterns import batch_norm_grad
 from jaxfuse.patterns.activations import name_activation
@@ -116,6 +117,8 @@ def _fused(graph, node: Node, moments: Moments, gradient, chain: Chain, measured
     x, known = moments.x, set(moments.known)
     if not any(kind in ("mul", "div") for kind, _ in chain.affine):
         return _UNSCALED
+    if chain.activation and chain.activation.name in WITHOUT_KERNEL:
+        return f"activation {chain.activation.name}: no kernel yet on cpu"
     if chain.residual is not None:
         if chain.residual.dtype != x.dtype:
             return f"residual {chain.residual!r} is of another dtype than {x!r}"
@@ -189,10 +192,11 @@ def _per_channel_program(moments: Moments, chain: Chain):
     given = list(parameters.values())
 
     def program(mean, var, *arrays):
-        made = {id(v): formula(mean, var).astype(v.dtype).reshape(v.shape) for v, formula in known.values()}
-        made |= {id(v): array for v, array in zip(given, arrays)}
+        made = {id(v): array for v, array in zip(given, arrays)}
 
         def read(value):
+            if value.literal is None and id(value) not in made:
+                made[id(value)] = known[id(value)][1](mean, var).astype(value.dtype).reshape(value.shape)
             return value.literal if value.literal is not None else made[id(value)]
 
         for node in order:
