@@ -71,15 +71,19 @@ network = functools.cache(lambda name: NETWORKS[name](small=True))
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_convolution_and_batch_norm_is_fused(name):
-    """In inference each with its norm, residual and activation; in the loss every batch norm with residual and activation."""
+    """In inference each with its norm, residual and activation; in the loss every batch norm with residual and activation;
+    in the whole train step the same, and the gradient of each."""
     calls = programs(network(name))
     counted = layers(*calls["inference"])
     assert (counted["conv"], counted["batch norm"]) == LAYERS[name]
-    for call, expected in zip(("inference", "loss"), SITES[name]):
+    for call, expected in zip(("inference", "loss", "train step"), (*SITES[name], SITES[name][1])):
         function, args = calls[call]
         report = jaxfuse.explain(function, *args, policy="always")
-        found = collections.Counter(site.pattern for site in report.fused if "dense" not in site.pattern and "layer_norm" not in site.pattern)
-        assert dict(found) == expected
+        assert collections.Counter(site.pattern for site in report.fused if site.direction == "forward") == expected
+        backward = [site.pattern for site in report.fused if site.direction == "backward"]
+        convolutions, norms = LAYERS[name] if call == "train step" else (0, 0)
+        assert sum("conv" in pattern for pattern in backward) == convolutions
+        assert sum(pattern.startswith("bn") for pattern in backward) == norms
         assert not [(pattern, reason) for pattern, reason in reasons(report) if "conv" in pattern or "bn" in pattern]
 
 
@@ -117,7 +121,7 @@ def test_inference_is_as_exact_as_unfused(name):
 
 @pytest.mark.parametrize("name", SMALL_ENOUGH_TO_RUN)
 def test_training_is_as_exact_as_unfused(name):
-    """The loss, the running statistics and every gradient."""
+    """The loss, the running statistics and every gradient, by grad(fuse(loss)) and by fuse(train_step)."""
     net = network(name)
     args = arguments(net)
 
@@ -125,6 +129,8 @@ def test_training_is_as_exact_as_unfused(name):
         return lambda *args: jax.value_and_grad(loss, has_aux=True)(*args)
 
     exact = in_float64(step(net.loss), *args)
-    fused, plain = [jit(step(f))(*args) for f in (jaxfuse.fuse(net.loss, policy="always"), net.loss)]
-    for part in (0, 1):
-        assert error(fused[part], exact[part]) <= 2 * error(plain[part], exact[part]) + 2e-6
+    through_loss, plain = [jit(step(f))(*args) for f in (jaxfuse.fuse(net.loss, policy="always"), net.loss)]
+    whole = jaxfuse.fuse(step(net.loss), policy="always")(*args)
+    for fused in (through_loss, whole):
+        for part in (0, 1):
+            assert error(fused[part], exact[part]) <= 2 * error(plain[part], exact[part]) + 2e-6

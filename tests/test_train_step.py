@@ -3,7 +3,6 @@ backward ones among them, and the numbers those of the unfused step."""
 
 import collections
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
