@@ -86,7 +86,7 @@ def test_static_arguments_of_a_jitted_function():
     dict(flag=True), dict(nested={"flags": [True, False]}), dict(name=np.str_("add")), dict(name="add"), dict(big=2**40),
     dict(when=None), dict(fn=jnp.tanh), dict(dtype=jnp.float32), dict(dtype=np.dtype("float32")),
     dict(strict=True, judge=1.0, run=2.0, call="call"),
-    dict(objects=np.array(["a", None], object)), dict(unhashable={"set"})], ids=str)
+    dict(objects=np.array(["a", None], object)), dict(unhashable={"set"})], ids="+".join)
 def test_arguments_of_every_kind(options):
     """What is no array and no number reaches the function as it is; so do bools, whether or not they are deep inside."""
     seen = []
