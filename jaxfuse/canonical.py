@@ -1,16 +1,13 @@
-"""Spellings made equal: what a value *is*, however it was written. Three questions, answered from the graph alone:
+"""Spellings made equal: what a value *is*, however it was written. Two questions, answered from the graph alone
+(batch statistics are `moments.py`'s):
 
     per_channel(value, like, axis)    is this operand one number for each channel of `like`?   reshapes, broadcasts, casts
     regions(value)                    is what happens to this value one elementwise function?  then `region_table` says which
-    Moments(x, axes)                  which values are batch statistics of x?                  E[x²]-E[x]², E[(x-E[x])²], ...
 """
 
 import dataclasses
-import functools
 import math
-import numbers
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +15,7 @@ import numpy as np
 
 from jaxfuse.elementwise import POINTS, RULES, is_elementwise, table_of, values_of
 from jaxfuse.graph import Node, Value
-from jaxfuse.layout import RESHAPES, is_reshape
+from jaxfuse.layout import RESHAPES
 
 ADD = ("add", "add_any")
 CAST = "convert_element_type"
@@ -60,7 +57,7 @@ def _repeated(value: Value) -> Value | None:
         return None
     (inner,) = node.inputs
     narrowed = node.primitive == CAST and jnp.promote_types(inner.dtype, value.dtype) != value.dtype
-    return None if narrowed or node.primitive == "transpose" and len(_long(value)) > 1 else inner
+    return None if narrowed or node.primitive == "transpose" and len(lengths(value)) > 1 else inner
 
 
 def repeats(value: Value) -> bool:
@@ -186,59 +183,7 @@ def _number(value: Value):
     return jax.lax.pcast(number, varying, to="varying") if varying else number
 
 
-# --- batch statistics --------------------------------------------------------------------------------------------
-
-
-class Reduction(NamedTuple):
-    """`value` = weight · the sum over all axes of a tensor but `left`; `first` is the node that reads the tensor."""
-
-    value: Value
-    weight: float
-    left: tuple[int, ...]
-    first: Node
-
-
-class Part(NamedTuple):
-    """An axis along which this is one of several that were stacked: Flax makes one `pmean` of the mean and the mean square."""
-
-    index: int
-
-
-def reductions(tensor: Value) -> Iterator[Reduction]:
-    """Its sums over some axes, and further sums of these: under `vmap` a mean over the batch is a mean of means."""
-    stack: list = [(tensor, 1.0, tuple(range(tensor.ndim)), None)]
-    while stack:
-        value, weight, axes, first = stack.pop()
-        if first and not any(isinstance(axis, Part) for axis in axes):
-            yield Reduction(value, weight, tuple(axis for axis in axes if axis is not None), first)
-        for node in value.users:
-            factor = scale_factor(node, value) if first else None
-            if node.primitive in ("reduce_sum", "psum") and all(isinstance(d, numbers.Integral) for d in node.params["axes"]):
-                kept = tuple(axis for d, axis in enumerate(axes) if d not in node.params["axes"])
-                stack.append((node.outputs[node.inputs.index(value)], weight, kept, first or node))
-            elif factor or first and is_float_cast(node):
-                stack.append((node.out, weight * (factor or 1), axes, first))
-            elif first:
-                stack += [(node.out, weight, moved, first) for moved in _moved(node, value, axes)]
-
-
-def _moved(node: Node, value: Value, axes: tuple) -> Iterator[tuple]:
-    """What the axes of `value` are in the node's output, if the node does no arithmetic: of None an axis of length 1."""
-    if is_reshape(node) and _long(node.out) == _long(value):
-        longer = iter([axis for axis, n in zip(axes, value.shape) if n > 1])
-        yield tuple(next(longer) if n > 1 else None for n in node.out.shape)
-    elif node.primitive == "transpose":
-        yield tuple(axes[d] for d in node.params["permutation"])
-    elif node.primitive == "stack":
-        at = node.params["axis"]
-        yield from [(*axes[:at], Part(i), *axes[at:]) for i, operand in enumerate(node.inputs) if operand is value]
-    elif node.primitive == "slice" and node.params["strides"] is None:
-        taken = list(zip(axes, node.params["start_indices"], node.params["limit_indices"], value.shape))
-        if all(limit - start == n or axis == Part(start) and limit - start == 1 for axis, start, limit, n in taken):
-            yield tuple(None if limit - start < n else axis for axis, start, limit, n in taken)
-
-
-def _long(value: Value) -> list[int]:
+def lengths(value: Value) -> list[int]:
     return [n for n in value.shape if n > 1]
 
 
@@ -251,90 +196,6 @@ def scale_factor(node: Node, value: Value) -> float | None:
     if not number or node.primitive == "div" and left is not value:
         return None
     return number if node.primitive == "mul" else 1 / number
-
-
-class Moments:
-    """The values of the program that are statistics of `x` over all axes but `axis`.
-
-    `known` maps id(value) to (value, formula), formula(mean, var) being what the value is in terms of the two
-    statistics that a kernel computes robustly; `nodes` are the full-size nodes that exist only to compute them.
-    E[x²] - E[x]² is recognised as a whole, so that it is never evaluated by that subtraction.
-    """
-
-    def __init__(self, x: Value, axis: int):
-        self.x, self.axis = x, axis
-        self.count = size(x) // max(1, x.shape[axis])
-        self.known: dict[int, tuple[Value, Callable]] = {}
-        self.nodes: set[int] = set()
-        self._kinds: dict[int, tuple[str, float]] = {}  # id -> what it is the mean of, times what
-        self._sums(x, "x")
-        for full in (x, *self._casts(x)):
-            self._squares(full, "x²")
-        self._spread()
-
-    @property
-    def means(self) -> list[Value]:
-        """The values that are the mean itself."""
-        return [value for value, _ in self.known.values() if self._kinds[id(value)] == ("x", 1)]
-
-    def __bool__(self):
-        return {"x", "var"} <= {kind for kind, _ in self._kinds.values()}
-
-    def _casts(self, value):
-        for node in value.users:
-            if node.primitive == CAST and jnp.promote_types(value.dtype, node.out.dtype) == node.out.dtype:
-                yield node.out
-
-    def _sums(self, full, kind) -> bool:
-        """Marks the sums of `full` over the batch."""
-        found = [r for tensor in (full, *self._casts(full)) for r in reductions(tensor) if r.left == (self.axis,)]
-        for reduction in found:
-            self._mark(reduction.value, kind, reduction.weight * self.count)
-            self.nodes.add(reduction.first.index)
-        return bool(found)
-
-    def _squares(self, value, kind) -> None:
-        for node in value.users:
-            if is_square(node, value) and self._sums(node.out, kind):
-                self.nodes.add(node.index)
-
-    def _mark(self, value, kind, weight):
-        """Marks the value, what has the same numbers in another shape, and what follows by a factor that makes it a mean."""
-        weight = 1.0 if abs(weight - 1) < 1e-6 else weight
-        if id(value) in self._kinds:
-            return
-        self._kinds[id(value)] = kind, weight
-        self.known[id(value)] = value, functools.partial(_moment, kind, weight)
-        for node in value.users:
-            factor = scale_factor(node, value)
-            if is_reshape(node) or is_float_cast(node) or self._always_selects(node, value):
-                self._mark(node.out, kind, weight)
-            elif weight != 1 and factor:
-                self._mark(node.out, kind, weight * factor)
-
-    def _always_selects(self, node, value) -> bool:
-        which = constant(node.inputs[0]) if node.primitive == "select_n" else None
-        return which is not None and node.inputs[1 + int(which)] is value
-
-    def _spread(self):
-        """What follows from the mean: E[x²] - mean², and E[(x - mean)²]."""
-        for square in [n.out for mean in self.means for n in mean.users if is_square(n, mean)]:
-            for node in square.users:
-                if node.primitive == "sub" and node.inputs[1] is square and self._kinds.get(id(node.inputs[0])) == ("x²", 1):
-                    self._mark(node.out, "var", 1)
-        for full in (self.x, *self._casts(self.x)):
-            for node in full.users:
-                if node.primitive == "sub" and node.inputs[0] is full and self._is_mean(node.inputs[1]):
-                    self._squares(node.out, "var")
-
-    def _is_mean(self, value) -> bool:
-        source = per_channel(value, self.x, self.axis)
-        return isinstance(source, Value) and ("x", 1) in (self._kinds.get(id(source)), self._kinds.get(id(value)))
-
-
-def _moment(kind, weight, mean, var):
-    value = var + mean * mean if kind == "x²" else mean if kind == "x" else var
-    return value if weight == 1 else value * weight
 
 
 def is_square(node: Node, value: Value) -> bool:

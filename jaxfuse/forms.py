@@ -13,9 +13,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jaxfuse.canonical import (
-    ADD, CAST, Moments, NotPerChannel, is_float_cast, is_square, per_channel, reductions, scaled, size, varying_axes)
+    ADD, CAST, NotPerChannel, is_float_cast, is_square, per_channel, scaled, size, varying_axes)
 from jaxfuse.graph import Node, Value
 from jaxfuse.layout import RESHAPES, is_reshape
+from jaxfuse.moments import Moments, reductions
 
 MOST_TENSORS = 4  # in one form; what has more is a tensor of its own
 

@@ -4,11 +4,7 @@ Knows nothing of any op. A `Node` is one equation of the program and can be repl
 its custom derivative rules; a `Value` is what flows between nodes.
 """
 
-import functools
-import os
 import numbers
-import pathlib
-import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -17,10 +13,11 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from jaxfuse.source import user_line
+
 INLINED = ("jit", "pjit", "closed_call", "core_call")
 CONTROL = ("scan", "while", "cond", "checkpoint", "remat2", "shard_map")
 RULED = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")  # the user's own rules, which their bodies belong to
-FRAMEWORKS = ("jax", "jaxlib", "jaxfuse", "flax", "haiku", "equinox", "keras", "optax", "transformers", "numpy")
 
 
 class Value:
@@ -72,15 +69,8 @@ class Node:
         return outputs if eqn.primitive.multiple_results else [outputs]
 
     def source(self) -> str:
-        """file:line of the user's code that made this equation: the innermost frame that is not in an installed package,
-        or, where a package's own program runs, not in a framework."""
-        *jits, outermost = [eqn.source_info.traceback for eqn in (self.eqn, *self.callers)]
-        for unwanted in (_is_library, _is_framework):
-            lines = [*[_line(traceback, unwanted, True) for traceback in jits], _line(outermost, unwanted, False)]
-            line = next(filter(None, lines), None)
-            if line:
-                return line
-        return "unknown"
+        """file:line of the user's code that made this equation."""
+        return user_line([eqn.source_info.traceback for eqn in (self.eqn, *self.callers)])
 
     def __str__(self):
         return f"{self.primitive} at {self.source()}"
@@ -263,46 +253,3 @@ def _inlinable(eqn) -> ClosedJaxpr | None:
     own = [*params.get("in_shardings", ()), *params.get("out_shardings", ())]
     specified = any(type(s).__name__ != "UnspecifiedValue" for s in own)
     return None if specified or any(params.get("donated_invars", ())) else body
-
-
-# --- source lines ------------------------------------------------------------------------------------------------
-
-_OWN = str(pathlib.Path(__file__).parent)
-# the standard library, and the scripts that start programs of installed packages
-_ELSEWHERE = (*(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "scripts")), "<frozen")
-
-
-@functools.lru_cache(maxsize=65536)
-def _line(traceback, unwanted: Callable[[str], bool], traced_apart: bool) -> str | None:
-    """The innermost frame of a wanted file. A jit is traced once for all who call it: with `traced_apart` only frames
-    inside it count, for those outside are the first caller's."""
-    for frame in traceback.frames if traceback is not None else ():
-        if traced_apart and "trace_to_jaxpr" in frame.function_name:
-            return None
-        if not unwanted(frame.file_name):
-            return f"{_relative(frame.file_name)}:{frame.line_num}"
-    return None
-
-
-@functools.cache
-def _is_framework(file_name: str) -> bool:
-    parts = pathlib.PurePath(file_name).parts
-    return _is_own(file_name) or _is_library(file_name) and any(name in parts for name in FRAMEWORKS)
-
-
-@functools.cache
-def _is_library(file_name: str) -> bool:
-    installed = {"site-packages", "dist-packages"} & set(pathlib.PurePath(file_name).parts)
-    return bool(installed) or _is_own(file_name) or file_name.startswith(_ELSEWHERE)
-
-
-def _is_own(file_name: str) -> bool:
-    """Part of jaxfuse, the demo aside: that is a user's program."""
-    return file_name.startswith(f"{_OWN}{os.sep}") and not file_name.startswith(os.path.join(_OWN, "demo"))
-
-
-def _relative(file_name: str) -> str:
-    try:
-        return str(pathlib.Path(file_name).relative_to(pathlib.Path.cwd()))
-    except ValueError:
-        return file_name

@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.canonical import CAST, Moments, NotPerChannel, constant, is_square, per_channel, reductions, size
+from jaxfuse.canonical import CAST, NotPerChannel, constant, is_square, per_channel, size
 from jaxfuse.graph import Emission, Graph, Node, Value, evaluate
 from jaxfuse.layout import Layout, channels_last, laid, transposed
 from jaxfuse.match import Chain, Match, Refusal, Walk, as_vector, depends_on, longest
+from jaxfuse.moments import Moments, reductions
 from jaxfuse.op import equally_varying
 from jaxfuse.ops.activations import WITHOUT_KERNEL
 from jaxfuse.ops.batch_norm import OP, BatchNormConfig

@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.canonical import Moments, constant, size
+from jaxfuse.canonical import constant, size
 from jaxfuse.forms import Form, Forms, Product, Vector
 from jaxfuse.graph import Emission, Graph, Value
 from jaxfuse.layout import channels_last, inverse, transposed
 from jaxfuse.live import unneeded
 from jaxfuse.match import Chain, Match, depends_on
+from jaxfuse.moments import Moments
 from jaxfuse.ops.batch_norm_grad import DX, SUMS, GradientConfig
 from jaxfuse.patterns.activations import is_derivative
 
