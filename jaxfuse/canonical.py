@@ -143,6 +143,15 @@ def is_float_cast(node: Node) -> bool:
     return node.primitive == CAST and all(jnp.issubdtype(v.dtype, jnp.floating) for v in (node.inputs[0], node.out))
 
 
+def unwidened(value: Value) -> Value:
+    """What a widening cast was made of, if it is one: kernels compute in float32 all the same."""
+    node = value.producer
+    if node is not None and is_float_cast(node) and node.inputs[0].literal is None:
+        if jnp.promote_types(node.inputs[0].dtype, value.dtype) == value.dtype:
+            return node.inputs[0]
+    return value
+
+
 def constant(value: Value, depth: int = 8) -> float | None:
     """The number, if the value is one number that the program fixes: written into it, broadcast, cast, or computed from
     such numbers (jnp.var divides by `144 - ddof`) in a few steps, at most `depth` deep."""

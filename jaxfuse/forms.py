@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jaxfuse.canonical import (
-    ADD, CAST, NotPerChannel, is_float_cast, is_square, per_channel, scaled, size, varying_axes)
+    ADD, CAST, NotPerChannel, is_float_cast, is_square, per_channel, scaled, size, unwidened, varying_axes)
 from jaxfuse.graph import Node, Value
 from jaxfuse.layout import RESHAPES, is_reshape
 from jaxfuse.moments import Moments, reductions
@@ -155,7 +155,7 @@ class Forms:
             return known[1]
         if not isinstance(small := self._small(value), NotPerChannel):
             return Form({}, small)
-        tensor = narrow(value)
+        tensor = unwidened(value)
         return Form({id(tensor): (tensor, number(1))})
 
     def _small(self, value: Value) -> Vector | NotPerChannel:
@@ -184,15 +184,6 @@ class Forms:
         """x - mean, if the form is x's own: exactly what the tensor stands for."""
         own = self.of[id(self.x)][1]
         return Form(form.terms) if form.offset is own.offset and set(form.terms) == {id(self.x)} else None
-
-
-def narrow(value: Value) -> Value:
-    """What a widening cast was made of."""
-    node = value.producer
-    if node is not None and node.primitive == CAST and node.inputs[0].literal is None and is_float_cast(node):
-        if jnp.promote_types(node.inputs[0].dtype, value.dtype) == value.dtype:
-            return node.inputs[0]
-    return value
 
 
 def _sum(left: Vector | None, right: Vector | None) -> Vector | None:

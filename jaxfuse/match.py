@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxfuse.canonical import ADD, CAST, NotPerChannel, Region, constant, is_float_cast, per_channel, regions, repeats
+from jaxfuse.canonical import ADD, NotPerChannel, Region, constant, is_float_cast, per_channel, regions, repeats, unwidened
 from jaxfuse.elementwise import is_elementwise
 from jaxfuse.graph import Emission, Graph, Node, Value
 from jaxfuse.layout import Layout
@@ -206,7 +206,7 @@ class Walk:
             return Stop(small.reason, dict(add="bias", sub="bias").get(kind, "scale"))
         if chain.residual is not None:
             return Stop(f"{node} adds a second full-size value", "add")
-        return dataclasses.replace(extended, residual=_unwidened(other), residual_layout=chain.layout)
+        return dataclasses.replace(extended, residual=unwidened(other), residual_layout=chain.layout)
 
     def _missed(self, chain: Chain, users: list[Node]) -> str | None:
         """What the walk would have taken next, had the value no other reader."""
@@ -224,16 +224,6 @@ class Walk:
             if isinstance(taken, Chain) and (taken.residual is not chain.residual or len(users) == 1):
                 return "add" if taken.residual is not None else dict(add="bias", sub="bias").get(taken.affine[-1][0], "scale")
         return None
-
-
-def _unwidened(value: Value) -> Value:
-    """What a widening cast was made of: a kernel adds the narrow residual in float32 all the same."""
-    node = value.producer
-    if node is not None and node.primitive == CAST and node.inputs[0].literal is None:
-        inner = node.inputs[0]
-        if jnp.issubdtype(inner.dtype, jnp.floating) and jnp.promote_types(inner.dtype, value.dtype) == value.dtype:
-            return inner
-    return value
 
 
 def longest(chains: list[Chain], dtype, attempt) -> tuple[Match | None, Chain, tuple[Chain, str] | None]:

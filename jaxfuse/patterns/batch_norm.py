@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.canonical import CAST, NotPerChannel, constant, is_square, per_channel, size
+from jaxfuse.canonical import CAST, NotPerChannel, constant, is_square, per_channel, size, unwidened
 from jaxfuse.graph import Emission, Graph, Node, Value, evaluate
 from jaxfuse.layout import Layout, channels_last, laid, transposed
 from jaxfuse.match import Chain, Match, Refusal, Walk, as_vector, depends_on, longest
@@ -50,7 +50,7 @@ def anchors(graph):
 
 
 def match(graph, node: Node, claimed: set[int], measured):
-    x = _uncast(node.inputs[0])
+    x = unwidened(node.inputs[0])
     if _unmasked(x) is not x:
         yield Refusal("bn", node, (x,), f"{x.producer} leaves elements out of the statistics: no kernel yet on cpu")
         return
@@ -211,21 +211,14 @@ def _per_channel_program(moments: Moments, chain: Chain):
     return PerChannelProgram(program, types), given
 
 
-def _uncast(value: Value) -> Value:
-    node = value.producer
-    if node is not None and node.primitive == CAST and jnp.promote_types(node.inputs[0].dtype, value.dtype) == value.dtype:
-        return node.inputs[0] if node.inputs[0].literal is None else value
-    return value
-
-
 def _unmasked(value: Value) -> Value:
     """What statistics with a mask are of: select(mask, x, 0)."""
-    value = _uncast(value)
+    value = unwidened(value)
     node = value.producer
     if node is not None and node.primitive == "select_n" and len(node.inputs) == 3:
         for zero, kept in (node.inputs[1:], node.inputs[:0:-1]):
             if constant(zero) == 0 and constant(kept) is None:
-                return _uncast(kept)
+                return unwidened(kept)
     return value
 
 
@@ -237,4 +230,4 @@ def _squared(value: Value) -> Value | None:
     base = node.inputs[0]
     if base.producer is not None and base.producer.primitive == "sub":
         base = base.producer.inputs[0]
-    return _uncast(base)
+    return unwidened(base)

@@ -6,10 +6,9 @@ statistics alone (broadcasts, epsilon, gamma and beta multiplied in) and over wh
 
 import dataclasses
 
-import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.canonical import ADD, CAST, constant, is_square, size, varying_axes
+from jaxfuse.canonical import ADD, CAST, constant, is_square, size, unwidened, varying_axes
 from jaxfuse.graph import Node, Value
 from jaxfuse.layout import RESHAPES
 from jaxfuse.match import Refusal, Walk
@@ -123,11 +122,8 @@ def _is_mean(value: Value) -> bool:
 
 
 def _uncast(value: Value) -> Value:
-    """What a widening cast was made of."""
-    while value.producer is not None and value.producer.primitive == CAST:
-        inner = value.producer.inputs[0]
-        if inner.literal is not None or jnp.promote_types(inner.dtype, value.dtype) != value.dtype:
-            break
+    """What widening casts were made of."""
+    while (inner := unwidened(value)) is not value:
         value = inner
     return value
 
