@@ -27,9 +27,10 @@ def shown(screen):
 
 
 def all_sites(report):
-    """Without native kernels every site is found too, and skipped."""
-    assert not (report.fused and report.skipped), report
-    return report.fused + report.skipped
+    """But the dense layer, which has no kernel. Without native kernels every site is found too, and skipped."""
+    skipped = tuple(site for site in report.skipped if "dense" not in site.pattern)
+    assert len(report.skipped) == len(skipped) + 1 and not (report.fused and skipped), report
+    return report.fused + skipped
 
 
 @pytest.fixture
@@ -143,7 +144,7 @@ def test_every_convolution_of_resnet50_is_fused():
     image = jax.ShapeDtypeStruct((1, 224, 224, 3), np.float32)
     model = photo.MODEL
     report = jaxfuse.explain(model.apply, jax.eval_shape(model.init, jax.random.key(0), image), image)
-    assert not report.skipped, report
+    assert all_sites(report) == report.fused
     patterns = [site.pattern for site in report.fused]
     assert {name: patterns.count(name) for name in patterns} == {
         "conv+bn+relu": 33, "conv+bn+add+relu": 16, "conv+bn": 4, "max_pool": 1}
