@@ -13,9 +13,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jaxfuse.canonical import (
-    ADD, CAST, NotPerChannel, is_float_cast, is_square, per_channel, scaled, size, unwidened, varying_axes)
+    ADD, is_float_cast, is_square, per_channel, scaled, size, unwidened, varying_axes)
 from jaxfuse.graph import Node, Value
-from jaxfuse.layout import RESHAPES, is_reshape
+from jaxfuse.layout import RESHAPES
 from jaxfuse.moments import Moments, reductions
 
 MOST_TENSORS = 4  # in one form; what has more is a tensor of its own
@@ -153,28 +153,27 @@ class Forms:
         known = self.of.get(id(value))
         if known is not None:
             return known[1]
-        if not isinstance(small := self._small(value), NotPerChannel):
+        if small := self._small(value):
             return Form({}, small)
         tensor = unwidened(value)
         return Form({id(tensor): (tensor, number(1))})
 
-    def _small(self, value: Value) -> Vector | NotPerChannel:
+    def _small(self, value: Value) -> Vector | None:
         """One number per channel, also where it is multiplied by a number after it was broadcast."""
-        factor, source = 1.0, value
-        while True:
-            small = per_channel(source, self.x, self.axis) if source.ndim in (0, self.x.ndim) else NotPerChannel("")
-            if not isinstance(small, NotPerChannel) or varying_axes(value) - {self.axis} or source.producer is None:
-                break
-            if size(source) == self.x.shape[self.axis]:
-                small = source
-                break
-            step = scaled(source.producer)
-            if step is None and not is_reshape(source.producer) and source.producer.primitive not in (*RESHAPES, CAST):
-                break
-            source, factor = (step[0], factor * step[1]) if step else (source.producer.inputs[0], factor)
-        if isinstance(small, NotPerChannel):
-            return small
-        return vector(small) if factor == 1 else vector(small) * number(factor)
+        if value.ndim not in (0, self.x.ndim) or varying_axes(value) - {self.axis}:
+            return None
+        factor = 1.0
+        while size(value) not in (1, self.x.shape[self.axis]):
+            node = value.producer
+            if node is None:
+                return None
+            if step := scaled(node):
+                value, factor = step[0], factor * step[1]
+            elif node.primitive in RESHAPES or unwidened(value) is not value:
+                value = node.inputs[0]
+            else:
+                return None
+        return vector(value) if factor == 1 else vector(value) * number(factor)
 
     def _is_mean(self, value: Value) -> bool:
         small = per_channel(value, self.x, self.axis)
