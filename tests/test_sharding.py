@@ -20,6 +20,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxfuse
 from compare import distance, pairs
 from jaxfuse import ffi, ops
 
@@ -65,6 +66,16 @@ def test_a_batch_that_does_not_divide_is_computed_whole(found):
     assert all(result[function]["distance"] < TOLERANCE for function in ("conv", "batch_norm", "both"))
 
 
+def test_a_fused_train_step(found):
+    """Autodiff has run before the program is matched: the gradient's passes are sharded too, and their sums completed."""
+    result = found["jit, a fused step"]["step"]
+    assert result["distance"] < TOLERANCE
+    assert "all-gather" not in result["collectives"]
+    assert result["kernels"] == result["kernels on one device"]
+    if not ffi.unavailable("jaxfuse_batch_norm_bwd_apply"):
+        assert {"jaxfuse_batch_norm_bwd_stats", "jaxfuse_batch_norm_bwd_apply", "jaxfuse_conv_bwd"} <= set(result["kernels"])
+
+
 # --- in the process with four devices ----------------------------------------------------------------------------
 
 
@@ -76,6 +87,7 @@ def main():
         "jit, GSPMD": with_gspmd,
         "jit, kernels off": without_kernels,
         "jit, 6 on 4 devices": lambda: in_jit(mesh_of(4), items=6),
+        "jit, a fused step": lambda: in_jit(mesh_of(4), functions=(step,), differentiated=fused_step),
         "shard_map": lambda: in_shard_map(mesh_of(4)),
         "shard_map, check_vma=False": lambda: in_shard_map(mesh_of(4), check_vma=False),
         "shard_map over one of two axes": lambda: in_shard_map(mesh_of(2, 2)),
@@ -141,6 +153,20 @@ def both(a):
     return ops.conv(y, a["w"], a["bias"], h, activation="tanh"), mean, var
 
 
+def step(a):
+    """As a user spells it, with nothing of jaxfuse."""
+    conv = functools.partial(jax.lax.conv_general_dilated, window_strides=(1, 1), padding="SAME",
+                             dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    h = jax.nn.relu(conv(a["x"], a["w"]) + a["bias"]) + a["x"]
+    mean, var = h.mean((0, 1, 2)), h.var((0, 1, 2))
+    y = jax.nn.relu((h - mean) * jax.lax.rsqrt(var + 1e-5) * a["gamma"] + a["beta"] + a["residual"])
+    return conv(y, a["w"]), mean, var
+
+
+def fused_step(function):
+    return jaxfuse.fuse(forward_and_gradients(function), policy="always")
+
+
 def of_batch(arrays):
     return {name: name in ("x", "residual") for name in arrays}
 
@@ -149,12 +175,12 @@ def forward_and_gradients(function):
     return lambda a: (function(a), jax.grad(lambda a: sum(jnp.sum(jnp.sin(out)) for out in function(a)))(a))
 
 
-def in_jit(mesh, items=8):
+def in_jit(mesh, items=8, functions=(conv, batch_norm, both), differentiated=forward_and_gradients):
     """Against the same on one device."""
 
     def result(function):
         arrays = arguments(items)
-        run = alone = forward_and_gradients(function)
+        run = alone = differentiated(function)
         batch = P(mesh.axis_names)
         specs = {name: batch if along else P() for name, along in of_batch(arrays).items()}
         if items % DEVICES:  # only a constraint may shard unevenly
@@ -164,7 +190,7 @@ def in_jit(mesh, items=8):
         on_one = jax.jit(alone).lower(arrays).compile()
         return compared(run, arrays, mesh, specs, on_one(arrays), kernels_in(on_one))
 
-    return {function.__name__: result(function) for function in (conv, batch_norm, both)}
+    return {function.__name__: result(function) for function in functions}
 
 
 def in_shard_map(mesh, check_vma=True):
