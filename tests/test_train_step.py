@@ -179,3 +179,15 @@ def test_steps(name):
     assert norms == 7 * again, report
     assert sum(n for pattern, n in backward.items() if pattern.startswith("bn")) == 7, report
     close(jaxfuse.fuse(step, policy="always")(*problem.arguments), jax.jit(step)(*problem.arguments), 1e-4)
+
+
+def test_tangents_that_are_the_values():
+    """In forward mode along the parameters themselves a tangent is a sum with x in it, and not a cotangent of its own."""
+    problem = Problem()
+
+    def along_itself(params, x):
+        value, linear = jax.linearize(lambda params: problem.loss(params, problem.batch_stats, x, problem.labels)[0], params)
+        return value, linear(params)
+
+    fused = jaxfuse.fuse(along_itself, policy="always")(problem.params, problem.x)
+    close(fused, jax.jit(along_itself)(problem.params, problem.x), 1e-4)

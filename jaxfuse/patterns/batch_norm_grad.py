@@ -61,10 +61,13 @@ def _tensors(form: Form | Product) -> list[Value]:
 
 
 def _is_sum_of_gradient(form: Form | Product, x: Value) -> bool:
-    """Of g alone, or of g times a form of x: one g, and never its square."""
-    sides = (form,) if isinstance(form, Form) else form
-    with_g = [side for side in sides if any(t is not x for t, _ in side.terms.values())]
-    return len(with_g) == 1 and len({id(t) for t in _tensors(form)} - {id(x)}) == 1
+    """Of one g and x, or of g alone times a form of x: never its square."""
+    if len({id(t) for t in _tensors(form)} - {id(x)}) != 1:
+        return False
+    if isinstance(form, Form):
+        return True
+    with_g = [side for side in form if set(side.terms) - {id(x)}]
+    return len(with_g) == 1 and len(with_g[0].terms) == 1 and with_g[0].offset is None
 
 
 def _first(sums: list[tuple[Value, Form | Product]]) -> list[tuple[Value, Form | Product]]:
