@@ -103,18 +103,20 @@ def test_channels_that_are_merged_end_the_chain():
     assert patterns(lambda x, w: jax.nn.relu(conv(x, w).reshape(2, 512)), X, W) == (["conv"], [])
 
 
-def test_space_to_batch_stays_as_it_is():
-    """A dilated convolution spelled as one of a batch of every second pixel: two convolutions' worth of transposes that are
-    not seen through; `rhs_dilation` says the same in one word."""
+@pytest.mark.parametrize("back", [(2, 3, 0, 4, 1, 5), (2, 3, 1, 4, 0, 5)], ids=["and back", "not back"])
+def test_space_to_batch(back):
+    """A dilated convolution spelled as one of a batch of every second pixel; `rhs_dilation` says the same in one word."""
 
     def fn(x, w):
         x = x.reshape(2, 4, 2, 4, 2, 4).transpose(2, 4, 0, 1, 3, 5).reshape(8, 4, 4, 4)
         y = conv(x, w)
-        return y.reshape(2, 2, 2, 4, 4, 8).transpose(2, 3, 0, 4, 1, 5).reshape(2, 8, 8, 8)
+        return y.reshape(2, 2, 2, 4, 4, 8).transpose(back).reshape(2, 8, 8, 8)
 
-    assert patterns(fn, X, W) == (["conv"], [])
+    recognised = [("space_to_batch+conv+batch_to_space", "no kernel yet on cpu")] if back[2] == 0 else []
+    assert patterns(fn, X, W) == (["conv"], recognised)
     check_values(fn, X, W, tolerance=1e-4)
-    np.testing.assert_allclose(fn(X, W), conv(X, W, rhs_dilation=(2, 2)), rtol=1e-4, atol=1e-4)
+    if recognised:
+        np.testing.assert_allclose(fn(X, W), conv(X, W, rhs_dilation=(2, 2)), rtol=1e-4, atol=1e-4)
 
 
 # --- batch norm ----------------------------------------------------------------------------------------------------

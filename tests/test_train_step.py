@@ -64,6 +64,9 @@ def test_same_sites_and_numbers_as_through_the_loss(dtype):
     assert sites(report, "forward") == sites(through_loss, "forward")
     backward, forward = sites(report, "backward"), sites(report, "forward")
     assert backward == forward
+    residual = [site for site in report.skipped if site.pattern == "conv+residual gradient"]
+    # the second block's skip connection; and in the first the gradients of two convolutions meet in one sum
+    assert len(residual) == 3 and all("add_any" in site.reason and site.direction == "backward" for site in residual)
     step = jaxfuse.fuse(problem.step, policy="always")
     if dtype == "f32":  # bf16 gradients of so small a network are noise: see the comparison with float64
         close(step(*problem.arguments), problem.step(*problem.arguments), 1e-4)

@@ -56,8 +56,19 @@ def match(graph: Graph, node: Node, claimed: set[int], measured):
             result = _fused(graph, node, gradients, config, measured)
         if isinstance(result, Match):
             yield result
+            if gradients.dx is not None and (add := _residual_add(graph, gradients.dx.out)):
+                yield Refusal("conv+residual gradient", node, (gradients.dz, *node.inputs), f"{add}: {NO_KERNEL}", "backward")
         else:
             yield Refusal(_label(gradients, False), node, (gradients.dz, *node.inputs), result, "backward")
+
+
+NO_KERNEL = "no kernel yet on cpu adds to the input's gradient"
+
+
+def _residual_add(graph: Graph, dx: Value) -> Node | None:
+    """The sum of dx with another gradient of the same value, as a skip connection has it."""
+    reader = dx.users[0] if len(dx.users) == 1 and not graph.is_returned(dx) else None
+    return reader if reader is not None and reader.primitive == "add_any" else None
 
 
 def _gradients(node: Node, claimed: set[int]) -> list[Gradients]:
