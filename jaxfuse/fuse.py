@@ -4,7 +4,7 @@ import functools
 from typing import NamedTuple
 
 import jax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jaxfuse import patterns, policy as policies, report as reports
 from jaxfuse.graph import RULED, Emission, Graph, Node, evaluate, inside, programs, retraced, subprograms
@@ -19,11 +19,14 @@ CIRCULAR = "what it needs is computed from what it gives by another fused site"
 class Plan(NamedTuple):
     """What is to be done to a program: which values are computed otherwise, and the sites that led to it."""
 
+    closed: ClosedJaxpr
     graph: Graph
     replacements: dict[int, Emission]
     found: list
 
     def __call__(self, arguments: list) -> list:
+        if not self.replacements:  # with its nested jits, which need not be traced and compiled anew
+            return jaxpr_as_fun(self.closed)(*arguments)
         return evaluate(self.graph, arguments, self.replacements)
 
 
@@ -36,7 +39,7 @@ def plan(closed: ClosedJaxpr, judge, outer: tuple[Graph, Node] | None = None) ->
     symbolic = graph.symbolic()
     if symbolic:
         reason = f"{symbolic} gives {symbolic.out!r}, a symbolic shape: kernels are chosen for known ones"
-        return Plan(graph, {}, [Refusal("program", symbolic, (), reason)])
+        return Plan(closed, graph, {}, [Refusal("program", symbolic, (), reason)])
     for pattern in patterns.ORDER:
         for anchor in pattern.anchors(graph):
             if anchor.index in claimed:
@@ -58,12 +61,12 @@ def plan(closed: ClosedJaxpr, judge, outer: tuple[Graph, Node] | None = None) ->
             reason = f"it is inside a {node.primitive}: a function with rules of its own stays as it is"
             for body in programs(node).values():
                 found += _refused(reason, plan(_closed(body), judge).found)
-    while waiting := circular(graph, replacements):
+    while replacements and (waiting := circular(graph, replacements)):
         match = next(result for result in reversed(found) if isinstance(result, Match) and set(result.emissions) & set(waiting))
         replacements = {key: emission for key, emission in replacements.items() if emission not in match.emissions}
         found[found.index(match)] = Refusal(match.pattern, match.anchor, match.operands, CIRCULAR, match.direction)
     found.sort(key=lambda result: result.anchor.index)
-    return Plan(graph, replacements, found)
+    return Plan(closed, graph, replacements, found)
 
 
 def _enter(graph: Graph, node: Node, bodies: dict, judge) -> tuple[Emission | None, list]:
