@@ -12,7 +12,6 @@ from jaxfuse.live import accept, circular
 from jaxfuse.match import Match, Refusal
 from jaxfuse.signature import Call, Untraceable, compiled
 
-
 CIRCULAR = "what it needs is computed from what it gives by another fused site"
 
 

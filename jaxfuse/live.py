@@ -69,7 +69,9 @@ def unneeded(graph: Graph, defined: tuple[Value, ...], kept: Value | None = None
 
     while pending:
         node = pending.pop()
-        if node is None or node.index < 0 or node.index in gone or node.index in graph.gone or node.eqn.effects or any(map(needed, node.outputs)):
+        if node is None or node.index < 0 or node.index in gone or node.index in graph.gone:
+            continue
+        if node.eqn.effects or any(map(needed, node.outputs)):
             continue
         gone[node.index] = node
         pending += [value.producer for value in node.inputs]
