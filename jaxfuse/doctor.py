@@ -65,11 +65,11 @@ def _rules() -> list[tuple[str, str]]:
     origin = f"measured on this machine, {found.date}: {tuned.path()}" if found.rules else "built in"
     if found.ignored:
         origin = f"built in; {tuned.path()} is ignored: {found.ignored}"
-    sizes = []
+    rows = []
     for op, table in TABLE.items():
         rules = (*found.rules.get(op, ()), *table.rules)
-        sizes.append((f"  {op}", "\n".join(f"{rule.sites}: from {rule.wins_from(table.unit)} ({rule.machine})" for rule in rules)))
-    return [('policy "measured"', origin), *sizes]
+        rows.append((f"  {op}", "\n".join(f"{rule.sites}: {rule.wins_from(table.unit)}; {rule.machine}" for rule in rules)))
+    return [('policy "measured"', f"{origin}; the fused kernel is used from this size on:"), *rows]
 
 
 _CUDA = ("CUDA", "not built in this version")

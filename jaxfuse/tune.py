@@ -6,7 +6,6 @@ that what a call costs does not hide what an op costs. "backward" is forward and
 
 import functools
 import math
-import statistics
 import time
 from datetime import UTC, datetime
 from typing import NamedTuple
@@ -31,8 +30,8 @@ class Effort(NamedTuple):
     """How much to measure: rungs of a ladder, rounds of turns, seconds of each turn."""
 
     rungs: int = 99
-    rounds: int = 7
-    seconds: float = 0.01
+    rounds: int = 15
+    seconds: float = 0.005
 
 
 QUICK = Effort(1, 1, 0.0)
@@ -42,6 +41,8 @@ def run(quick: bool = False) -> int:
     """Measures, prints a table and keeps the rules, unless it was quick: that tries the machinery and measures nothing worth
     keeping. Returns the exit code: 1 if the rules cannot be kept."""
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)  # into a file: nothing folds
     if quick:
         console.print(_table(measure(QUICK, console)))
         return 0
@@ -78,20 +79,21 @@ def measure(effort: Effort, console: Console) -> dict[str, tuple[Rule, ...]]:
 
 
 def _points(op: str, ladder: Ladder, dtype: str, effort: Effort) -> list[Point]:
-    found = []
+    found, calls = [], []
     for shapes in ladder.shapes[: effort.rungs]:
-        arguments = _arguments(shapes, dtype)
-        size = _size(op, ladder.program, arguments)
+        operands = arguments(shapes, dtype)
+        size = max((size for _, size in sites(op, ladder.program, operands)), default=None)
         if size is None:
             continue
         for direction in DIRECTIONS:
-            ways = [_chain(f, direction) for f in (ladder.program, fuse(ladder.program, policy="always"))]
-            xla, fused = (1e6 * seconds / LENGTH for seconds in _in_turns(ways, arguments, effort))
-            found.append(Point(size, round(xla, 2), round(fused, 2), direction))
-    return found
+            found.append((size, direction))
+            for way in (ladder.program, fuse(ladder.program, policy="always")):
+                calls.append(functools.partial(_chain(way, direction), *operands))
+    times = [round(1e6 * seconds / LENGTH, 2) for seconds in _in_turns(calls, effort)]
+    return [Point(size, xla, fused, direction) for (size, direction), xla, fused in zip(found, times[::2], times[1::2])]
 
 
-def _arguments(shapes, dtype: str) -> list[jax.Array]:
+def arguments(shapes, dtype: str) -> list[jax.Array]:
     """x of normal numbers; parameters that neither grow nor shrink it much; vectors near 1, in float32."""
     random = np.random.default_rng(0)
 
@@ -104,17 +106,17 @@ def _arguments(shapes, dtype: str) -> list[jax.Array]:
     return [draw(index, shape) for index, shape in enumerate(shapes)]
 
 
-def _size(op: str, program, arguments) -> int | None:
-    """The size of the program's site of this op; None if it has none that a kernel takes."""
-    sizes, always = [], judge("always")
+def sites(op: str, program, operands) -> list[tuple[str, int]]:
+    """(shape class, size) of each of the program's sites of this op that a kernel takes."""
+    found, always = [], judge("always")
 
     def recording(name, config, types, direction="forward"):
         if name == op:
-            sizes.append(TABLE[op].size(config, types))
+            found.append((TABLE[op].shape_class(config, types), TABLE[op].size(config, types)))
         return always(name, config, types, direction)
 
-    plan(jax.make_jaxpr(program)(*arguments), recording)
-    return max(sizes, default=None)
+    plan(jax.make_jaxpr(program)(*operands), recording)
+    return found
 
 
 def _chain(function, direction: str):
@@ -130,14 +132,13 @@ def _chain(function, direction: str):
     return jax.jit(forward if direction == "forward" else backward)
 
 
-def _in_turns(ways, arguments, effort: Effort) -> list[float]:
-    """Median seconds of a call of each."""
-    calls = [functools.partial(way, *arguments) for way in ways]
+def _in_turns(calls, effort: Effort) -> list[float]:
+    """Seconds of each in its fastest turn. Turns of one call lie apart: what disturbs the machine does not meet them all."""
     for call in calls:
         jax.block_until_ready(call())  # compiles
     counts = [max(1, round(effort.seconds / _seconds(call, 2))) for call in calls]
-    times = [[_seconds(call, count) for call, count in zip(calls, counts)] for _ in range(effort.rounds)]
-    return [statistics.median(column) for column in zip(*times)]
+    turns = [[_seconds(call, count) for call, count in zip(calls, counts)] for _ in range(effort.rounds)]
+    return [min(times) for times in zip(*turns)]
 
 
 def _seconds(call, count: int) -> float:
@@ -148,9 +149,13 @@ def _seconds(call, count: int) -> float:
 
 
 def _table(found: dict[str, tuple[Rule, ...]]) -> Table:
-    table = Table("op", "sites", "XLA / fused, microseconds per op", "fused wins from", title="measured here")
+    headings = "op", "sites", "size", *(f"{direction}, µs XLA / fused" for direction in DIRECTIONS), "fused wins from"
+    table = Table(*headings, title="measured here")
     for op, rules in found.items():
         for rule in rules:
-            times = "\n".join(f"{p.size} {p.direction}: {p.xla:.1f} / {p.fused:.1f}" for p in rule.points)
-            table.add_row(op, rule.sites, times, rule.wins_from(TABLE[op].unit))
+            by_size = {p.size: {q.direction: f"{q.xla:.1f} / {q.fused:.1f}" for q in rule.points if q.size == p.size} for p in rule.points}
+            columns = [[times.get(direction, "") for times in by_size.values()] for direction in DIRECTIONS]
+            cells = [list(map(str, by_size)), *columns]
+            table.add_row(op, rule.sites, *map("\n".join, cells), rule.wins_from(TABLE[op].unit))
+            table.add_section()
     return table

@@ -1,6 +1,5 @@
 """Rules of profitability: what a table of measurements says, and what policy "measured" makes of it."""
 
-import dataclasses
 import math
 
 import jax
@@ -10,14 +9,9 @@ import pytest
 import jaxfuse
 from jaxfuse import ops, policy, tuned
 from jaxfuse.rules import TABLE
-from jaxfuse.rules.rule import DIRECTIONS, OpRules, Point, Rule, points
+from jaxfuse.rules.rule import DIRECTIONS, OpRules, Rule, points
 
 X = jax.ShapeDtypeStruct((10, 10), jnp.float32)
-
-
-@pytest.fixture(autouse=True)
-def no_tuned_rules(monkeypatch, tmp_path):
-    monkeypatch.setenv("JAXFUSE_CACHE", str(tmp_path))
 
 
 def judged(monkeypatch, rules, x=X, direction="forward", shape="any"):
@@ -32,27 +26,29 @@ def judged(monkeypatch, rules, x=X, direction="forward", shape="any"):
         ([(10, 2, 1), (100, 9, 3)], 0),
         ([(10, 1, 2), (100, 9, 3)], 100),
         ([(10, 2, 1), (50, 3, 4), (100, 9, 3)], 100),  # what wins below a loss does not count
-        ([(10, 1, 1), (100, 9, 3)], 100),  # nor does a draw
+        ([(10, 1, 1), (100, 9, 3)], 100),  # a draw is no win
+        ([(10, 1, 2), (50, 2, 1), (100, 9, 9.4)], 50),  # and no loss
+        ([(10, 1, 2), (50, 2, 1), (100, 9, 9.5)], math.inf),
         ([(10, 2, 1), (100, 3, 9)], math.inf),
         ([], math.inf),
     ],
 )
 def test_the_smallest_size_follows_from_the_points(rows, smallest):
-    assert Rule(points("forward", *rows)).smallest == smallest
+    assert Rule(points(*[(size, (xla, fused)) for size, xla, fused in rows])).smallest == smallest
 
 
 def test_both_directions_of_a_rule_must_win():
-    rule = Rule(points("forward", (10, 2, 1), (100, 9, 3)) + points("backward", (10, 2, 4), (100, 9, 3)))
+    rule = Rule(points((10, (2, 1), (2, 4)), (100, (9, 3), (9, 3))))
     assert rule.smallest == 100
 
 
-WINS, LOSES = points("forward", (1, 2, 1)), points("forward", (500, 1, 2))
+WINS, LOSES = points((1, (2, 1))), points((500, (1, 2)))
 
 
 def test_too_small(monkeypatch):
-    rule = Rule(points("forward", (50, 1, 2), (101, 2, 1)))
+    rule = Rule(points((50, (1, 2)), (101, (2, 1))))
     assert judged(monkeypatch, (rule,)) == "too small to gain: 100 elements, measured faster from 101"
-    assert judged(monkeypatch, (rule._replace(points=points("forward", (50, 1, 2), (100, 2, 1))),)) == ""
+    assert judged(monkeypatch, (Rule(points((50, (1, 2)), (100, (2, 1)))),)) == ""
 
 
 def test_slower_at_every_size(monkeypatch):

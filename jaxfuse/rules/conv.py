@@ -19,14 +19,10 @@ def shape_class(config, types) -> str:
     return "full" if config.feature_group_count == 1 else "grouped"
 
 
-def _full(x, w, b):
-    y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-    return jax.nn.relu(y + b.astype(y.dtype))
-
-
-def _depthwise(x, w, b):
-    names, groups = ("NHWC", "HWIO", "NHWC"), x.shape[-1]
-    y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=names, feature_group_count=groups)
+def _conv_bias_relu(x, w, b):
+    groups = x.shape[-1] // w.shape[2]
+    y = lax.conv_general_dilated(
+        x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups)
     return jax.nn.relu(y + b.astype(y.dtype))
 
 
@@ -36,16 +32,37 @@ def _shapes(*rows):
 
 
 LADDERS = {
-    "full": Ladder(_full, _shapes((1, 8, 3, 8, 8), (1, 8, 3, 16, 16), (1, 14, 1, 32, 32), (1, 14, 3, 32, 32), (8, 14, 3, 64, 64))),
-    "grouped": Ladder(_depthwise, _shapes((1, 4, 3, 1, 8), (1, 8, 3, 1, 16), (1, 14, 3, 1, 64))),
+    "full": Ladder(_conv_bias_relu, _shapes(
+        (1, 4, 3, 4, 4), (1, 8, 3, 8, 8), (1, 8, 3, 16, 16), (1, 14, 1, 32, 32), (1, 14, 3, 32, 32), (1, 14, 3, 64, 64),
+        (8, 14, 3, 64, 64))),
+    "grouped": Ladder(_conv_bias_relu, _shapes((1, 4, 3, 1, 8), (1, 8, 3, 1, 16), (1, 14, 3, 1, 64))),
 }
 RULES = OpRules(
     "operations", size, ladders=LADDERS, shape_class=shape_class,
     rules=(
-        Rule(
-            points("forward", (73_728, 5.9, 6.6), (294_912, 7.6, 6.8), (401_408, 8.6, 6.7), (3_612_672, 22, 16))
-            + points("backward", (73_728, 24, 24), (294_912, 36, 27), (401_408, 27, 26), (3_612_672, 81, 54)),
-            machine="AMD Zen 5, 2 cores",
-        ),
+        Rule(points(
+            (4_608, (6.29, 9.15), (17, 25.5)),
+            (73_728, (11.7, 10.6), (47.6, 33.6)),
+            (294_912, (13.3, 11.5), (79.5, 33.7)),
+            (401_408, (15.7, 11.8), (43.2, 35.7)),
+            (3_612_672, (48.4, 27.8), (144, 88.5)),
+            (14_450_688, (154, 80.6), (490, 251)),
+            (115_605_504, (1150, 525), (2666, 1601))), dtype="float32", shape="full"),
+        Rule(points(
+            (4_608, (7.58, 8.18), (21.4, 28.5)),
+            (73_728, (13.2, 15.4), (49.1, 35.3)),
+            (294_912, (14.8, 11.1), (86.4, 42.9)),
+            (401_408, (20.8, 10.3), (61, 32.6)),
+            (3_612_672, (55.6, 21.5), (163, 83.1)),
+            (14_450_688, (166, 49.5), (541, 186)),
+            (115_605_504, (1206, 266), (3958, 918))), dtype="bfloat16", shape="full"),
+        Rule(points(
+            (2_304, (35.5, 8.34), (49.2, 28.9)),
+            (18_432, (57.7, 8.72), (147, 25.2)),
+            (225_792, (361, 14), (809, 47.2))), dtype="float32", shape="grouped"),
+        Rule(points(
+            (2_304, (32.6, 11.9), (51.3, 26.1)),
+            (18_432, (57.2, 9.65), (182, 27.4)),
+            (225_792, (375, 12.4), (894, 37.5))), dtype="bfloat16", shape="grouped"),
     ),
-)
+)  # fmt: skip

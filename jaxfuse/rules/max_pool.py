@@ -4,7 +4,7 @@ import math
 
 from jax import lax
 
-from jaxfuse.rules.rule import Ladder, OpRules, Rule
+from jaxfuse.rules.rule import Ladder, OpRules, Rule, points
 
 
 def size(config, types) -> int:
@@ -19,5 +19,14 @@ def _pool(x):
 
 RULES = OpRules(
     "elements", size, ladders={"any": Ladder(_pool, tuple(((n, s, s, c),) for n, s, c in ((1, 4, 8), (1, 8, 16), (8, 14, 32))))},
-    rules=(Rule(()),),
-)
+    rules=(
+        Rule(points(
+            (128, (3.64, 2.17), (27.4, 3.96)),
+            (1_024, (6.49, 2.56), (32.1, 4.81)),
+            (50_176, (82, 32.3), (531, 66.3))), dtype="float32"),
+        Rule(points(
+            (128, (5.26, 2.12), (27.8, 10.7)),
+            (1_024, (12.6, 5.13), (38.4, 10.4)),
+            (50_176, (153, 27.5), (521, 77))), dtype="bfloat16"),
+    ),
+)  # fmt: skip

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+NOISE = 1.05  # times as long: nothing to tell two equal ways apart
 DIRECTIONS = ("forward", "backward")
 
 
@@ -29,7 +30,7 @@ class Rule(NamedTuple):
     dtype: str | None = None
     shape: str | None = None
     isa: str | None = None
-    machine: str = "AMD Zen 4, 2 cores"
+    machine: str = "AMD Zen 4, 2 cores, AVX-512"
 
     def fits(self, direction: str, dtype: str, shape: str, isa: tuple[str, ...]) -> bool:
         own = (self.direction, direction), (self.dtype, dtype), (self.shape, shape)
@@ -37,17 +38,23 @@ class Rule(NamedTuple):
 
     @property
     def smallest(self) -> float:
-        """The size from which the fused kernel won at every point: 0 if at all of them, infinite if not at the largest."""
-        if self.points and all(p.fused < p.xla for p in self.points):
-            return 0
-        lost = max((p.size for p in self.points if p.fused >= p.xla), default=math.inf)
-        return min((p.size for p in self.points if p.size > lost), default=math.inf)
+        """The smallest size at which the fused kernel won and above which it never lost by more than noise: 0 if that is the
+        smallest measured, infinite if there is none."""
+        found, sizes = math.inf, sorted({p.size for p in self.points})
+        for size in reversed(sizes):
+            ratios = [p.fused / p.xla for p in self.points if p.size == size]
+            if max(ratios) > NOISE:
+                break
+            if max(ratios) < 1:
+                found = size
+        return 0 if sizes and found == sizes[0] else found
 
     @property
     def sites(self) -> str:
         return " ".join(filter(None, (self.shape, self.dtype, self.direction, self.isa))) or "any"
 
     def wins_from(self, unit: str) -> str:
+        """The smallest size in words."""
         if self.smallest == math.inf:
             return f"never, up to {max((p.size for p in self.points), default=0)} {unit}"
         return f"{self.smallest} {unit}" if self.smallest else "any size"
@@ -77,6 +84,6 @@ class OpRules(NamedTuple):
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
 
 
-def points(direction: str, *rows: tuple[int, float, float]) -> tuple[Point, ...]:
-    """Points from rows (size, microseconds under XLA, microseconds fused)."""
-    return tuple(Point(*row, direction) for row in rows)
+def points(*rows: tuple) -> tuple[Point, ...]:
+    """Points from rows (size, (XLA, fused) forward, (XLA, fused) backward); the last may be left out."""
+    return tuple(Point(size, *pair, direction) for size, *pairs in rows for direction, pair in zip(DIRECTIONS, pairs))
