@@ -13,7 +13,7 @@ def _depthwise_nnx(fuse, of):
     def forward(x, w, bias):
         channels = x.shape[-1]
         layer = nnx.Conv(channels, channels, (3, 3), padding=1, feature_group_count=channels, rngs=nnx.Rngs(0))
-        layer.kernel.value, layer.bias.value = w, bias
+        layer.kernel[...], layer.bias[...] = w, bias
         return layer(x)
 
     return lambda x, w, bias: {"y": fuse(forward)(x, w, bias)}
