@@ -12,11 +12,11 @@ import numpy as np
 # Of every issue: full and small.
 SIZES = {
     "jax#23713": (dict(batch=1, size=124, channels=256), dict(batch=1, size=12, channels=16)),
-    "jax#13800": (dict(batch=4, channels=512, steps=1024, width=5, layers=3), dict(batch=2, channels=8, steps=16, width=5, layers=2)),
+    "jax#13800": (dict(batch=2, channels=512, steps=1024, width=5, layers=3), dict(batch=2, channels=8, steps=16, width=5, layers=2)),
     "jax#26266": (dict(batch=8, channels=128, steps=1024, width=5, dilation=16), dict(batch=2, channels=8, steps=64, width=5, dilation=4)),
-    "jax#12868": (dict(batch=1, channels=1000, steps=1024), dict(batch=1, channels=16, steps=32)),
-    "jax#23783": (dict(batch=1, steps=64, channels=128, width=256, hop=64), dict(batch=1, steps=8, channels=8, width=16, hop=4)),
-    "jax#31662": (dict(batch=1, channels=64, size=(64, 64, 32)), dict(batch=1, channels=8, size=(8, 8, 4))),
+    "jax#12868": (dict(batch=1, channels=250, steps=1024), dict(batch=1, channels=16, steps=32)),
+    "jax#23783": (dict(batch=2, steps=128, channels=513, width=1024, hop=256), dict(batch=1, steps=8, channels=8, width=16, hop=4)),
+    "jax#31662": (dict(batch=1, channels=64, size=(32, 32, 32)), dict(batch=1, channels=8, size=(8, 8, 4))),
     "xla#34273": (dict(batch=1, channels=64, size=(64, 64, 32)), dict(batch=1, channels=8, size=(8, 8, 4))),
     "jax#1606": (dict(batch=400, symmetries=8, size=4), dict(batch=6, symmetries=2, size=4)),
     "jax#13111": (dict(batch=8, steps=64, hidden=512), dict(batch=2, steps=5, hidden=16)),
@@ -50,7 +50,7 @@ def arrays(case):
             return {"x": normal(batch, c, of["steps"]), "w": normal(c, c, 1, scale=c**-0.5)}
         case "jax#23783":
             c, k = of["channels"], of["width"]
-            return {"x": normal(batch, of["steps"], c), "w": normal(k, c, 1, scale=c**-0.5)}
+            return {"x": normal(batch, c, of["steps"]), "w": normal(c, 1, k, scale=c**-0.5)}
         case "jax#31662" | "xla#34273":
             c = of["channels"]
             return {"x": normal(batch, c, *of["size"]), "w": normal(1, c, 3, 3, 3, scale=c**-0.5), "bias": normal(1, 1, 1, 1)}

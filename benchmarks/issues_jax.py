@@ -54,7 +54,7 @@ def _conv_in_loop(fuse, of):
 def _transposed_1d(fuse, of):
     @fuse
     def forward(x, w):
-        return lax.conv_transpose(x, w, (of["hop"],), "VALID", dimension_numbers=("NWC", "WIO", "NWC"))
+        return lax.conv_transpose(x, w, (of["hop"],), "VALID", dimension_numbers=("NCW", "IOW", "NCW"))
 
     return lambda x, w: {"y": forward(x, w)}
 
