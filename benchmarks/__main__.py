@@ -5,7 +5,7 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-from . import cases, machine, peers, report, run, screen
+from . import cases, machine, peers, plan, report, run, screen
 from .turns import WorkerError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,6 +20,7 @@ def _arguments(argv):
     option("names", nargs="*", help=SELECTION)
     option("--list", action="store_true", help="print the names of the cases and end")
     option("--json", type=Path, metavar="OUT.json", help=f"where the result goes, and OUT.md beside it; {MERGING}")
+    option("--resume", action="store_true", help="leave out the cases that the result's file has already for all these peers")
     option("--quick", action="store_true", help="small shapes and short turns, to try the machinery; says nothing about speed")
     option("--peers", default=",".join(peers.PEERS), help="whom to measure (default: %(default)s)")
     option("--allocator", choices=[*peers.ALLOCATORS, "both"], default="tuned", help=f"{ALLOCATOR} (default: %(default)s)")
@@ -36,17 +37,16 @@ def _arguments(argv):
     return arguments
 
 
-def _measure(chosen, interpreters, allocators, turns, seconds, result, save):
+def _measure(work, interpreters, turns, seconds, result, save):
     """Fills the result, saving it after every case; returns what must not be in it."""
     problems = []
-    steps = len(chosen) * len(allocators) * len(interpreters) * (1 + turns)
-    with screen.progress(steps) as (begin, advance):
-        for allocator in allocators:
+    with screen.progress(len(work) * len(interpreters) * (1 + turns)) as (begin, advance):
+        for allocator in dict.fromkeys(allocator for _, allocator in work):
             with run.Crew({**interpreters, peers.REFERENCE: sys.executable}, allocator) as crew:
                 for name in interpreters:
                     versions = crew.workers[name].versions
                     result["peers"][name] = {"environment": peers.PEERS[name].environment, "versions": versions}
-                for case in chosen:
+                for case in (case for case, of in work if of == allocator):
                     begin(f"{case.name} ({allocator})")
                     row = run.measure(case, crew, turns, seconds, advance)
                     result["rows"].append(row)
@@ -61,6 +61,8 @@ def main(argv=None):
     if arguments.readme:
         report.refresh_readme(ROOT / "README.md", arguments.readme)
         return 0
+    if arguments.resume and not arguments.json:
+        raise ValueError("benchmarks: --resume goes on with a file: --json names it")
     chosen = cases.select(arguments.names)
     if arguments.list:
         print(*(case.name for case in chosen), sep="\n")
@@ -74,7 +76,7 @@ def main(argv=None):
         chosen = [cases.quick(case) for case in chosen]
     here, today = machine.describe(), datetime.now(UTC).date().isoformat()
     allocators = list(peers.ALLOCATORS) if arguments.allocator == "both" else [arguments.allocator]
-    turns, seconds = (2, 0.02) if arguments.quick else (arguments.turns, 0.3)
+    turns, seconds = (min(arguments.turns, 2), 0.02) if arguments.quick else (arguments.turns, 0.15)
     settings = {"turns": turns, "seconds": seconds, "quick": arguments.quick, "allocators": peers.ALLOCATORS}
     result = {"date": today, "machine": here, "settings": settings, "peers": {}, "rows": []}
     path = arguments.json
@@ -85,7 +87,13 @@ def main(argv=None):
         if path:
             report.merge(path, result)
 
-    problems = _measure(chosen, interpreters, allocators, turns, seconds, result, save)
+    everything = [(case, allocator) for allocator in allocators for case in chosen]
+    work = plan.left_to_do(chosen, allocators, interpreters, path, result) if arguments.resume else everything
+    per_kind = plan.seconds(work, interpreters, turns, seconds, plan.known_rows(ROOT / "benchmarks" / "results", path))
+    screen.console.print(plan.sentence(work, len(everything) - len(work), interpreters, per_kind), highlight=False)
+    if not work:
+        return 0
+    problems = _measure(work, interpreters, turns, seconds, result, save)
     screen.tables(result["rows"])
     for sentence in problems:
         screen.console.print(sentence, style="red", markup=False)

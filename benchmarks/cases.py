@@ -128,7 +128,7 @@ def _table():
                     for task in ("forward", "gradient"):
                         yield Case(f"{name}.b{batch}.{dtype}.{task}", kind, task, dtype, batch, shape)
     for (name, task, dtype), title in ISSUES.items():
-        yield Case(name, "issue", task, dtype, issues.sizes(name)["batch"], Issue(title))
+        yield Case(name, "issue", task, dtype, issues.sizes(name)["batch"], Issue(f"{name}: {title}"))
 
 
 CASES = tuple(_table())
