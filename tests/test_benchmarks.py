@@ -146,6 +146,12 @@ def test_errors_are_relative_and_trees_count_as_one(tmp_path):
     assert [sentence.partition(":")[0] for sentence in checks.worse(fused, unfused, "conv", "f32")] == ["y"]
 
 
+def test_a_program_written_twice_that_computes_something_else_is_a_failure():
+    right, wrong = {"y": {"rms": 1e-3, "max": 1e-3}}, {"y": {"rms": 1.4, "max": 2.0}}
+    assert checks.astray({"torch": right, "xla": wrong}) == []
+    assert checks.astray({"torch": right, "torch-compile": wrong}) == ["torch-compile: y: rms error 1.4: this is not the same program"]
+
+
 def _result(name="resnet50.b8.f32.training", ms=200.0):
     times = {"jaxfuse": ms, "xla": 500.0, "torch": 150.0}
     answer = {"turns_ms": [1.0], "calls": 3, "disturbed": 0, "temp_bytes": 2**20}
