@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxfuse.match import Match, Refusal
+from jaxfuse.source import calling_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +40,12 @@ class Site:
 def site(found: Match | Refusal) -> Site:
     shapes = tuple(tuple(v.shape) for v in found.operands)
     dtypes = tuple(str(v.dtype) for v in found.operands)
+    source = found.anchor.source()
+    if source == "unknown":
+        source = calling_line()
     if isinstance(found, Match):
-        kernel, saved = found.kernel, found.bytes_saved
-        return Site(found.pattern, found.direction, shapes, dtypes, found.anchor.source(), kernel, saved)
-    return Site(found.pattern, found.direction, shapes, dtypes, found.anchor.source(), reason=found.reason)
+        return Site(found.pattern, found.direction, shapes, dtypes, source, found.kernel, found.bytes_saved)
+    return Site(found.pattern, found.direction, shapes, dtypes, source, reason=found.reason)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ ALLOWED = {
     "__main__": {"demo", "doctor"},
     "fuse": {"live", "patterns", "policy", "report", "graph", "match", "signature"},
     "signature": {"private"},
-    "report": {"match"},
+    "report": {"match", "source"},
     "policy": {"ops"},
     "patterns": {"patterns", "graph", "layout", "canonical", "elementwise", "forms", "moments", "live", "match", "ops", "op"},
     "live": {"graph", "match"},
@@ -31,6 +31,7 @@ ALLOWED = {
     "private": set(),
     "ffi": {"_native"},
     "doctor": {"ffi", "__init__"},
+    "flax": {"flax", "fuse"},
     "demo": {"__init__", "demo", "report"},
 }
 
