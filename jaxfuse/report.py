@@ -19,7 +19,8 @@ class Site:
     pattern: like "conv+bias+relu"; direction: "forward" or "backward"; shapes, dtypes: of the full-size operands;
     source: "file:line" of the user's code; kernel: what runs it ("onednn", "native", "reference"), "" if skipped;
     bytes_saved: an estimate of the memory traffic that the fused kernel avoids, in bytes;
-    reason: for a skipped site the first check that failed, with the value or the reader that failed it.
+    reason: for a skipped site the first check that failed, with the value or the reader that failed it;
+    scope: the `jax.named_scope`s of the site, for Flax linen the module's path: "jvp(ResNet)/Bottleneck_2/Conv_1".
     """
 
     pattern: str
@@ -30,6 +31,7 @@ class Site:
     kernel: str = ""
     bytes_saved: int = 0
     reason: str = ""
+    scope: str = ""
 
     def __str__(self):
         shapes = " ".join(f"{d}{list(s)}" for d, s in zip(self.dtypes, self.shapes))
@@ -43,9 +45,8 @@ def site(found: Match | Refusal) -> Site:
     source = found.anchor.source()
     if source == "unknown":
         source = calling_line()
-    if isinstance(found, Match):
-        return Site(found.pattern, found.direction, shapes, dtypes, source, found.kernel, found.bytes_saved)
-    return Site(found.pattern, found.direction, shapes, dtypes, source, reason=found.reason)
+    kernel, saved, reason = (found.kernel, found.bytes_saved, "") if isinstance(found, Match) else ("", 0, found.reason)
+    return Site(found.pattern, found.direction, shapes, dtypes, source, kernel, saved, reason, found.anchor.scope())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ the layers are plain and the whole is fused: a network built of them is not cut 
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 
 import flax.linen as nn
@@ -19,10 +20,11 @@ import jax
 from flax.core import lift
 from flax.linen.transforms import lift_transform
 
-from jaxfuse.fuse import inline
+from jaxfuse.flax import Exchanged
+from jaxfuse.fuse import explain, inline
 
 __all__ = ["BatchNorm", "Conv", "ConvTranspose", "Dense", "GRUCell", "GroupNorm", "LSTMCell", "LayerNorm",
-           "OptimizedLSTMCell", "RMSNorm", "RNN", "fused", "replace"]
+           "OptimizedLSTMCell", "RMSNorm", "RNN", "exchanged", "fused", "replace"]
 
 
 def fused(method):
@@ -141,4 +143,39 @@ def _fused_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Of the same name, after which Flax names parameters."""
     if issubclass(cls, (_Fused, _Epilogue)):
         return cls
-    return type(cls.__name__, (_Fused, cls), {"__doc__": cls.__doc__, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    own = {"__doc__": cls.__doc__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls.__name__, (_Fused, cls), own)
+
+
+EXCHANGE = {layer.__mro__[2]: layer for layer in (
+    Conv, ConvTranspose, Dense, BatchNorm, LayerNorm, RMSNorm, GroupNorm, LSTMCell, OptimizedLSTMCell, GRUCell, RNN)}
+
+
+def exchanged(module: nn.Module, variables, *args, policy: str = "measured", **kwargs) -> tuple[Exchanged, ...]:
+    """What becomes of each module in `replace(module).apply(variables, *args, **kwargs)`, in the order of their calls.
+
+    Nothing is computed. Raises what `module.apply` raises for these arguments.
+    """
+    called: dict[str, type] = {}
+
+    def noting(call, args, kwargs, context):
+        if context.method_name == "__call__":
+            called.setdefault("/".join(context.module.path), type(context.module))
+        return call(*args, **kwargs)
+
+    def apply(variables, *args):
+        with nn.intercept_methods(noting):
+            return module.apply(variables, *args, **kwargs)
+
+    report = explain(apply, variables, *args, policy=policy)
+    scopes = [(re.sub(r"\w+\(|\)", "", site.scope) + "/", site) for site in (*report.fused, *report.skipped)]
+    return tuple(_exchange(path, cls, [site for scope, site in scopes if f"/{path}/" in scope]) for path, cls in called.items())
+
+
+def _exchange(path: str, cls: type, sites) -> Exchanged:
+    if cls not in EXCHANGE:
+        return Exchanged(path, cls, cls, "no layer that has a drop-in; what it computes is fused with the model")
+    if not sites:
+        return Exchanged(path, cls, cls, "nothing in it looks like a layer that has a kernel")
+    reason = "" if any(site.kernel for site in sites) else sites[0].reason
+    return Exchanged(path, cls, cls if reason else EXCHANGE[cls], reason)
