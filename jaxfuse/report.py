@@ -20,7 +20,7 @@ class Site:
     source: "file:line" of the user's code; kernel: what runs it ("onednn", "native", "reference"), "" if skipped;
     bytes_saved: an estimate of the memory traffic that the fused kernel avoids, in bytes;
     reason: for a skipped site the first check that failed, with the value or the reader that failed it;
-    scope: the `jax.named_scope`s of the site, for Flax linen the module's path: "jvp(ResNet)/Bottleneck_2/Conv_1".
+    scopes: the `jax.named_scope`s of its parts; those of Flax linen are modules: "jvp(ResNet)/Bottleneck_2/Conv_1".
     """
 
     pattern: str
@@ -31,7 +31,7 @@ class Site:
     kernel: str = ""
     bytes_saved: int = 0
     reason: str = ""
-    scope: str = ""
+    scopes: tuple[str, ...] = ()
 
     def __str__(self):
         shapes = " ".join(f"{d}{list(s)}" for d, s in zip(self.dtypes, self.shapes))
@@ -45,8 +45,9 @@ def site(found: Match | Refusal) -> Site:
     source = found.anchor.source()
     if source == "unknown":
         source = calling_line()
+    scopes = tuple(dict.fromkeys(node.scope() for node in found.nodes)) or (found.anchor.scope(),)
     kernel, saved, reason = (found.kernel, found.bytes_saved, "") if isinstance(found, Match) else ("", 0, found.reason)
-    return Site(found.pattern, found.direction, shapes, dtypes, source, kernel, saved, reason, found.anchor.scope())
+    return Site(found.pattern, found.direction, shapes, dtypes, source, kernel, saved, reason, scopes)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,7 +31,7 @@ ALLOWED = {
     "private": set(),
     "ffi": {"_native"},
     "doctor": {"ffi", "__init__"},
-    "flax": {"flax", "fuse"},
+    "flax": {"flax", "fuse", "report", "signature"},
     "demo": {"__init__", "demo", "report"},
 }
 
