@@ -10,7 +10,7 @@ from jaxfuse import patterns, policy as policies, report as reports
 from jaxfuse.graph import RULED, Emission, Graph, Node, evaluate, inside, programs, retraced, subprograms
 from jaxfuse.live import accept, circular
 from jaxfuse.match import Match, Refusal
-from jaxfuse.signature import Call, Untraceable, compiled
+from jaxfuse.signature import Call, Untraceable, compiled, is_part_of_a_program
 
 CIRCULAR = "what it needs is computed from what it gives by another fused site"
 
@@ -130,6 +130,26 @@ def fuse(fn, *, policy: str = "measured", strict: bool = False):
             raise reports.FusionError(str(_untraceable(failure))) from failure
 
     return compiled(fn, functools.partial(_run, fn, judge, strict), give_up)
+
+
+def inline(fn, *, policy: str = "measured"):
+    """As `fuse(fn)`, but traced anew at every call and compiled with the caller: for a layer of a larger program.
+
+    Within a function that is itself being fused, fn as it is: the whole is fused.
+    """
+    judge = policies.judge(policy)
+
+    @functools.wraps(fn)
+    def call(*args, **kwargs):
+        if is_part_of_a_program():
+            return fn(*args, **kwargs)
+        try:
+            return _run(fn, judge, False, *args, **kwargs)
+        except Untraceable as failure:
+            reports.log(_untraceable(failure))
+            return fn(*args, **kwargs)
+
+    return call
 
 
 def explain(fn, *args, policy: str = "measured", **kwargs) -> reports.FusionReport:

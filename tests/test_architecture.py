@@ -14,7 +14,7 @@ ALLOWED = {
     "__main__": {"demo", "doctor", "tune"},
     "fuse": {"live", "patterns", "policy", "report", "graph", "match", "signature"},
     "signature": {"private"},
-    "report": {"match"},
+    "report": {"match", "source"},
     "policy": {"ops", "rules", "tuned"},
     "rules": {"rules"},
     "tuned": {"ffi", "rules"},
@@ -34,6 +34,7 @@ ALLOWED = {
     "private": set(),
     "ffi": {"_native"},
     "doctor": {"ffi", "__init__", "rules", "tuned"},
+    "flax": {"flax", "fuse", "report", "signature"},
     "demo": {"__init__", "demo", "report"},
 }
 
