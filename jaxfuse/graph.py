@@ -198,9 +198,22 @@ def evaluate(graph: Graph, arguments: list, replacements: dict[int, Emission], r
 
     Nodes that nobody needs any more are left out; nodes with effects stay, in their order.
     """
-    environment: dict[int, object] = {}
-    for value, array in zip([*graph.inputs, *graph.constants], [*arguments, *graph.constant_arrays]):
-        environment[id(value)] = array
+    known = zip([*graph.inputs, *graph.constants], [*arguments, *graph.constant_arrays])
+    environment = {id(value): array for value, array in known}
+    for node in graph.nodes:
+        if node.eqn.effects:
+            inputs = compute(node.inputs, environment, replacements, replay)
+            if node.outputs:
+                compute(node.outputs, environment, replacements, replay)
+            else:
+                replay(node, inputs)
+    return compute(graph.outputs, environment, replacements, replay)
+
+
+def compute(wanted: Iterable[Value], environment: dict[int, object], replacements: dict[int, Emission], replay=Node.replay) -> list:
+    """The wanted values, computed on demand from those in `environment`, by id, and put there.
+
+    Depth-first, without recursion: a program may be thousands of equations deep."""
 
     def read(value: Value):
         return value.literal if value.literal is not None else environment[id(value)]
@@ -214,17 +227,6 @@ def evaluate(graph: Graph, arguments: list, replacements: dict[int, Emission], r
         else:
             environment.update(zip(map(id, node.outputs), replay(node, [read(v) for v in node.inputs])))
 
-    for node in graph.nodes:
-        if node.eqn.effects:
-            _demand(node.outputs or node.inputs, environment, steps)
-            if not node.outputs:
-                replay(node, [read(v) for v in node.inputs])
-    _demand(graph.outputs, environment, steps)
-    return [read(v) for v in graph.outputs]
-
-
-def _demand(wanted: list[Value], environment, steps) -> None:
-    """Depth-first, without recursion: a program may be thousands of equations deep."""
     stack = [(value, None) for value in wanted]
     while stack:
         value, running = stack.pop()
@@ -234,6 +236,7 @@ def _demand(wanted: list[Value], environment, steps) -> None:
         needed = next(running, None)
         if needed is not None:
             stack += [(value, running), (needed, None)]
+    return [read(value) for value in wanted]
 
 
 def subprograms(node: Node) -> dict[str, object]:

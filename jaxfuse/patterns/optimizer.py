@@ -16,7 +16,8 @@ from jaxfuse.elementwise import is_elementwise
 from jaxfuse.graph import Graph, Node, Value
 from jaxfuse.layout import RESHAPES
 from jaxfuse.match import Refusal
-from jaxfuse.patterns.autodiff import backward, no_kernel
+from jaxfuse.patterns.autodiff import backward
+from jaxfuse.reasons import no_kernel
 
 LARGEST = 64  # nodes of one tensor's update
 LINEAR = (*ADD, "sub", "mul", "div", "neg", "select_n", "integer_pow", CAST, *RESHAPES)
