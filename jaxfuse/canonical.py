@@ -152,6 +152,13 @@ def unwidened(value: Value) -> Value:
     return value
 
 
+def uncast(value: Value, *also: str) -> Value:
+    """What casts, and the primitives `also`, were made of."""
+    while value.producer is not None and value.producer.primitive in (CAST, *also):
+        value = value.producer.inputs[0]
+    return value
+
+
 def constant(value: Value, depth: int = 8) -> float | None:
     """The number, if the value is one number that the program fixes: written into it, broadcast, cast, or computed from
     such numbers (jnp.var divides by `144 - ddof`) in a few steps, at most `depth` deep."""

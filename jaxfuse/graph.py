@@ -4,6 +4,7 @@ Knows nothing of any op. A `Node` is one equation of the program and can be repl
 its custom derivative rules; a `Value` is what flows between nodes.
 """
 
+import functools
 import numbers
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -136,22 +137,55 @@ class Graph:
 
     def _node(self, eqn, inputs, name_stack, callers) -> Node:
         """A node for the equation, or the node that already computes the same."""
-        try:
-            key = (
-                eqn.primitive,
-                tuple([id(v) if v.literal is None else (np.asarray(v.literal).tobytes(), v.aval) for v in inputs]),
-                tuple(sorted(eqn.params.items(), key=lambda item: item[0])),
-            )
-            known = None if eqn.effects else self._seen.get(key)
-        except TypeError:  # an unhashable parameter: the equation stays on its own
-            key = known = None
-        if known is not None:
+        key = None if eqn.effects else _key(eqn, inputs)
+        known = self._seen.get(key)
+        if known is not None and (eqn.primitive.name not in RULED or _same_rule(known.eqn, eqn)):
             return known
         node = Node(eqn, len(self.nodes), inputs, name_stack, callers)
         self.nodes.append(node)
         if key is not None:
             self._seen[key] = node
         return node
+
+
+LONGEST_RULED = 32  # equations of a function with a rule of its own that are read to find its equal
+
+
+def _key(eqn, inputs: list[Value]):
+    """What is the same for equations that compute the same; None: nothing is known to be. A function with a derivative
+    rule is made anew at every call: it is known by its text, its rule is then to be compared."""
+    params = eqn.params
+    if eqn.primitive.name in RULED:
+        if eqn.primitive.name != "custom_jvp_call" or len(params["call_jaxpr"].eqns) > LONGEST_RULED:
+            return None
+        params = dict(text=str(params["call_jaxpr"].jaxpr))
+    key = (
+        eqn.primitive,
+        tuple([id(v) if v.literal is None else (np.asarray(v.literal).tobytes(), v.aval) for v in inputs]),
+        tuple(sorted(params.items())),
+    )
+    try:
+        hash(key)
+    except TypeError:  # an unhashable parameter: the equation stays on its own
+        return None
+    return key
+
+
+def _same_rule(one, other) -> bool:
+    """Whether two `custom_jvp_call`s with the same text have the same derivative. What that text cannot tell, constants and
+    rules within the rule, is taken to differ."""
+
+    def derivative(eqn):
+        types = tuple(v.aval for v in eqn.invars)
+        bind = functools.partial(eqn.primitive.bind, **eqn.primitive.get_bind_params(eqn.params))
+        traced = jax.make_jaxpr(lambda primals, tangents: jax.jvp(bind, primals, tangents))(types, types)
+        closed = traced.consts or eqn.params["call_jaxpr"].consts
+        return object() if closed or any(name in str(traced) for name in RULED[1:]) else str(traced)
+
+    try:
+        return derivative(one) == derivative(other)
+    except TypeError:  # of an argument that has no tangent
+        return False
 
 
 class Emission(NamedTuple):
@@ -168,9 +202,22 @@ def evaluate(graph: Graph, arguments: list, replacements: dict[int, Emission], r
 
     Nodes that nobody needs any more are left out; nodes with effects stay, in their order.
     """
-    environment: dict[int, object] = {}
-    for value, array in zip([*graph.inputs, *graph.constants], [*arguments, *graph.constant_arrays]):
-        environment[id(value)] = array
+    known = zip([*graph.inputs, *graph.constants], [*arguments, *graph.constant_arrays])
+    environment = {id(value): array for value, array in known}
+    for node in graph.nodes:
+        if node.eqn.effects:
+            inputs = compute(node.inputs, environment, replacements, replay)
+            if node.outputs:
+                compute(node.outputs, environment, replacements, replay)
+            else:
+                replay(node, inputs)
+    return compute(graph.outputs, environment, replacements, replay)
+
+
+def compute(wanted: Iterable[Value], environment: dict[int, object], replacements: dict[int, Emission], replay=Node.replay) -> list:
+    """The wanted values, computed on demand from those in `environment`, by id, and put there.
+
+    Depth-first, without recursion: a program may be thousands of equations deep."""
 
     def read(value: Value):
         return value.literal if value.literal is not None else environment[id(value)]
@@ -184,17 +231,6 @@ def evaluate(graph: Graph, arguments: list, replacements: dict[int, Emission], r
         else:
             environment.update(zip(map(id, node.outputs), replay(node, [read(v) for v in node.inputs])))
 
-    for node in graph.nodes:
-        if node.eqn.effects:
-            _demand(node.outputs or node.inputs, environment, steps)
-            if not node.outputs:
-                replay(node, [read(v) for v in node.inputs])
-    _demand(graph.outputs, environment, steps)
-    return [read(v) for v in graph.outputs]
-
-
-def _demand(wanted: list[Value], environment, steps) -> None:
-    """Depth-first, without recursion: a program may be thousands of equations deep."""
     stack = [(value, None) for value in wanted]
     while stack:
         value, running = stack.pop()
@@ -204,6 +240,7 @@ def _demand(wanted: list[Value], environment, steps) -> None:
         needed = next(running, None)
         if needed is not None:
             stack += [(value, running), (needed, None)]
+    return [read(value) for value in wanted]
 
 
 def subprograms(node: Node) -> dict[str, object]:

@@ -14,19 +14,17 @@ the reference, as plain JAX. (`jax.custom_vjp` has no forward mode at all; that 
 
 import dataclasses
 import functools
-import math
-import string
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
 
 from jaxfuse import private
+from jaxfuse.batch import BatchAxes, equally_varying, merge, sharded, split
 
 Arrays = tuple[jax.Array, ...]
 
@@ -42,16 +40,6 @@ class Kernel(NamedTuple):
     name: str
     refuse: Callable[[Any, tuple], str | None]
     run: Callable[[Any, Arrays, tuple[str, ...]], Arrays]
-
-
-class BatchAxes(NamedTuple):
-    """For each input and output the axis along which a stage works item by item; None: that value has no such axis.
-
-    An output without one, where any input has one, is a sum (or another statistic) over the batch.
-    """
-
-    inputs: tuple[int | None, ...]
-    outputs: tuple[int | None, ...]
 
 
 class Stage:
@@ -116,9 +104,9 @@ class Stage:
 
             outs = jax.lax.map(one, [a for a, d in zip(mapped, dims) if d is not None])
             return outs, [0] * len(outs)
-        merged = [_merge(a, d, ax, size) for a, d, ax in zip(args, dims, axes.inputs)]
+        merged = [merge(a, d, ax, size) for a, d, ax in zip(args, dims, axes.inputs)]
         outs = self(config, *merged)
-        return [_split(o, ax, size) for o, ax in zip(outs, axes.outputs)], axes.outputs
+        return [split(o, ax, size) for o, ax in zip(outs, axes.outputs)], axes.outputs
 
     def _partitioned(self, config, args):
         """`run` on every shard of the batch: no all-gather of what is sharded along the batch axis."""
@@ -126,34 +114,8 @@ class Stage:
         kernel, _ = self.kernel(config, args)
         if kernel is None or not any(ax is not None for ax in axes.inputs):
             return self.run(config, args)
-
-        def shardings(mesh, arg_shapes):
-            """Mesh axes of the batch, and the (input, output) shardings that go with them."""
-            along_batch = [(s, ax) for s, ax in zip(arg_shapes, axes.inputs) if ax is not None]
-            names = next(filter(None, (_mesh_axes(s.sharding, ax) for s, ax in along_batch)), ())
-            if along_batch[0][0].shape[along_batch[0][1]] % math.prod(mesh.shape[name] for name in names):
-                names = ()  # shards would be padded, and the padding counted as data
-
-            def along(ax):
-                return NamedSharding(mesh, PartitionSpec(*([None] * ax + [names]) if ax is not None and names else ()))
-
-            return names, tuple(map(along, axes.inputs)), tuple(map(along, axes.outputs))
-
-        def partition(mesh, arg_shapes, result_shape):
-            names, in_shardings, out_shardings = shardings(mesh, arg_shapes)
-            return mesh, lambda *shards: list(self.run(config, shards, names)), list(out_shardings), in_shardings
-
-        def infer(mesh, arg_shapes, result_shape):
-            return list(shardings(mesh, arg_shapes)[2])
-
-        sharded = custom_partitioning(lambda *args: list(self.run(config, args)))
         outs = _out_types(self, config, tuple(_type_of(jax.typeof(a)) for a in args))
-        sharded.def_partition(
-            partition,
-            infer_sharding_from_operands=infer,
-            sharding_rule=_sharding_rule(axes, [jnp.ndim(a) for a in args], [len(o.shape) for o in outs]),
-        )
-        return tuple(sharded(*args))
+        return sharded(functools.partial(self.run, config), axes, args, [len(o.shape) for o in outs])
 
 
 class FusedOp:
@@ -235,13 +197,16 @@ class FusedOp:
     def _types_here(self, linear: "Linear", args):
         """Types of the op's arguments for the batch size at hand (vmap and sharding change it under the config)."""
         backward, forward = self.backward.batch_axes, self.forward.batch_axes
-        varying = jax.typeof(args[0]).manual_axis_type
+        here = jax.typeof(args[0])
+        mesh, varying = here.sharding.mesh, here.manual_axis_type
+        unsharded = None if mesh.empty else NamedSharding(mesh, PartitionSpec())
+        known = [t.update(manual_axis_type=varying, sharding=t.sharding or unsharded) for t in linear.types]
         axes = backward(linear, [len(a.shape) for a in args]).inputs
         size = next((a.shape[ax] for a, ax in zip(args, axes) if ax is not None), None)
         own = forward(linear.config, [len(t.shape) for t in linear.types]).inputs
         return [
             t if ax is None or size is None else t.update(shape=(*t.shape[:ax], size, *t.shape[ax + 1 :]))
-            for t, ax in zip([t.update(manual_axis_type=varying) for t in linear.types], own)
+            for t, ax in zip(known, own)
         ]
 
 
@@ -295,46 +260,3 @@ def _out_types(stage: Stage, config, types: tuple[jax.ShapeDtypeStruct, ...]):
     """What the reference returns, so that shapes, dtypes and shardings are those of the same thing unfused."""
     outs = jax.make_jaxpr(lambda *args: tuple(stage.reference(config, *args)))(*types).out_avals
     return [out.update(weak_type=False) for out in outs]
-
-
-def equally_varying(args):
-    """Inside `shard_map`: mark every argument as varying over the same mesh axes (the transpose is the psum)."""
-    varying = [jax.typeof(a).manual_axis_type.varying for a in args]
-    everywhere = frozenset().union(*varying)
-    return [
-        jax.lax.pcast(a, tuple(everywhere - v), to="varying") if everywhere - v else a for a, v in zip(args, varying)
-    ]
-
-
-def _mesh_axes(sharding, axis: int) -> tuple[str, ...]:
-    """The mesh axes over which dimension `axis` is sharded."""
-    spec = tuple(getattr(sharding, "spec", ()))
-    names = spec[axis] if axis < len(spec) else None
-    return () if names is None else (names,) if isinstance(names, str) else tuple(names)
-
-
-def _merge(arg, dim, axis, size):
-    """Fold the vmapped axis `dim` into the batch axis `axis`; what is not vmapped is repeated along it."""
-    if axis is None:
-        return arg
-    if dim is None:
-        arg = jnp.broadcast_to(jnp.expand_dims(arg, axis), (*arg.shape[:axis], size, *arg.shape[axis:]))
-    else:
-        arg = jnp.moveaxis(arg, dim, axis)
-    return arg.reshape(*arg.shape[:axis], size * arg.shape[axis + 1], *arg.shape[axis + 2 :])
-
-
-def _split(out, axis, size):
-    return out.reshape(*out.shape[:axis], size, out.shape[axis] // size, *out.shape[axis + 1 :])
-
-
-def _sharding_rule(axes: BatchAxes, in_ranks, out_ranks) -> str:
-    """Shardy rule in einsum form: one factor `n` for the batch, a factor of its own for every other dimension."""
-    fresh = (f"{letter}{number}" for number in range(99) for letter in string.ascii_lowercase if letter != "n")
-
-    def dims(ranks, batch):
-        return ", ".join(
-            " ".join("n" if i == ax else next(fresh) for i in range(rank)) for rank, ax in zip(ranks, batch)
-        )
-
-    return f"{dims(in_ranks, axes.inputs)} -> {dims(out_ranks, axes.outputs)}"

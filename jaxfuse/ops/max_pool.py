@@ -12,6 +12,7 @@ from jax import lax
 from jaxfuse import ffi
 from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear
 from jaxfuse.ops.errors import Arguments
+from jaxfuse.reasons import no_kernel
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -129,7 +130,7 @@ def _refuse(config: MaxPoolConfig, args) -> str | None:
             return f"window {config.window_dimensions} pools axis {axis}, the {name} axis: the kernel takes channels last"
     for name in ("base_dilation", "window_dilation"):
         if any(d != 1 for d in getattr(config, name)):
-            return f"{name} {getattr(config, name)}: no kernel yet on cpu"
+            return no_kernel(f"{name} {getattr(config, name)}")
     if min(map(min, config.padding)) < 0:
         return f"negative padding {config.padding}"
     if math.prod(x.shape) == 0:

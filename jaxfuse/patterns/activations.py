@@ -36,11 +36,11 @@ def name_activation(region: Region) -> Activated | Stop:
     return _near_miss(region, table, candidates)
 
 
-def is_derivative(region: Region, mask: Value) -> bool:
-    """Whether the function's derivative is 1 where the mask is set and 0 elsewhere."""
-    table, masks, _ = _cached_tables(region)
+def is_derivative(region: Region, mask: Value, of: Activated) -> bool:
+    """Whether the derivative of this activation is 1 where the region's mask is set and 0 elsewhere."""
+    _, masks, _ = _cached_tables(region)
     which = next(i for i, known in enumerate(region.masks) if known is mask)
-    return np.array_equal(masks[which, : len(FINITE)], table[1, : len(FINITE)])
+    return np.array_equal(masks[which, : len(FINITE)], known_table(*of)[1, : len(FINITE)])
 
 
 def _candidates(table):

@@ -6,10 +6,9 @@ is served by the fused op's own backward. A pattern of the backward pass starts 
 
 import functools
 
-import jax
-
 from jaxfuse.graph import Graph, Node, Value
 from jaxfuse.live import FusedReader
+from jaxfuse.reasons import no_kernel  # noqa: F401
 
 
 class Part:
@@ -48,11 +47,6 @@ def forward(graph: Graph) -> Graph | Part:
 def backward(graph: Graph) -> frozenset[int]:
     """Indices of the transposed nodes."""
     return _split(graph)[1]
-
-
-def no_kernel() -> str:
-    """The reason of a row that is recognised before its kernel exists."""
-    return f"no kernel yet on {jax.default_backend()}"
 
 
 def _split(graph: Graph) -> tuple[Part | None, frozenset[int]]:

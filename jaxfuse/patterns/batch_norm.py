@@ -225,7 +225,7 @@ def _unmasked(value: Value) -> Value:
 def _squared(value: Value) -> Value | None:
     """What `value` is the square of (of it, or of it less its mean), casts and masks not counted."""
     node = _unmasked(value).producer
-    if node is None or not is_square(node, node.inputs[0]):
+    if node is None or not node.inputs or not is_square(node, node.inputs[0]):
         return None
     base = node.inputs[0]
     if base.producer is not None and base.producer.primitive == "sub":

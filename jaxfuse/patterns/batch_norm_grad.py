@@ -99,7 +99,7 @@ def mask_of(gradient: Gradient, chain: Chain) -> Value | None:
     if node is None or node.primitive != "select_n" or len(node.inputs) != 3 or constant(node.inputs[1]) != 0:
         return None
     mask = node.inputs[0]
-    return mask if any(m is mask for m in chain.masks) and is_derivative(chain.region, mask) else None
+    return mask if any(m is mask for m in chain.masks) and is_derivative(chain.region, mask, chain.activation) else None
 
 
 def fused(graph: Graph, gradient: Gradient, label: str, anchor, bits: Value | None, measured) -> Match | str:

@@ -5,8 +5,9 @@ from jaxfuse.graph import Node, Value
 from jaxfuse.layout import RESHAPES
 from jaxfuse.match import Refusal, Walk
 from jaxfuse.patterns.activations import name_activation
-from jaxfuse.patterns.autodiff import forward, no_kernel
+from jaxfuse.patterns.autodiff import forward
 from jaxfuse.patterns.dense import is_parameter
+from jaxfuse.reasons import no_kernel
 
 FARTHEST = 6  # per-channel steps from the root of the variance to the value that it scales
 

@@ -15,6 +15,7 @@ from jaxfuse.match import Chain, Match, Refusal, Walk, as_vector, longest
 from jaxfuse.ops.activations import WITHOUT_KERNEL
 from jaxfuse.ops.conv import OP, ConvConfig
 from jaxfuse.patterns.activations import name_activation
+from jaxfuse.reasons import no_kernel
 
 
 def anchors(graph):
@@ -47,14 +48,14 @@ def config_of(node: Node) -> ConvConfig | str:
     params = node.params
     x, w = node.inputs
     if params["batch_group_count"] != 1:
-        return f"batch_group_count {params['batch_group_count']}: no kernel yet on cpu"
+        return no_kernel(f"batch_group_count {params['batch_group_count']}")
     if any(d != 1 for d in params["lhs_dilation"]):
-        return f"lhs_dilation {params['lhs_dilation']}: no kernel yet on cpu"
+        return no_kernel(f"lhs_dilation {params['lhs_dilation']}")
     if not (x.dtype == w.dtype == node.out.dtype):
         return f"dtypes {x.dtype}, {w.dtype} -> {node.out.dtype}: the kernel takes and gives one dtype"
     dn = params["dimension_numbers"]
     if dn.lhs_spec[0] != 0 or dn.out_spec[0] != 0:
-        return f"batch at axis {dn.lhs_spec[0]} -> {dn.out_spec[0]}, a weight gradient: no kernel yet on cpu"
+        return no_kernel(f"batch at axis {dn.lhs_spec[0]} -> {dn.out_spec[0]}, a weight gradient")
     return ConvConfig(
         tuple(params["window_strides"]), tuple(map(tuple, params["padding"])), tuple(params["rhs_dilation"]),
         params["feature_group_count"], dn.lhs_spec, dn.rhs_spec, dn.out_spec, precision=params["precision"])

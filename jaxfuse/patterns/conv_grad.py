@@ -16,6 +16,7 @@ from jaxfuse.layout import channels_last, inverse, only_moved, transposed
 from jaxfuse.live import unneeded
 from jaxfuse.match import Activated, Match, Refusal, depends_on
 from jaxfuse.op import Linear
+from jaxfuse.ops.activations import SAME_VALUE
 from jaxfuse.ops.conv import OP, ConvConfig
 from jaxfuse.patterns.activations import is_derivative, name_activation
 from jaxfuse.patterns.conv import config_of
@@ -135,7 +136,9 @@ def _with_activation(graph: Graph, gradients: Gradients) -> Gradients:
     mask = node.inputs[0]
     for region in _regions_of(graph, mask):
         named = name_activation(region) if any(m is mask for m in region.masks) else None
-        if isinstance(named, Activated) and is_derivative(region, mask):
+        if isinstance(named, Activated):  # max(z, 0) with the derivative of relu is a relu
+            named = named._replace(name=SAME_VALUE.get(named.name, named.name))
+        if isinstance(named, Activated) and is_derivative(region, mask, named):
             return dataclasses.replace(gradients, y=region.end, activation=named)
     return gradients
 

@@ -105,7 +105,7 @@ def _after(part, end: Value, claimed: set[int]) -> tuple[str, tuple[Node, ...]]:
 def _squared(value: Value) -> Value | None:
     """What `value` is the square of, or of which it is the squared distance from the mean; casts are seen through."""
     node = _uncast(value).producer
-    if node is None or not is_square(node, node.inputs[0]):
+    if node is None or not node.inputs or not is_square(node, node.inputs[0]):
         return None
     base = node.inputs[0]
     centering = _uncast(base).producer

@@ -11,12 +11,13 @@ Weight decay by an L2 loss or by `add_decayed_weights` before the moments: p is 
 
 from typing import NamedTuple
 
-from jaxfuse.canonical import ADD, CAST, constant, size
+from jaxfuse.canonical import ADD, CAST, constant, size, uncast
 from jaxfuse.elementwise import is_elementwise
 from jaxfuse.graph import Graph, Node, Value
 from jaxfuse.layout import RESHAPES
 from jaxfuse.match import Refusal
-from jaxfuse.patterns.autodiff import backward, no_kernel
+from jaxfuse.patterns.autodiff import backward
+from jaxfuse.reasons import no_kernel
 
 LARGEST = 64  # nodes of one tensor's update
 LINEAR = (*ADD, "sub", "mul", "div", "neg", "select_n", "integer_pow", CAST, *RESHAPES)
@@ -81,17 +82,11 @@ def _kind(graph: Graph, node: Node, parameter: Value, given: set[int]) -> str:
 
 def _is_negative(node: Node) -> bool:
     """A negation, or a product with a negative number, which may be a schedule's value times -1."""
-    factors = [_uncast(v) for v in node.inputs if node.primitive == "mul" and v.shape == ()]
+    factors = [uncast(v, *RESHAPES) for v in node.inputs if node.primitive == "mul" and v.shape == ()]
     numbers = [
         constant(v) for factor in factors for v in (factor, *(factor.producer.inputs if factor.producer else ()))
     ]
     return node.primitive == "neg" or any(number is not None and number < 0 for number in numbers)
-
-
-def _uncast(value: Value) -> Value:
-    while value.producer is not None and value.producer.primitive in (CAST, *RESHAPES):
-        value = value.producer.inputs[0]
-    return value
 
 
 def _rescaled(update: Update, root: Node) -> bool:

@@ -5,7 +5,7 @@
 
 from jaxfuse.graph import Node, Value
 from jaxfuse.match import Refusal
-from jaxfuse.patterns.autodiff import no_kernel
+from jaxfuse.reasons import no_kernel
 
 
 def anchors(graph):

@@ -1,0 +1,355 @@
+"""python tests/fuzz.py [--seconds S] [--first N] [--seeds N]: random networks, fused against unfused.
+
+A program is a list of random steps (fuzz_steps.py), some of them around others: residual branches, jit, remat, vmap, scan,
+cond, casts. Compared are the value, what it returns beside, and the gradients, of `value_and_grad(fuse(loss))`, of
+`fuse(train_step)` and sometimes in forward mode and under vmap. What differs by more than rounding explains, judged by a run in
+float64, or fails, is made smaller and printed; the exit status is then 1.
+"""
+
+import argparse
+import collections
+import random
+import sys
+import time
+import traceback
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import jaxfuse
+from compare import jit
+from fuzz_steps import STEPS, Scope, wide
+
+WRAPPERS = ("residual", "residual", "residual", "jit", "remat", "vmap", "layers", "microbatches", "cond", "bf16", "concat", "twice",
+            "custom rule", "named")
+DEEPEST, LONGEST = 2, 6
+
+
+class Step(NamedTuple):
+    name: str
+    key: int
+    options: dict
+    body: tuple["Step", ...] = ()
+
+
+class Program(NamedTuple):
+    """`shape` is that of the input, channels last; `first` says that the program has them first."""
+
+    shape: tuple[int, ...]
+    first: bool
+    frozen: int  # of the parameters every so manieth is not trained; 0: all are
+    steps: tuple[Step, ...]
+
+
+def random_program(seed: int) -> Program:
+    rng = random.Random(seed)
+    rank = rng.choice((4, 4, 4, 4, 3, 3, 2))
+    spatial = {4: (rng.choice((5, 8)),) * 2, 3: (rng.choice((4, 7)),), 2: ()}[rank]
+    suited = {4: ("conv", "conv", "conv", "norm", "norm", "norm", "activation", "activation", "activation", "pool", "reshape"),
+              3: ("dense", "dense", "norm", "norm", "activation", "attention", "recurrent"),
+              2: ("dense", "dense", "norm", "activation", "activation")}[rank] + ("arithmetic", "read_again", "dense")
+
+    def steps(depth: int, longest: int) -> tuple[Step, ...]:
+        return tuple(one(depth) for _ in range(rng.randint(1 if depth else 2, longest)))
+
+    def one(depth: int) -> Step:
+        key = rng.randrange(10**6)
+        if depth < DEEPEST and rng.random() < 0.3:
+            return Step(rng.choice(WRAPPERS), key, {"choice": rng.randrange(4)}, steps(depth + 1, LONGEST - 2 - depth))
+        name = rng.choice(suited)
+        return Step(name, key, {option: rng.choice(choices) for option, choices in STEPS[name][1].items()})
+
+    shape = (rng.choice((2, 4)), *spatial, rng.choice((3, 4, 8, 16)))
+    return Program(shape, rank == 4 and rng.random() < 0.35, rng.choice((0, 0, 0, 2, 3)), steps(0, LONGEST))
+
+
+# --- running one -------------------------------------------------------------------------------------------------
+
+
+def run(scope: Scope, steps, x):
+    for name, key, options, body in steps:
+        if name in STEPS:
+            x = STEPS[name][0](scope, x, key, **options)
+        else:
+            x = around(scope, name, key, options["choice"], body, x)
+    return x
+
+
+def around(scope: Scope, name: str, key: int, choice: int, body, x):
+    """`x` after a body with something around it."""
+    inner = scope.inner()
+
+    def plain(v):
+        return run(inner, body, v)
+
+    def apart(v, **changes):
+        """(result, extras summed) with nothing kept outside, as what traces the body needs it."""
+        own = scope.inner(prefix=scope.prefix + "'", **changes)
+        result = run(own, body, v)
+        return result, sum((jnp.mean(wide(extra)) for extra in own.extras), jnp.float32(0))
+
+    if name in ("residual", "concat", "twice"):
+        y = plain(x)
+        scope.extras += inner.extras
+        if name == "twice":
+            return y + run(scope, body, y) if y.shape == x.shape else y
+        if y.shape == x.shape and name == "residual":
+            return (x + y, y + x, jax.nn.relu(y + x), x + 0.5 * y)[choice]
+        if y.shape[:scope.axis(y)] == x.shape[:scope.axis(y)] and y.ndim == x.ndim and y.shape[scope.axis(y) + 1:] == x.shape[scope.axis(y) + 1:]:
+            return jnp.concatenate([x, y], scope.axis(y))
+        return y
+    if name == "bf16":
+        y = plain(x.astype(jnp.bfloat16))
+        scope.extras += inner.extras
+        return wide(y)
+    if name == "named":
+        with jax.named_scope("named"):
+            y = plain(x)
+        scope.extras += inner.extras
+        return y
+    if name == "vmap" and not scope.mapped and not scope.initialising:
+        y, extras = jax.vmap(lambda v: apart(v, mapped=True), axis_name="batch")(x)
+    elif name == "layers" and jax.eval_shape(lambda v: apart(v, initialising=True, params={}), x)[0].shape == x.shape:
+        y, extras = _layers(scope, 2 + choice % 2, body, x)
+    elif name == "microbatches" and not scope.mapped and x.shape[0] % 2 == 0 and not scope.initialising:
+        y, extras = lax.map(apart, x.reshape(2, -1, *x.shape[1:]))
+        y = y.reshape(-1, *y.shape[2:])
+    elif name == "cond" and jax.eval_shape(lambda v: apart(v, initialising=True, params={}), x)[0] == jax.typeof(x):
+        if scope.initialising:
+            return apart(x)[0]
+        y, extras = lax.cond(jnp.sum(x) > -1e9, apart, lambda v: (v, jnp.zeros_like(jnp.sum(wide(v)))), x)
+    elif name == "remat" and not scope.initialising:
+        policy = (None, None, jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.everything_saveable)[choice]
+        y, extras = jax.checkpoint(apart, policy=policy)(x)
+    elif name == "jit" and not scope.initialising:
+        y, extras = jax.jit(apart)(x)
+    elif name == "custom rule" and not scope.initialising:
+        y, extras = _with_rule(apart, choice, x, scope.params)
+    else:
+        y, extras = apart(x, mapped=scope.mapped)
+    scope.extras.append(jnp.mean(extras))
+    return y
+
+
+def _layers(scope: Scope, count: int, body, x):
+    """Scanned over, with parameters of their own."""
+
+    def own(i, params, initialising):
+        return scope.inner(params=params, prefix=f"{scope.prefix}{i}:", initialising=initialising)
+
+    def layer(v, params, i=0, initialising=False):
+        inner = own(i, params, initialising)
+        y = run(inner, body, v)
+        return y.astype(v.dtype), sum((jnp.mean(wide(extra)) for extra in inner.extras), jnp.zeros_like(jnp.mean(wide(v))))
+
+    if scope.initialising:
+        for i in range(count):
+            layer(x, scope.params, i, True)
+        return layer(x, scope.params, 0, True)
+    start = f"{scope.prefix}0:"
+    names = [name[len(start):] for name in scope.params if name.startswith(start)]
+    stacked = {start + name: jnp.stack([scope.params[f"{scope.prefix}{i}:{name}"] for i in range(count)]) for name in names}
+    return lax.scan(lambda v, params: layer(v, params), x, stacked, length=count)
+
+
+def _with_rule(function, choice: int, x, params):
+    """Under a derivative rule of the user's, which is not quite that of the value."""
+    @jax.custom_jvp
+    def ruled(v, params):
+        return function(v, params=params)
+
+    @ruled.defjvp
+    def _(primals, tangents):
+        outs, moved = jax.jvp(ruled.fun, primals, tangents)
+        return outs, jax.tree.map(lambda t: t * (1.5 if choice < 2 else 1), moved)
+
+    return ruled(x, params)
+
+
+class Case:
+    """A program with its parameters and input; `loss(trained, frozen, x)` is a number and what else the program gives."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        rng = np.random.default_rng(7)
+        x = (rng.normal(size=program.shape) + 0.3).astype(np.float32)
+        self.x = np.moveaxis(x, -1, 1) if program.first and x.ndim == 4 else x
+        params: dict = {}
+        jax.eval_shape(lambda x: run(Scope(params, program.first, True), program.steps, x), self.x)
+        names = sorted(params)
+        held = {n for i, n in enumerate(names) if program.frozen and i % program.frozen == 0}
+        self.trained = {n: params[n] for n in names if n not in held}
+        self.frozen = {n: params[n] for n in held}
+        self.half = "bf16" in str(program.steps)
+
+    def loss(self, trained, frozen, x):
+        scope = Scope(trained | frozen, self.program.first, False)
+        y = wide(run(scope, self.program.steps, x))
+        readout = jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape)
+        extras = sum((jnp.mean(jnp.sin(wide(extra))) for extra in scope.extras), 0.0)
+        return jnp.sum(y * readout) / y.shape[0] + 0.5 * extras, (y, scope.extras)
+
+    def step(self, trained, frozen, x):
+        (number, aux), (of_params, of_x) = jax.value_and_grad(self.loss, argnums=(0, 2), has_aux=True)(trained, frozen, x)
+        return number, aux, of_params, of_x
+
+    def arguments(self, dtype=np.float32):
+        return jax.tree.map(lambda a: jnp.asarray(a, dtype), (self.trained, self.frozen, self.x))
+
+
+def fused(function):
+    return jaxfuse.fuse(function, policy="always")
+
+
+def through_loss(case, wrap):
+    def step(trained, frozen, x):
+        grad = jax.value_and_grad(wrap(case.loss), argnums=(0, 2), has_aux=True)
+        (number, aux), (of_params, of_x) = grad(trained, frozen, x)
+        return number, aux, of_params, of_x
+
+    return step
+
+
+def forward_mode(case, wrap):
+    def tangents(trained, frozen, x):
+        return jax.jvp(lambda t, x: wrap(case.loss)(t, frozen, x), (trained, x), (jax.tree.map(jnp.cos, trained), jnp.cos(x)))
+
+    return tangents
+
+
+def vmapped(case, wrap):
+    def mapped(trained, frozen, x):
+        return jax.vmap(lambda x: wrap(case.step)(trained, frozen, x))(jnp.stack([x, 2 * x]))
+
+    return mapped
+
+
+WAYS = {"fuse(loss)": through_loss, "fuse(step)": lambda case, wrap: wrap(case.step), "jvp(fuse)": forward_mode, "vmap(fuse)": vmapped}
+
+
+# --- judging -----------------------------------------------------------------------------------------------------
+
+
+def numbers(tree) -> dict[str, np.ndarray]:
+    return {jax.tree_util.keystr(path): np.asarray(leaf, np.float64) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def excess(got: dict, expected: dict, half: bool) -> tuple[float, str]:
+    """(error of the worst array, its name): relative to its own largest number or to a part of the largest of all,
+    in units of what rounding may do."""
+    largest = max((np.abs(v).max(initial=0) for v in expected.values()), default=0)
+    worst = 0.0, ""
+    for name, right in expected.items():
+        scale = max(np.abs(right).max(initial=0), (0.1 if half else 1e-3) * largest, 1e-6)
+        error = np.abs(got[name] - right).max(initial=0) / scale / (5e-2 if half else 1e-4)
+        worst = max(worst, (error if np.isfinite(error) else np.inf, name))
+    return worst
+
+
+def check(program: Program, ways) -> tuple[str, str] | None:
+    """(kind, message) of what is wrong with it fused; raises `Invalid` where the program itself is at fault."""
+    case = Case(program)
+    unfused: dict = {}
+    for way in ways:
+        make = WAYS[way]
+        base = "fuse(step)" if way == "fuse(loss)" else way
+        if base not in unfused:
+            unfused[base] = numbers(jit(make(case, lambda f: f))(*case.arguments()))
+        expected = unfused[base]
+        if not all(np.isfinite(v).all() for v in expected.values()):
+            raise Invalid("it gives NaN or infinity")
+        try:
+            got = numbers(jit(make(case, fused))(*case.arguments()))
+        except Exception:
+            return f"{way} raises", traceback.format_exc(limit=-8)
+        if set(got) != set(expected):
+            return f"{way} returns another tree", f"{sorted(got)} instead of {sorted(expected)}"
+        error, where = excess(got, expected, case.half)
+        if error <= 1:
+            continue
+        with jax.enable_x64(True):
+            exact = numbers(jit(make(case, lambda f: f))(*case.arguments(np.float64)))
+        own = excess(expected, exact, case.half)[0]
+        error, where = excess(got, exact, case.half)
+        if not error <= max(1, 8 * own):
+            return f"{way} differs", f"{where}: {error:.3g} against {own:.3g} unfused, in units of the tolerance"
+    return None
+
+
+class Invalid(Exception):
+    """The program cannot be judged."""
+
+
+def smaller(steps: tuple[Step, ...]):
+    """The same program with one step less, or without what is around some of them."""
+    for i, step in enumerate(steps):
+        yield steps[:i] + steps[i + 1:]
+        if step.body:
+            yield steps[:i] + step.body + steps[i + 1:]
+            for body in smaller(step.body):
+                yield steps[:i] + (step._replace(body=body),) * bool(body) + steps[i + 1:]
+
+
+def shrunk(program: Program, kind: str, ways, limit: float = 120) -> Program:
+    """A smaller program that fails in the same way, found within `limit` seconds."""
+    end = time.monotonic() + limit
+    improved = True
+    while improved and time.monotonic() < end:
+        improved = False
+        plainer = [program._replace(frozen=0)] * bool(program.frozen) + [program._replace(first=False)] * program.first
+        for candidate in [*plainer, *[program._replace(steps=steps) for steps in smaller(program.steps) if steps]]:
+            if time.monotonic() > end:
+                break
+            try:
+                found = check(candidate, ways)
+            except Exception:
+                continue
+            if found and found[0] == kind:
+                program, improved = candidate, True
+                break
+    return program
+
+
+def main():
+    parser = argparse.ArgumentParser("python tests/fuzz.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--first", type=int, default=0, help="the first seed (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=10**9, help="how many of them")
+    parser.add_argument("--seconds", type=float, default=600, help="for how long (default: %(default)s)")
+    arguments = parser.parse_args()
+    end, counts = time.monotonic() + arguments.seconds, collections.Counter()
+    for seed in range(arguments.first, arguments.first + arguments.seeds):
+        if time.monotonic() > end:
+            break
+        counts[one(seed)] += 1
+        if sum(counts.values()) % 50 == 0:
+            jax.clear_caches()
+            print(f"seed {seed}: {dict(counts)}", flush=True)
+    print(dict(counts))
+    sys.exit(bool(counts["failed"]))
+
+
+def ways_of(seed: int) -> list[str]:
+    """One of them: compiling is what takes the time."""
+    return [[*["fuse(step)"] * 5, *["fuse(loss)"] * 3, "jvp(fuse)", "vmap(fuse)"][seed % 10]]
+
+
+def one(seed: int) -> str:
+    program, ways = random_program(seed), ways_of(seed)
+    try:
+        found = check(program, ways)
+    except Exception as error:
+        print(f"seed {seed} cannot be judged: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", flush=True)
+        return "not judged"
+    if found is None:
+        return "same"
+    print(f"seed {seed}: {found[0]}: {found[1]}\n  {program}", flush=True)
+    program = shrunk(program, found[0], [found[0].split(" ")[0]])
+    print(f"  smaller: {program}\n  {check(program, [found[0].split(' ')[0]])}", flush=True)
+    return "failed"
+
+
+if __name__ == "__main__":
+    main()
