@@ -68,8 +68,8 @@ _DRAW = dict(
 _STATISTICS = ("gamma", "beta", "mean", "var")  # float32 beside bfloat16 activations, as in Flax
 
 
-def _conv(x, w, bias=None, residual=None, *, scale=None, activation=None, alpha=0.0, window_strides=None,
-          padding="SAME", rhs_dilation=None, feature_group_count=1, dimension_numbers=None):
+def _conv(x, w, bias=None, residual=None, *, scale=None, activation=None, alpha=0.0, residual_last=False,
+          window_strides=None, padding="SAME", rhs_dilation=None, feature_group_count=1, dimension_numbers=None):
     spatial = x.ndim - 2
     letters = "DHW"[3 - spatial :]
     names = dimension_numbers or (f"N{letters}C", f"{letters}IO", f"N{letters}C")
@@ -81,12 +81,13 @@ def _conv(x, w, bias=None, residual=None, *, scale=None, activation=None, alpha=
         y = y * scale.reshape(per_channel).astype(y.dtype)
     if bias is not None:
         y = y + bias.reshape(per_channel).astype(y.dtype)
-    if residual is not None:
+    if residual is not None and not residual_last:
         y = y + residual
-    return (ACTIVATIONS[activation or "none"].value(y, alpha),)
+    y = ACTIVATIONS[activation or "none"].value(y, alpha)
+    return (y + residual if residual_last and residual is not None else y,)
 
 
-def _batch_norm(x, gamma, beta, residual=None, *, activation=None, epsilon=1e-5, axis=-1, mean=None, var=None):
+def _batch_norm(x, gamma, beta, residual=None, *, activation=None, alpha=0.0, epsilon=1e-5, axis=-1, mean=None, var=None):
     """As Flax does it: statistics and arithmetic in at least float32, add and activation in x's dtype."""
     others = [d for d in range(x.ndim) if d != axis % x.ndim]
     wide, statistics = x.astype(jnp.promote_types(x.dtype, jnp.float32)), ()
@@ -97,7 +98,7 @@ def _batch_norm(x, gamma, beta, residual=None, *, activation=None, epsilon=1e-5,
     y = ((wide - mean) * scale + beta).astype(x.dtype)
     if residual is not None:
         y = y + residual
-    return ACTIVATIONS[activation or "none"].value(y, 0.0), *statistics
+    return ACTIVATIONS[activation or "none"].value(y, alpha), *statistics
 
 
 def _max_pool(x, *, window_shape, strides=None, padding="VALID"):
@@ -132,6 +133,9 @@ def max_pool(name, x, window_shape, **options):
     return Case(name, "max_pool", dict(x=x), dict(window_shape=window_shape) | options)
 
 
+def example(activation):
+    return {"alpha": 0.3} if activation.has_alpha else {}
+
 
 CONV = [
     conv("3x3", (2, 6, 6, 16), (3, 3, 16, 8), "bias", activation="relu"),
@@ -160,10 +164,12 @@ CONV = [
     conv("scale_bias_residual", (2, 5, 5, 8), (3, 3, 8, 8), "scale bias residual", activation="relu"),
     conv("float32_bias", (2, 5, 5, 8), (3, 3, 8, 8), "scale bias", activation="relu", float32=("scale", "bias")),
     conv("silu_residual", (2, 5, 5, 8), (3, 3, 8, 8), "bias residual", activation="silu"),
+    conv("relu_then_residual", (2, 5, 5, 8), (3, 3, 8, 8), "bias residual", activation="relu", residual_last=True),
+    conv("silu_then_residual", (2, 5, 5, 8), (1, 1, 8, 8), "scale bias residual", activation="silu", residual_last=True),
     conv("negative_padding", (2, 6, 6, 8), (3, 3, 8, 8), "bias", padding=((-1, 0), (0, 0)), refused="negative padding"),
     *[
         conv(f"activation_{name}", (2, 4, 4, 8), (1, 1, 8, 8), "bias", activation=name,
-             **{"alpha": 0.3} if activation.has_alpha else {})
+             **example(activation))
         for name, activation in ACTIVATIONS.items()
         if name != "none"
     ],
@@ -178,7 +184,12 @@ BATCH_NORM = [
     batch_norm("relu6", (3, 3, 3, 13), activation="relu6"),
     batch_norm("maximum0", (4, 5, 5, 16), activation="maximum0"),
     batch_norm("residual_maximum0", (4, 5, 5, 16), "residual", activation="maximum0"),
-    batch_norm("residual_silu", (4, 5, 5, 8), "residual", activation="silu"),
+    *[
+        batch_norm(f"{'residual_' if terms else ''}{name}", (4, 5, 5, 8), terms, activation=name, **example(activation))
+        for name, activation in ACTIVATIONS.items()
+        for terms in ("", "residual")
+        if name not in ("none", "relu", "relu6", "maximum0")
+    ],
     batch_norm("one_channel", (2, 5, 5, 1), "residual", activation="relu"),
     batch_norm("many_channels_rank2", (10, 67), "residual", activation="relu", epsilon=1e-3),
     batch_norm("rank3", (2, 9, 8), activation="relu"),
@@ -204,8 +215,10 @@ CORE = [
     "conv-3x3_stride2_asymmetric",  # relu from y, residual
     "conv-channels_first",  # activation that curves
     "conv-scale_bias_residual",  # differentiated as several ops
+    "conv-silu_then_residual",  # what the activation is applied to is kept
     "batch_norm-residual_relu",  # mask bits, batch statistics
     "batch_norm-relu6",  # recomputed sign
+    "batch_norm-residual_gelu",  # recomputed with the residual
     "batch_norm-given_statistics",
     "max_pool-3x3_overlapping",
 ]

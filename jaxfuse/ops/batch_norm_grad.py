@@ -29,7 +29,8 @@ class GradientConfig:
 
     @property
     def attrs(self):
-        return dict(activation="relu" if self.masked else "none", deriv="mask" if self.masked else "none")
+        return dict(activation="relu" if self.masked else "none", deriv="mask" if self.masked else "none",
+                    alpha=np.float32(0), has_residual=False)
 
 
 def _wide_g(config: GradientConfig, dy, x, mask):

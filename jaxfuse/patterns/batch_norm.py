@@ -10,7 +10,6 @@ from jaxfuse.layout import Layout, channels_last, laid, transposed
 from jaxfuse.match import Chain, Match, Refusal, Walk, as_vector, depends_on, longest
 from jaxfuse.moments import Moments, reductions
 from jaxfuse.op import equally_varying
-from jaxfuse.ops.activations import WITHOUT_KERNEL
 from jaxfuse.ops.batch_norm import OP, BatchNormConfig
 from jaxfuse.patterns import batch_norm_grad
 from jaxfuse.patterns.activations import name_activation
@@ -118,8 +117,6 @@ def _fused(graph, node: Node, moments: Moments, gradient, chain: Chain, measured
     x, known = moments.x, set(moments.known)
     if not any(kind in ("mul", "div") for kind, _ in chain.affine):
         return _UNSCALED
-    if chain.activation and chain.activation.name in WITHOUT_KERNEL:
-        return f"activation {chain.activation.name}: no kernel yet on cpu"
     if chain.residual is not None:
         if chain.residual.dtype != x.dtype:
             return f"residual {chain.residual!r} is of another dtype than {x!r}"
@@ -129,7 +126,7 @@ def _fused(graph, node: Node, moments: Moments, gradient, chain: Chain, measured
     if isinstance(program, str):
         return program
     per_channel_program, parameters = program
-    name = chain.activation.name if chain.activation else "none"
+    name, alpha = chain.activation or ("none", 0.0)
     saving = gradient is not None and batch_norm_grad.mask_of(gradient, chain) is not None
     # The kernels are channels-last, and so is what the fused ops around it give and take: transposes between them vanish.
     order = channels_last(x.ndim, moments.axis)
@@ -137,7 +134,7 @@ def _fused(graph, node: Node, moments: Moments, gradient, chain: Chain, measured
     if chain.residual is not None:
         added, undo = laid(graph, chain.residual, chain.residual_layout, order)
         full = *full, added
-    config = BatchNormConfig(x.ndim - 1, per_channel_program, True, chain.residual is not None, name, saving, saving)
+    config = BatchNormConfig(x.ndim - 1, per_channel_program, True, chain.residual is not None, name, alpha, saving, saving)
     types = [jax.ShapeDtypeStruct([x.shape[d] for d in order], x.dtype)] * len(full)
     types = (*types, *[jax.ShapeDtypeStruct(v.shape, v.dtype) for v in parameters])
     kernel, reason = OP.forward.kernel(config, types)

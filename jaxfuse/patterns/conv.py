@@ -12,7 +12,6 @@ from jaxfuse.canonical import constant
 from jaxfuse.graph import Emission, Node, Value
 from jaxfuse.layout import channels_last, inverse, laid, only_moved, transposed
 from jaxfuse.match import Chain, Match, Refusal, Walk, as_vector, longest
-from jaxfuse.ops.activations import WITHOUT_KERNEL
 from jaxfuse.ops.conv import OP, ConvConfig
 from jaxfuse.patterns.activations import name_activation
 
@@ -147,8 +146,6 @@ def _fused(graph, node: Node, head: Head, chain: Chain, measured) -> Match | str
     x, w = head.operands
     if chain.residual is not None and chain.residual.dtype != x.dtype:
         return f"residual {chain.residual!r} is of another dtype than {node.out!r}"
-    if chain.activation and chain.activation.name in WITHOUT_KERNEL:
-        return f"activation {chain.activation.name}: no kernel yet on cpu"
     channel_axis, has_residual = head.config.out_spec[1], chain.residual is not None
     permutation, twin = _target(graph, chain, channel_axis)
     config = _configured(head.config, chain, permutation)
