@@ -101,7 +101,7 @@ constexpr int post_op(int i) { return DNNL_ARG_ATTR_MULTIPLE_POST_OP(i) | DNNL_A
 
 // What oneDNN is asked for, and the user's buffers that it will read.
 struct Request {
-  dnnl::convolution_forward::primitive_desc descriptor;
+  dnnl::primitive_desc descriptor;
   onednn::Primitive::Layouts inputs;
 };
 
@@ -133,16 +133,24 @@ Request request(const Forward& f, ElementType type) {
   if (f.residual && f.residual_last) binary(algorithm::binary_add, y, channels_last(y, type));
   dnnl::primitive_attr attr = attributes();
   attr.set_post_ops(ops);
-  return {{onednn::engine(), dnnl::prop_kind::forward_inference, algorithm::convolution_direct, channels_last(x, type),
-           any_layout(w, type), bias, channels_last(y, type), g.strides, g.onednn_dilation(), g.padding_low,
-           g.padding_high, attr},
+  const auto inner_x = channels_last(x, type), inner_w = any_layout(w, type), inner_y = channels_last(y, type);
+  if (g.transposed()) {
+    const Geometry a = g.adjoint(f.w);
+    return {dnnl::deconvolution_forward::primitive_desc(
+                onednn::engine(), dnnl::prop_kind::forward_inference, algorithm::deconvolution_direct, inner_x, inner_w, bias,
+                inner_y, a.strides, a.onednn_dilation(), a.padding_low, a.padding_high, attr),
+            inputs};
+  }
+  return {dnnl::convolution_forward::primitive_desc(
+              onednn::engine(), dnnl::prop_kind::forward_inference, algorithm::convolution_direct, inner_x, inner_w, bias,
+              inner_y, g.strides, g.onednn_dilation(), g.padding_low, g.padding_high, attr),
           inputs};
 }
 
 // oneDNN's bf16 matrix kernels take input features two at a time. Where their number is odd they multiply the last one's
 // neighbour in memory, which belongs to another pixel or group, by a zero weight: an Inf or NaN there becomes a NaN here.
 bool takes_in_a_neighbour(const Forward& f, const Request& request) {
-  const int64_t features = f.w.shape[f.geometry.rhs_spec[1]];
+  const int64_t features = f.geometry.inputs_per_group(f.w);
   const std::string implementation = request.descriptor.impl_info_str();
   return f.x.dtype == DType::BF16 && features % 2 && implementation.find("brgconv") != std::string::npos;
 }
@@ -159,7 +167,7 @@ onednn::SharedPrimitive make(const Forward& f) {
   if (has_extras && implementation.substr(0, 3) == "ref") return nullptr;
   if (is_slice(f) && implementation.find("brgconv") == std::string::npos) return nullptr;
   const onednn::Primitive::Layouts outputs{{DNNL_ARG_DST, f.geometry.data(f.y, f.geometry.out_spec)}};
-  return std::make_shared<onednn::Primitive>(r.descriptor, dnnl::convolution_forward(r.descriptor), r.inputs, outputs);
+  return std::make_shared<onednn::Primitive>(r.descriptor, dnnl::primitive(r.descriptor), r.inputs, outputs);
 }
 
 onednn::SharedPrimitive primitive(const Forward& f) {

@@ -175,6 +175,12 @@ void weights_gradient(const Geometry& geometry, const Tensor& x, const Tensor& d
       ->run({{DNNL_ARG_SRC, x.data}, {DNNL_ARG_DIFF_DST, g}, {DNNL_ARG_DIFF_WEIGHTS, dw.data}});
 }
 
+// The adjoint's own forward and weight gradient, from g to x.
+void transposed_gradients(const Backward& b, const Tensor& g) {
+  if (b.dx && b.dx->size() > 0) convolve(b.geometry.adjoint(*b.w), g, *b.w, *b.dx);
+  if (b.dw) weights_gradient(b.geometry.adjoint(*b.dw), g, *b.dw, *b.x, b.x->data);
+}
+
 void store_bias_gradient(const Tensor& db, const std::vector<float>& sums) {
   for (size_t i = 0; i < sums.size(); ++i) {
     if (db.dtype == DType::F32) {
@@ -199,6 +205,7 @@ void conv_bwd(const Call& call) {
     if (b.db) store_bias_gradient(*b.db, sums);
   }
   void* g = g_is_dy ? b.dy.data : written;
+  if (b.geometry.transposed()) return transposed_gradients(b, {b.dy.name, g, b.dy.dtype, b.dy.shape});
   if (b.dx) data_gradient(b.geometry, *b.dx, *b.w, b.dy, g);
   if (b.dw) weights_gradient(b.geometry, *b.x, *b.dw, b.dy, g);
 }

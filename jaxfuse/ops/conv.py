@@ -28,6 +28,7 @@ class ConvConfig:
     lhs_spec: tuple[int, ...]
     rhs_spec: tuple[int, ...]
     out_spec: tuple[int, ...]
+    lhs_dilation: tuple[int, ...]
     has_scale: bool = False
     has_bias: bool = False
     has_residual: bool = False
@@ -36,6 +37,10 @@ class ConvConfig:
     precision: Any = None
     residual_last: bool = False  # added after the activation
     saves: int = 0  # 1: also return z, what the activation is applied to
+
+    @property
+    def transposed(self) -> bool:
+        return any(d != 1 for d in self.lhs_dilation)
 
     @property
     def derivative(self) -> str:
@@ -63,6 +68,7 @@ class ConvConfig:
             padding_low=ints([low for low, _ in self.padding]),
             padding_high=ints([high for _, high in self.padding]),
             rhs_dilation=ints(self.rhs_dilation),
+            lhs_dilation=ints(self.lhs_dilation),
             feature_group_count=np.int64(self.feature_group_count),
             lhs_spec=ints(self.lhs_spec),
             rhs_spec=ints(self.rhs_spec),
@@ -73,7 +79,7 @@ class ConvConfig:
 
 
 def conv(x, w, bias=None, residual=None, *, scale=None, activation=None, alpha=0.0, residual_last=False, window_strides=None,
-         padding="SAME", rhs_dilation=None, feature_group_count=1, dimension_numbers=None, precision=None):
+         padding="SAME", lhs_dilation=None, rhs_dilation=None, feature_group_count=1, dimension_numbers=None, precision=None):
     """y = activation(scale · conv(x, w) + bias + residual), one kernel where there is one.
 
     Args:
@@ -82,8 +88,8 @@ def conv(x, w, bias=None, residual=None, *, scale=None, activation=None, alpha=0
       bias, scale: `[output channels]`, x's dtype or float32.
       residual: like the output, in shape and dtype; added before the activation, or after it if `residual_last`.
       activation: a name in `jaxfuse.ops.activations.TABLE` or None; `alpha` is the parameter of those that have one.
-      window_strides, padding ("SAME", "VALID" or pairs), rhs_dilation, feature_group_count, dimension_numbers, precision:
-        as in `jax.lax.conv_general_dilated`.
+      window_strides, padding ("SAME", "VALID" or pairs), lhs_dilation, rhs_dilation, feature_group_count, dimension_numbers,
+        precision: as in `jax.lax.conv_general_dilated`; a transposed convolution is one with lhs_dilation, padded by pairs.
 
     Returns: y in x's dtype. Autodiff keeps x, w and y, or in place of y what the activation is applied to, where y does not
       tell its derivative.
@@ -95,7 +101,8 @@ def conv(x, w, bias=None, residual=None, *, scale=None, activation=None, alpha=0
     arguments.check(3 <= x.ndim <= 5, "x", f"of rank {x.ndim}", "rank 3, 4 or 5", "add the missing axis")
     arguments.check(w.ndim == x.ndim, "w", f"of rank {w.ndim}", f"rank {x.ndim}, as x has", "reshape it")
     arguments.check(w.dtype == x.dtype, "w", str(w.dtype), f"{x.dtype}, as x is", "cast one of them")
-    geometry = _geometry(arguments, x, w, window_strides, padding, rhs_dilation, feature_group_count, dimension_numbers)
+    geometry = _geometry(
+        arguments, x, w, window_strides, padding, lhs_dilation, rhs_dilation, feature_group_count, dimension_numbers)
     out = jax.eval_shape(functools.partial(_convolve, ConvConfig(*geometry)), x, w)
     features = w.shape[geometry[5][0]]
     residual_only = {name: optional.pop(name) for name in ("residual",) if name in optional}
@@ -109,7 +116,7 @@ def conv(x, w, bias=None, residual=None, *, scale=None, activation=None, alpha=0
     return OP(config, x, w, *[a for a in (scale, bias, residual) if a is not None])[0]
 
 
-def _geometry(arguments, x, w, window_strides, padding, rhs_dilation, feature_group_count, dimension_numbers):
+def _geometry(arguments, x, w, window_strides, padding, lhs_dilation, rhs_dilation, feature_group_count, dimension_numbers):
     """The first fields of ConvConfig."""
     spatial = x.ndim - 2
     letters = "DHW"[3 - spatial :]
@@ -122,7 +129,10 @@ def _geometry(arguments, x, w, window_strides, padding, rhs_dilation, feature_gr
     ones = (1,) * spatial
     strides = arguments.positive_integers("window_strides", ones if window_strides is None else window_strides, spatial)
     dilation = arguments.positive_integers("rhs_dilation", ones if rhs_dilation is None else rhs_dilation, spatial)
+    spread = arguments.positive_integers("lhs_dilation", ones if lhs_dilation is None else lhs_dilation, spatial)
     if isinstance(padding, str):
+        arguments.check(spread == ones, "padding", f"{padding!r} with lhs_dilation {spread}", "a pair for each spatial axis",
+                        "compute them as jax.lax.conv_transpose does")
         arguments.one_of("padding", padding, ("SAME", "VALID"))
         reach = [(w.shape[d] - 1) * r + 1 for d, r in zip(dn.rhs_spec[2:], dilation)]
         padding = lax.padtype_to_pads([x.shape[d] for d in dn.lhs_spec[2:]], reach, strides, padding)
@@ -133,13 +143,13 @@ def _geometry(arguments, x, w, window_strides, padding, rhs_dilation, feature_gr
         channels == per_group * groups and features % groups == 0, "w", f"of shape {w.shape}",
         f"{channels}/{groups} input channels per group and a multiple of {groups} output channels",
         "check w, feature_group_count and dimension_numbers")
-    return strides, padding, dilation, groups, dn.lhs_spec, dn.rhs_spec, dn.out_spec
+    return strides, padding, dilation, groups, dn.lhs_spec, dn.rhs_spec, dn.out_spec, spread
 
 
 def _convolve(config: ConvConfig, x, w):
     dn = lax.ConvDimensionNumbers(config.lhs_spec, config.rhs_spec, config.out_spec)
     return lax.conv_general_dilated(
-        x, w, config.window_strides, config.padding, rhs_dilation=config.rhs_dilation, dimension_numbers=dn,
+        x, w, config.window_strides, config.padding, config.lhs_dilation, config.rhs_dilation, dimension_numbers=dn,
         feature_group_count=config.feature_group_count, precision=config.precision)
 
 
@@ -222,22 +232,40 @@ def _backward_axes(linear: Linear, ranks) -> BatchAxes:
 _DTYPES = ("float32", "bfloat16")
 
 
-def _refuse_geometry(config: ConvConfig, *arrays) -> str | None:
-    for array in arrays:
+def _refuse_geometry(config: ConvConfig, w, *arrays) -> str | None:
+    for array in (w, *arrays):
         if str(array.dtype) not in _DTYPES:
             return f"dtype {array.dtype}: the kernel takes {' and '.join(_DTYPES)}"
         if 0 in array.shape:
             return f"empty array of shape {tuple(array.shape)}"
+    if config.transposed:
+        return _refuse_transposed(config, w)
     if min(min(pair) for pair in config.padding) < 0:
         return f"negative padding {config.padding}"
     return None
+
+
+def _refuse_transposed(config: ConvConfig, w) -> str | None:
+    """It must be the gradient of a strided convolution, whose padding is the reach of the filter less this padding."""
+    if any(s != 1 for s in config.window_strides):
+        return f"window_strides {config.window_strides} with lhs_dilation {config.lhs_dilation}: the kernel takes one of them"
+    reaches = [(w.shape[d] - 1) * r for d, r in zip(config.rhs_spec[2:], config.rhs_dilation)]
+    for (low, high), reach, spread in zip(config.padding, reaches, config.lhs_dilation):
+        if low > reach or high >= reach + spread:
+            return f"padding {config.padding} with lhs_dilation {config.lhs_dilation}: the filter reaches {tuple(reaches)} only"
+    return None
+
+
+def _turned(config: ConvConfig, w):
+    """The filter as the kernels of a transposed convolution take it: that of the strided one whose gradient it is."""
+    return lax.rev(w, config.rhs_spec[2:]) if config.transposed else w
 
 
 def _refuse_forward(config: ConvConfig, args) -> str | None:
     x, w, scale, bias, residual = config.unpack(args)
     if bias is not None and bias.dtype not in (x.dtype, jnp.float32):
         return f"bias of dtype {bias.dtype} with {x.dtype} input"
-    return ffi.unavailable("jaxfuse_conv_fwd") or _refuse_geometry(config, x, w)
+    return ffi.unavailable("jaxfuse_conv_fwd") or _refuse_geometry(config, w, x)
 
 
 def _run_forward(config: ConvConfig, args, mesh_axes):
@@ -245,7 +273,7 @@ def _run_forward(config: ConvConfig, args, mesh_axes):
     y = jax.eval_shape(functools.partial(_convolve, config), x, w)
     if scale is not None:
         scale = scale.astype(jnp.float32)
-    operands = [a for a in (x, w, scale, bias, residual) if a is not None]
+    operands = [a for a in (x, _turned(config, w), scale, bias, residual) if a is not None]
     attrs = config.geometry_attrs() | dict(
         has_scale=config.has_scale, has_bias=config.has_bias, has_residual=config.has_residual,
         residual_last=config.residual_last, save_z=bool(config.saves))
@@ -253,7 +281,8 @@ def _run_forward(config: ConvConfig, args, mesh_axes):
 
 
 def _refuse_backward(linear: Linear, args) -> str | None:
-    return ffi.unavailable("jaxfuse_conv_bwd") or _refuse_geometry(linear.config, *args)
+    x, w, *others = args
+    return ffi.unavailable("jaxfuse_conv_bwd") or _refuse_geometry(linear.config, w, x, *others)
 
 
 def _run_backward(linear: Linear, args, mesh_axes):
@@ -264,11 +293,13 @@ def _run_backward(linear: Linear, args, mesh_axes):
     want_dx, want_dw, _, want_db, want_dresidual = [bool(want) for want in wants]
     is_dy = config.residual_last and want_dresidual  # the residual's gradient
     results = types[: len(types) - is_dy]
-    operands = [*[x] * want_dw, *[w] * want_dx, dy, *told]
+    operands = [*[x] * want_dw, *[_turned(config, w)] * want_dx, dy, *told]
     attrs = config.geometry_attrs() | dict(
         want_dx=want_dx, want_dw=want_dw, want_db=want_db, want_dresidual=want_dresidual and not is_dy,
         by_value=config.derivative == "y")
     found = (*(ffi.call("jaxfuse_conv_bwd", results, *operands, **attrs) if results else ()), *[dy] * is_dy)
+    if want_dw:
+        found = (*found[:want_dx], _turned(config, found[want_dx]), *found[want_dx + 1 :])
     if not mesh_axes:
         return found
     whole = _backward_axes(linear, [a.ndim for a in args]).outputs
