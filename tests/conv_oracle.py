@@ -27,7 +27,8 @@ class Case:
     def attrs(self):
         low, high = zip(*self.padding)
         return dict(
-            window_strides=self.strides, padding_low=low, padding_high=high, rhs_dilation=self.dilation,
+            window_strides=self.strides, padding_low=low, padding_high=high, lhs_dilation=(1,) * len(self.strides),
+            rhs_dilation=self.dilation,
             feature_group_count=self.groups, lhs_spec=self.specs.lhs_spec, rhs_spec=self.specs.rhs_spec,
             out_spec=self.specs.out_spec,
         )  # fmt: skip
