@@ -140,13 +140,13 @@ def random_filter(case, dtype=F32):
 
 
 def forward(case, x, w, scale=None, bias=None, residual=None, activation="none", shape=None,
-            residual_last=False, save_z=False):
-    """y, or (y, z)."""
+            residual_last=False, save_z=False, **attrs):
+    """y, or (y, z); `attrs` in place of the case's."""
     extras = [extra for extra in (scale, bias, residual) if extra is not None]
     outs = ffi.call(
         "jaxfuse_conv_fwd", [jax.ShapeDtypeStruct(shape or case.y, x.dtype)] * (1 + save_z), x, w, *extras,
         has_scale=scale is not None, has_bias=bias is not None, has_residual=residual is not None, activation=activation,
-        alpha=ALPHA, residual_last=residual_last, save_z=save_z, **case.attrs,
+        alpha=ALPHA, residual_last=residual_last, save_z=save_z, **case.attrs | attrs,
     )  # fmt: skip
     return outs if save_z else outs[0]
 

@@ -261,8 +261,10 @@ def test_refusals_say_what_and_why():
         (lambda: forward(case, x, w, shape=(2, 14, 14, 65)), r"y has shape .*65\), expected .*64\)"),
         (lambda: forward(Case(case.x, case.w, padding=(-1, 1)), x, w), r"padding_low is \(-1, -1\), expected .* at least 0"),
         (lambda: forward(case, x, w, lhs_dilation=(2, 2)), r"y has shape \(2, 14, 14, 64\), expected \(2, 27, 27, 64\)"),
-        (lambda: forward(case, x, w, (2, 27, 27, 64), lhs_dilation=(2, 2), window_strides=(2, 2)), "window_strides is .* with lhs_dilation"),
-        (lambda: forward(case, x, w, (2, 29, 27, 64), lhs_dilation=(2, 2), padding_low=(3, 1)), "padding 3 and 1 with lhs_dilation, expected at most 2 and 3"),
+        (lambda: forward(case, x, w, lhs_dilation=(2, 2), window_strides=(2, 2)),
+         "window_strides is .* with lhs_dilation"),
+        (lambda: forward(case, x, w, shape=(2, 29, 27, 64), lhs_dilation=(2, 2), padding_low=(3, 1)), 
+         "padding 3 and 1 with lhs_dilation, expected at most 2 and 3"),
         (lambda: backward(case, x, w, x, x, "silu"), "not a function of its value"),
     ]:  # fmt: skip
         with pytest.raises(jax.errors.JaxRuntimeError, match="jaxfuse_conv_(fwd|bwd): .*" + words):
