@@ -6,6 +6,7 @@
 #include <string>
 #include <string_view>
 
+#include "conv_depthwise.h"
 #include "conv_epilogue.h"
 #include "conv_slices.h"
 #include "nan_watch.h"
@@ -195,15 +196,24 @@ bool run(const Forward& f, void* y) {
   return whole != nullptr;
 }
 
-// y = activation(scale·in + bias + residual), by our own loops.
-void finish(const Forward& f, const void* in, DType in_dtype) {
+// run(epilogue): what follows `in` by our own loops.
+template <class Run>
+void with_epilogue(const Forward& f, const void* in, DType in_dtype, Run run) {
   std::vector<float> bias(f.bias ? f.bias->shape[0] : 0);
   for (size_t i = 0; i < bias.size(); ++i) {
     bias[i] = f.bias->dtype == DType::F32 ? f.bias->as<float>()[i] : from_bf16(f.bias->as<uint16_t>()[i]);
   }
-  run_epilogue(f.y, f.geometry.out_spec[1],
-               {f.activation, f.alpha, in, in_dtype, f.scale ? f.scale->as<float>() : nullptr,
-                f.bias ? bias.data() : nullptr, f.residual ? f.residual->data : nullptr});
+  run(Epilogue{f.activation, f.alpha, in, in_dtype, f.scale ? f.scale->as<float>() : nullptr,
+               f.bias ? bias.data() : nullptr, f.residual ? f.residual->data : nullptr});
+}
+
+// y = activation(scale·in + bias + residual).
+void finish(const Forward& f, const void* in, DType in_dtype) {
+  with_epilogue(f, in, in_dtype, [&](const Epilogue& e) { run_epilogue(f.y, f.geometry.out_spec[1], e); });
+}
+
+void run_depthwise(const Forward& f) {
+  with_epilogue(f, nullptr, f.y.dtype, [&](const Epilogue& e) { depthwise::forward(f.geometry, f.x, f.w, f.y, e); });
 }
 
 Forward without_activation(Forward f) {
@@ -251,6 +261,7 @@ void conv_fwd(const Call& call) {
   const Forward f = checked(call);
   if (f.y.size() == 0) return;
   if (f.x.size() == 0 || f.w.size() == 0) return finish(f, nullptr, f.y.dtype);  // no products to sum
+  if (depthwise::takes(f.geometry, f.x, f.w, f.y)) return run_depthwise(f);
   better_apart(f) ? run_apart(f) : run_fused(f);
 }
 

@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "conv.h"
+#include "conv_depthwise.h"
 #include "conv_epilogue.h"
 #include "conv_slices.h"
 #include "parallel.h"
@@ -157,14 +158,18 @@ bool data_gradient_sliced(const Geometry& geometry, const Tensor& dx, const Tens
 void data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& dy, void* g) {
   if (dx.size() == 0) return;
   if (w.size() == 0 || dy.size() == 0) return (void)std::memset(dx.data, 0, dx.bytes());
+  if (depthwise::takes(geometry, dx, w, dy)) return depthwise::data_gradient(geometry, dx, w, dy, g);
   if (data_gradient_sliced(geometry, dx, w, dy, g)) return;
   onednn::cached(key_of(Direction::data, geometry, dx, w, dy), [&] { return make_data(geometry, dx, w, dy); })
       ->run({{DNNL_ARG_DIFF_DST, g}, {DNNL_ARG_WEIGHTS, w.data}, {DNNL_ARG_DIFF_SRC, dx.data}});
 }
 
-void weights_gradient(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& dy, const void* g) {
+// db is null, or the bias gradient that depthwise::weights_gradient finds on its way.
+void weights_gradient(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& dy, const void* g,
+                      float* db) {
   if (dw.size() == 0) return;
   if (x.size() == 0 || dy.size() == 0) return (void)std::memset(dw.data, 0, dw.bytes());
+  if (depthwise::takes(geometry, x, dw, dy)) return depthwise::weights_gradient(geometry, x, dw, dy, g, db);
   onednn::cached(key_of(Direction::weights, geometry, x, dw, dy), [&] { return make_weights(geometry, x, dw, dy); })
       ->run({{DNNL_ARG_SRC, x.data}, {DNNL_ARG_DIFF_DST, g}, {DNNL_ARG_DIFF_WEIGHTS, dw.data}});
 }
@@ -186,15 +191,16 @@ void conv_bwd(const Call& call) {
   const bool g_in_scratch = !g_is_dy && !b.dresidual && (b.dx || b.dw);
   const onednn::Scratch scratch(g_in_scratch ? b.dy.bytes() : 0);
   void* written = b.dresidual ? b.dresidual->data : g_in_scratch ? scratch.data() : nullptr;
-  if (written || b.db) {
-    std::vector<float> sums(b.db ? b.dy.shape[feature] : 0);
-    run_gradient(b.dy, feature, {b.activation, b.alpha, b.y ? b.y->data : nullptr, written},
-                 b.db ? sums.data() : nullptr);
-    if (b.db) store_bias_gradient(*b.db, sums);
+  std::vector<float> sums(b.db ? b.dy.shape[feature] : 0);
+  float* db = b.db ? sums.data() : nullptr;
+  const bool db_with_dw = b.db && b.dw && depthwise::takes(b.geometry, *b.x, *b.dw, b.dy);
+  if (written || (b.db && !db_with_dw)) {
+    run_gradient(b.dy, feature, {b.activation, b.alpha, b.y ? b.y->data : nullptr, written}, db_with_dw ? nullptr : db);
   }
   void* g = g_is_dy ? b.dy.data : written;
   if (b.dx) data_gradient(b.geometry, *b.dx, *b.w, b.dy, g);
-  if (b.dw) weights_gradient(b.geometry, *b.x, *b.dw, b.dy, g);
+  if (b.dw) weights_gradient(b.geometry, *b.x, *b.dw, b.dy, g, db_with_dw ? db : nullptr);
+  if (b.db) store_bias_gradient(*b.db, sums);
 }
 
 JAXFUSE_HANDLER(jaxfuse_conv_bwd, conv_bwd);
