@@ -113,7 +113,7 @@ def test_activations(activation, pixels, dtype):
         assert_close(found["db"], np.float64(found["dresidual"]).sum((0, 1, 2)))
 
 
-WATCHED = ["3x3", "1x1", "stem", "depthwise", "depthwise, multiplier 2", "grouped", "odd", "1-D", "3-D", "NCHW", "long sums"]
+WATCHED = ["3x3", "1x1", "stem", "depthwise", "depthwise 5x5", "depthwise, strided", "depthwise, causal", "depthwise, multiplier 2", "grouped", "odd", "1-D", "3-D", "NCHW", "long sums"]
 
 
 @each_dtype

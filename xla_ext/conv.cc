@@ -261,7 +261,7 @@ void conv_fwd(const Call& call) {
   const Forward f = checked(call);
   if (f.y.size() == 0) return;
   if (f.x.size() == 0 || f.w.size() == 0) return finish(f, nullptr, f.y.dtype);  // no products to sum
-  if (depthwise::takes(f.geometry, f.x, f.w, f.y)) return run_depthwise(f);
+  if (depthwise::takes(depthwise::Pass::forward, f.geometry, f.x, f.w, f.y)) return run_depthwise(f);
   better_apart(f) ? run_apart(f) : run_fused(f);
 }
 

@@ -158,10 +158,16 @@ bool data_gradient_sliced(const Geometry& geometry, const Tensor& dx, const Tens
 void data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& dy, void* g) {
   if (dx.size() == 0) return;
   if (w.size() == 0 || dy.size() == 0) return (void)std::memset(dx.data, 0, dx.bytes());
-  if (depthwise::takes(geometry, dx, w, dy)) return depthwise::data_gradient(geometry, dx, w, dy, g);
+  if (depthwise::takes(depthwise::Pass::data, geometry, dx, w, dy)) {
+    return depthwise::data_gradient(geometry, dx, w, dy, g);
+  }
   if (data_gradient_sliced(geometry, dx, w, dy, g)) return;
   onednn::cached(key_of(Direction::data, geometry, dx, w, dy), [&] { return make_data(geometry, dx, w, dy); })
       ->run({{DNNL_ARG_DIFF_DST, g}, {DNNL_ARG_WEIGHTS, w.data}, {DNNL_ARG_DIFF_SRC, dx.data}});
+}
+
+bool by_depthwise_loops(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& dy) {
+  return depthwise::takes(depthwise::Pass::filter, geometry, x, dw, dy);
 }
 
 // db is null, or the bias gradient that depthwise::weights_gradient finds on its way.
@@ -169,7 +175,7 @@ void weights_gradient(const Geometry& geometry, const Tensor& x, const Tensor& d
                       float* db) {
   if (dw.size() == 0) return;
   if (x.size() == 0 || dy.size() == 0) return (void)std::memset(dw.data, 0, dw.bytes());
-  if (depthwise::takes(geometry, x, dw, dy)) return depthwise::weights_gradient(geometry, x, dw, dy, g, db);
+  if (by_depthwise_loops(geometry, x, dw, dy)) return depthwise::weights_gradient(geometry, x, dw, dy, g, db);
   onednn::cached(key_of(Direction::weights, geometry, x, dw, dy), [&] { return make_weights(geometry, x, dw, dy); })
       ->run({{DNNL_ARG_SRC, x.data}, {DNNL_ARG_DIFF_DST, g}, {DNNL_ARG_DIFF_WEIGHTS, dw.data}});
 }
@@ -193,7 +199,7 @@ void conv_bwd(const Call& call) {
   void* written = b.dresidual ? b.dresidual->data : g_in_scratch ? scratch.data() : nullptr;
   std::vector<float> sums(b.db ? b.dy.shape[feature] : 0);
   float* db = b.db ? sums.data() : nullptr;
-  const bool db_with_dw = b.db && b.dw && depthwise::takes(b.geometry, *b.x, *b.dw, b.dy);
+  const bool db_with_dw = b.db && b.dw && by_depthwise_loops(b.geometry, *b.x, *b.dw, b.dy);
   if (written || (b.db && !db_with_dw)) {
     run_gradient(b.dy, feature, {b.activation, b.alpha, b.y ? b.y->data : nullptr, written}, db_with_dw ? nullptr : db);
   }

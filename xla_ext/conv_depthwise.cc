@@ -78,51 +78,70 @@ struct Problem {
     return result;
   }
 
+  int64_t element_bytes() const { return bf16 ? 2 : 4; }
   int64_t taps() const { return dimensions[0].taps * dimensions[1].taps * dimensions[2].taps; }
 };
 
-// What the loops are called with, and the tables that it points to.
-struct Tables {
-  std::vector<int64_t> sources[2];
-  std::vector<Phase> phases;
-  Args args;
-
-  Tables(const Problem& p, const void* x, std::vector<Phase> phases) : phases(std::move(phases)) {
-    const auto& [d0, d1, d2] = p.dimensions;
-    sources[0] = d0.sources(), sources[1] = d1.sources();
-    args = {p.bf16, p.channels, {{d0.in, d0.out, d0.taps, sources[0].data()}, {d1.in, d1.out, d1.taps, sources[1].data()}},
-            d2.in, d2.out, d2.taps, this->phases.data(), int64_t(this->phases.size()), x};
-  }
-  Tables(const Tables&) = delete;
-};
-
-// The outputs in pieces of rows whose sums in f32 stay in the caches.
-struct Pieces {
-  int64_t rows0, rows1, width, length, per_row, count;
-
-  explicit Pieces(const Problem& p)
-      : rows0(p.dimensions[0].out), rows1(p.dimensions[1].out), width(p.dimensions[2].out) {
-    constexpr int64_t kPieceElements = 8 << 10, kLeast = 16;
-    const int64_t most = std::max(kLeast, kPieceElements / p.channels);
-    per_row = (width + most - 1) / most;
-    length = (width + per_row - 1) / per_row;
-    length = (length + 7) / 8 * 8;
-    per_row = (width + length - 1) / length;
-    count = p.items * rows0 * rows1 * per_row;
+// A convolution of x cut into pieces of rows of its outputs, whose sums in f32 stay in the caches.
+class Pieces {
+ public:
+  Pieces(const Problem& problem, const void* x, std::vector<Phase> phases)
+      : p_(problem), x_(static_cast<const char*>(x)), phases_(std::move(phases)) {
+    for (int d = 0; d < 2; ++d) sources_[d] = p_.dimensions[d].sources();
+    constexpr int64_t kElements = 8 << 10, kOutputs = 16;
+    const int64_t width = p_.dimensions[2].out, most = std::max(kOutputs, kElements / p_.channels / 8 * 8);
+    per_row_ = (width + most - 1) / most;
+    length_ = ((width + per_row_ - 1) / per_row_ + 7) / 8 * 8;
+    per_row_ = (width + length_ - 1) / length_;
   }
 
-  Piece operator[](int64_t i) const {
-    const int64_t begin = i % per_row * length, row = i / per_row;
-    return {row / rows1 / rows0, row / rows1 % rows0, row % rows1, begin, std::min(begin + length, width)};
+  int64_t count() const { return p_.items * p_.dimensions[0].out * p_.dimensions[1].out * per_row_; }
+  int64_t most_elements() const { return length_ * p_.channels; }
+  Args args() const {
+    const Dimension& last = p_.dimensions[2];
+    return {p_.bf16, p_.channels, last.in, last.taps, phases_.data(), int64_t(phases_.size())};
   }
 
-  // The piece's first element in the tensor of outputs.
-  int64_t at(const Piece& p, int64_t channels) const {
-    return (((p.item * rows0 + p.row0) * rows1 + p.row1) * width + p.begin) * channels;
+  // f(piece, number of its first element in the tensor of outputs) for the pieces of chunk i of n.
+  template <class F>
+  void for_chunk(int64_t i, int64_t n, F f) const {
+    std::vector<Row> rows;
+    for (int64_t number = i * count() / n; number < (i + 1) * count() / n; ++number) {
+      const int64_t row = number / per_row_, begin = number % per_row_ * length_;
+      if (number == i * count() / n || begin == 0) find_rows(row, rows);
+      const int64_t width = p_.dimensions[2].out, end = std::min(begin + length_, width);
+      f(Piece{begin, end, rows.data(), int64_t(rows.size()), next_row(rows)}, (row * width + begin) * p_.channels);
+    }
   }
 
-  // The first piece of chunk number i of n.
-  int64_t begin(int64_t i, int64_t n) const { return i * count / n; }
+ private:
+  int64_t row_bytes() const { return p_.dimensions[2].in * p_.channels * p_.element_bytes(); }
+
+  // The row of x behind these, if there is one: most often what the next outputs read first.
+  const void* next_row(const std::vector<Row>& rows) const {
+    if (rows.empty()) return nullptr;
+    const char* next = static_cast<const char*>(rows.back().x) + row_bytes();
+    return next < x_ + p_.items * p_.dimensions[0].in * p_.dimensions[1].in * row_bytes() ? next : nullptr;
+  }
+
+  void find_rows(int64_t row, std::vector<Row>& rows) const {
+    const auto& [d0, d1, d2] = p_.dimensions;
+    const int64_t *from0 = &sources_[0][row / d1.out % d0.out * d0.taps], *from1 = &sources_[1][row % d1.out * d1.taps];
+    const int64_t item = row / d1.out / d0.out;
+    rows.clear();
+    for (int64_t k0 = 0; k0 < d0.taps; ++k0) {
+      for (int64_t k1 = 0; k1 < d1.taps; ++k1) {
+        if (from0[k0] < 0 || from1[k1] < 0) continue;
+        rows.push_back({x_ + ((item * d0.in + from0[k0]) * d1.in + from1[k1]) * row_bytes(), (k0 * d1.taps + k1) * d2.taps});
+      }
+    }
+  }
+
+  const Problem& p_;
+  const char* x_;
+  std::vector<Phase> phases_;
+  std::vector<int64_t> sources_[2];
+  int64_t length_, per_row_;
 };
 
 // f(place in a filter of shape (spatial..., channels), place in this one), whatever the order of its dimensions.
@@ -158,27 +177,25 @@ std::vector<float> turned_filter(const Geometry& g, const Tensor& w) {
 }
 
 void convolve(const Problem& problem, const void* x, const std::vector<float>& w, const Tensor& y, const Epilogue& e) {
-  const Tables tables(problem, x, problem.dimensions[2].phases());
-  const Pieces pieces(problem);
+  const Pieces pieces(problem, x, problem.dimensions[2].phases());
+  const Args args = pieces.args();
   const Kernels& run = kernels();
   auto* finish = choose(conv::portable_kernels, conv::avx2_kernels, conv::avx512_kernels).epilogue;
   const bool alone = e.activation == Activation::none && !e.scale && !e.residual;  // but for the bias
-  const size_t element = problem.bf16 ? 2 : 4;
-  const int64_t chunks = std::min<int64_t>(32, pieces.count);
+  const int64_t chunks = std::min<int64_t>(32, pieces.count());
   parallel_for(chunks, [&](int64_t chunk) {
     const DenormalsFlushed mode;
-    const onednn::Scratch scratch(alone ? 0 : pieces.length * problem.channels * sizeof(float));
+    const onednn::Scratch scratch(alone ? 0 : pieces.most_elements() * sizeof(float));
     float* sums = alone ? nullptr : reinterpret_cast<float*>(scratch.data());
-    for (int64_t i = pieces.begin(chunk, chunks); i < pieces.begin(chunk + 1, chunks); ++i) {
-      const Piece piece = pieces[i];
-      const int64_t at = pieces.at(piece, problem.channels);
-      char* out = y.as<char>() + at * element;
-      run.convolve(tables.args, piece, w.data(), alone ? e.bias : nullptr, sums, out);
-      if (alone) continue;
-      const void* residual = e.residual ? static_cast<const char*>(e.residual) + at * element : nullptr;
+    pieces.for_chunk(chunk, chunks, [&](const Piece& piece, int64_t at) {
+      char* out = y.as<char>() + at * problem.element_bytes();
+      run.convolve(args, piece, w.data(), alone ? e.bias : nullptr, sums, out);
+      if (alone) return;
+      const char* residual = static_cast<const char*>(e.residual);
+      if (residual) residual += at * problem.element_bytes();
       finish({problem.bf16, problem.channels, 1, e.activation, e.alpha, sums, true, e.scale, e.bias, residual, out}, 0,
              (piece.end - piece.begin) * problem.channels);
-    }
+    });
   });
 }
 
@@ -189,14 +206,30 @@ struct Cut {
 
   Cut(const Problem& p, const Pieces& pieces) {
     constexpr int64_t kMostRows = 16, kChannels = 64;
-    const int64_t outputs = pieces.count * pieces.length;
-    rows = std::min(std::clamp<int64_t>(outputs / (4 * p.taps()), 1, kMostRows), pieces.count);
+    const int64_t outputs = pieces.count() * pieces.most_elements() / p.channels;
+    rows = std::min(std::clamp<int64_t>(outputs / (4 * p.taps()), 1, kMostRows), pieces.count());
     const int64_t blocks = (p.channels + kChannels - 1) / kChannels;
     channels = std::min((kMostRows + rows - 1) / rows, blocks);
     step = (blocks + channels - 1) / channels * kChannels;
     channels = (p.channels + step - 1) / step;
   }
 };
+
+bool is_channels_last(const Spec& spec) {
+  bool last = spec[0] == 0 && spec[1] == int64_t(spec.size()) - 1;
+  for (size_t i = 2; i < spec.size(); ++i) last &= spec[i] == int64_t(i) - 1;
+  return last;
+}
+
+// As measured, see the table in README.md.
+bool onednn_is_faster(Pass pass, const Geometry& g, const Tensor& w) {
+  const auto is_one = [](int64_t extent) { return extent == 1; };
+  const bool dense = std::all_of(g.dilation.begin(), g.dilation.end(), is_one),
+             strided = !std::all_of(g.strides.begin(), g.strides.end(), is_one);
+  if (g.spatial_rank() != 2 || !dense) return false;
+  if (pass == Pass::data && strided && w.dtype == DType::BF16) return false;
+  return w.size() <= 9 * g.groups || (strided && pass != Pass::filter);
+}
 
 void store(const Tensor& t, int64_t i, float sum) {
   if (t.dtype == DType::F32) {
@@ -208,14 +241,10 @@ void store(const Tensor& t, int64_t i, float sum) {
 
 }  // namespace
 
-bool takes(const Geometry& g, const Tensor& x, const Tensor& w, const Tensor& y) {
-  const auto channels_last = [](const Spec& spec) {
-    bool last = spec[1] == int64_t(spec.size()) - 1 && spec[0] == 0;
-    for (size_t i = 2; i < spec.size(); ++i) last &= spec[i] == int64_t(i) - 1;
-    return last;
-  };
-  return g.groups > 1 && g.groups == x.shape[g.lhs_spec[1]] && g.groups == w.shape[g.rhs_spec[0]] &&
-         channels_last(g.lhs_spec) && channels_last(g.out_spec) && x.size() > 0 && w.size() > 0 && y.size() > 0;
+bool takes(Pass pass, const Geometry& g, const Tensor& x, const Tensor& w, const Tensor& y) {
+  const bool depthwise = g.groups > 1 && g.groups == x.shape[g.lhs_spec[1]] && g.groups == w.shape[g.rhs_spec[0]];
+  if (!depthwise || !is_channels_last(g.lhs_spec) || !is_channels_last(g.out_spec)) return false;
+  return x.size() > 0 && w.size() > 0 && y.size() > 0 && !onednn_is_faster(pass, g, w);
 }
 
 void forward(const Geometry& g, const Tensor& x, const Tensor& w, const Tensor& y, const Epilogue& epilogue) {
@@ -231,12 +260,11 @@ void weights_gradient(const Geometry& g, const Tensor& x, const Tensor& dw, cons
                       float* db) {
   const Problem problem(g, x, dw, dy);
   const Dimension& last = problem.dimensions[2];
-  const Tables tables(problem, x.data, {{0, 1, -last.padding_low, last.stride, last.dilation, 0, 1, last.taps}});
-  const Pieces pieces(problem);
+  const Pieces pieces(problem, x.data, {{0, 1, -last.padding_low, last.stride, last.dilation, 0, 1, last.taps}});
+  const Args args = pieces.args();
   const Cut cut(problem, pieces);
   const Kernels& run = kernels();
   const int64_t taps = problem.taps(), channels = problem.channels, sums = (taps + 1) * channels;
-  const size_t element = problem.bf16 ? 2 : 4;
   const onednn::Scratch scratch(cut.rows * sums * sizeof(float));
   float* partial = reinterpret_cast<float*>(scratch.data());
   parallel_for(cut.rows * cut.channels, [&](int64_t i) {
@@ -244,11 +272,10 @@ void weights_gradient(const Geometry& g, const Tensor& x, const Tensor& dw, cons
     const int64_t row = i / cut.channels, begin = i % cut.channels * cut.step, end = std::min(begin + cut.step, channels);
     float* own = partial + row * sums;
     for (int64_t k = 0; k <= taps; ++k) std::fill(own + k * channels + begin, own + k * channels + end, 0.0f);
-    for (int64_t p = pieces.begin(row, cut.rows); p < pieces.begin(row + 1, cut.rows); ++p) {
-      const Piece piece = pieces[p];
-      const void* dy_piece = static_cast<const char*>(gradient) + pieces.at(piece, channels) * element;
-      run.filter_gradient(tables.args, piece, begin, end, dy_piece, own, db ? own + taps * channels : nullptr);
-    }
+    pieces.for_chunk(row, cut.rows, [&](const Piece& piece, int64_t at) {
+      const void* g = static_cast<const char*>(gradient) + at * problem.element_bytes();
+      run.filter_gradient(args, piece, begin, end, g, own, db ? own + taps * channels : nullptr);
+    });
   });
   parallel_for(taps + 1, [&](int64_t k) {
     for (int64_t c = k * channels; c < (k + 1) * channels; ++c) {

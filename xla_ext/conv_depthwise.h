@@ -6,8 +6,11 @@
 
 namespace jaxfuse::conv::depthwise {
 
-// Whether this is a depthwise convolution with x and y channels last, neither of them empty.
-bool takes(const Geometry& geometry, const Tensor& x, const Tensor& w, const Tensor& y);
+enum class Pass { forward, data, filter };
+
+// Whether this is a depthwise convolution with x and y channels last, none of them empty, of a kind for which the loops
+// are at least as fast as oneDNN in this pass.
+bool takes(Pass pass, const Geometry& geometry, const Tensor& x, const Tensor& w, const Tensor& y);
 
 // y = activation(scale·(x (*) w) + bias + residual); the epilogue's `in` is not read.
 void forward(const Geometry& geometry, const Tensor& x, const Tensor& w, const Tensor& y, const Epilogue& epilogue);

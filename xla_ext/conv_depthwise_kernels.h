@@ -6,33 +6,33 @@
 
 namespace jaxfuse::conv::depthwise {
 
-// A spatial dimension that is not the last: sources[o·taps + k] is the input that tap k reads for output o, or -1 where
-// there is none.
-struct Axis {
-  int64_t in, out, taps;
-  const int64_t* sources;
-};
-
 // Every `step`-th output of the last dimension, from `first` on, and what output number j of them reads: tap
 // first_tap + t·tap_step the input in_first + j·in_step + t·spacing, for t < taps.
 struct Phase {
   int64_t first, step, in_first, in_step, spacing, first_tap, tap_step, taps;
 };
 
-// Tensors are row-major (batch, three spatial dimensions, channels); the filter is f32 (three dimensions, channels).
+// Tensors are row-major (batch, spatial dimensions, channels); the filter is f32 (spatial dimensions, channels).
 struct Args {
   bool bf16;
   int64_t channels;
-  Axis axes[2];
-  int64_t in, out, taps;  // of the last dimension
+  int64_t in, taps;  // of the last dimension
   const Phase* phases;
   int64_t n_phases;
-  const void* x;
 };
 
-// Outputs [begin, end) of the last dimension, in one row.
+// A row of the filter, the number of its first tap, and the row of x that it lies over.
+struct Row {
+  const void* x;
+  int64_t tap;
+};
+
+// Outputs [begin, end) of the last dimension, in one row, and the rows of the filter that lie over data.
 struct Piece {
-  int64_t item, row0, row1, begin, end;
+  int64_t begin, end;
+  const Row* rows;
+  int64_t n_rows;
+  const void* next;  // the row of x behind these, to be fetched already, or null
 };
 
 struct Kernels {

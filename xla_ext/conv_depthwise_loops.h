@@ -23,22 +23,6 @@ void with_taps(int64_t n, F f) {
   }
 }
 
-// f(x, tap) for every row of the filter that lies over data: its row of x and the number of its first tap.
-template <class T, class F>
-void for_filter_rows(const Args& args, const Piece& piece, F f) {
-  const auto& [a0, a1] = args.axes;
-  const T* x = static_cast<const T*>(args.x);
-  for (int64_t k0 = 0; k0 < a0.taps; ++k0) {
-    const int64_t i0 = a0.sources[piece.row0 * a0.taps + k0];
-    if (i0 < 0) continue;
-    for (int64_t k1 = 0; k1 < a1.taps; ++k1) {
-      const int64_t i1 = a1.sources[piece.row1 * a1.taps + k1];
-      if (i1 < 0) continue;
-      f(x + ((piece.item * a0.in + i0) * a1.in + i1) * args.in * args.channels, (k0 * a1.taps + k1) * args.taps);
-    }
-  }
-}
-
 bool inside(int64_t i, int64_t extent) { return uint64_t(i) < uint64_t(extent); }
 
 // Whether all that the outputs from number j of a phase on read is data.
@@ -59,16 +43,17 @@ template <int n, int stride, bool whole, class T, class Lanes>
 [[gnu::always_inline]] inline void add_row(Floats (&sum)[kTile], const Args& args, const Phase& phase, const T* x,
                                            int64_t at, const float* w, Lanes lanes) {
   Floats tap[n];
-  for (int t = 0; t < n; ++t) tap[t] = load(w + t * phase.tap_step * args.channels, lanes);
+  for (int t = 0; t < n; ++t, w += phase.tap_step * args.channels) tap[t] = load(w, lanes);
+  const int64_t step = phase.spacing * args.channels;
+  const T* v = x + at * args.channels;
 #pragma GCC unroll 32
-  for (int p = 0; p < (kTile - 1) * stride + n; ++p) {
-    const int64_t i = at + p * phase.spacing;
-    if (!whole && !inside(i, args.in)) continue;
-    const Floats v = load(x + i * args.channels, lanes);
+  for (int p = 0; p < (kTile - 1) * stride + n; ++p, v += step) {
+    if (!whole && !inside(at + p * phase.spacing, args.in)) continue;
+    const Floats in = load(v, lanes);
 #pragma GCC unroll 8
     for (int t = 0; t < n; ++t) {
       const int j = (p - t) / stride;
-      if (p >= t && (p - t) % stride == 0 && j < kTile) sum[j] = multiply_add(tap[t], v, sum[j]);
+      if (p >= t && (p - t) % stride == 0 && j < kTile) sum[j] = multiply_add(tap[t], in, sum[j]);
     }
   }
 }
@@ -96,14 +81,19 @@ template <int n, int stride, bool whole, class T, class Lanes>
   const Floats start = output.bias ? load(output.bias + c, lanes) : Floats{};
   for (Floats& s : sum) s = start;
   const int64_t at = phase.in_first + j * phase.in_step;
-  for_filter_rows<T>(args, piece, [&](const T* x, int64_t first) {
-    const float* w = output.w + (first + phase.first_tap) * args.channels + c;
+  for (const Row* row = piece.rows; row < piece.rows + piece.n_rows; ++row) {
+    const T* x = static_cast<const T*>(row->x) + c;
+    const float* w = output.w + (row->tap + phase.first_tap) * args.channels + c;
     if constexpr (n == 0) {
-      add_row_by_taps(sum, args, phase, x + c, at, w, lanes);
+      add_row_by_taps(sum, args, phase, x, at, w, lanes);
     } else {
-      add_row<n, stride, whole>(sum, args, phase, x + c, at, w, lanes);
+      add_row<n, stride, whole>(sum, args, phase, x, at, w, lanes);
     }
-  });
+  }
+  if (piece.next && c * sizeof(T) % 64 == 0) {
+    const T* next = static_cast<const T*>(piece.next) + at * args.channels + c;
+    for (int i = 0; i < kTile; ++i) __builtin_prefetch(next + i * phase.in_step * args.channels, 0, 2);
+  }
   int64_t to = (phase.first + j * phase.step - piece.begin) * args.channels + c;
   for (int i = 0; i < kTile && j + i < end; ++i, to += phase.step * args.channels) {
     output.sums ? store(output.sums + to, sum[i], lanes) : store(output.y + to, round_to<T>(sum[i]), lanes);
@@ -196,15 +186,16 @@ void filter_gradient(const Args& args, const Piece& piece, int64_t begin, int64_
   const T* g = static_cast<const T*>(dy);
   const int64_t first = args.phases->in_first + piece.begin * args.phases->in_step;
   for_vectors(begin, end, [&](int64_t c, auto lanes) {
-    for_filter_rows<T>(args, piece, [&](const T* x, int64_t tap) {
+    for (const Row* row = piece.rows; row < piece.rows + piece.n_rows; ++row) {
+      const T* x = static_cast<const T*>(row->x) + c;
       with_taps(args.taps, [&](auto n) {
         constexpr int at_once = n.value ? n.value : 1;
         for (int64_t t = 0; t < args.taps; t += at_once) {
-          add_products<at_once>(args, piece, x + c, first + t * args.phases->spacing, g + c,
-                                sums + (tap + t) * args.channels + c, lanes);
+          add_products<at_once>(args, piece, x, first + t * args.phases->spacing, g + c,
+                                sums + (row->tap + t) * args.channels + c, lanes);
         }
       });
-    });
+    }
     if (db) add_bias_gradient(args, piece, g + c, db + c, lanes);
   });
 }
