@@ -8,7 +8,8 @@ from . import issues
 
 @dataclass(frozen=True)
 class Conv:
-    """relu(conv(x, w) + bias) on a square NHWC image, padded so that stride 1 keeps its size."""
+    """relu(conv(x, w) + bias), channels last, padded so that stride 1 keeps the size: of a square image or, if causal, of a
+    sequence, which is padded in front."""
 
     title: str
     kernel: int
@@ -18,10 +19,17 @@ class Conv:
     stride: int = 1
     dilation: int = 1
     groups: int = 1
+    causal: bool = False
+
+    @property
+    def dimensions(self):
+        return 1 if self.causal else 2
 
     @property
     def padding(self):
-        return self.dilation * (self.kernel // 2)
+        """In front and behind, the same in every dimension."""
+        reach = self.dilation * (self.kernel - 1)
+        return (reach, 0) if self.causal else (reach // 2, reach // 2)
 
     @property
     def output_size(self):
@@ -65,6 +73,11 @@ CONVS = {
     "conv3x3_dilation2_c256_s28": Conv("3×3 dilation 2, 256, 28²", 3, 256, 256, 28, dilation=2),
     "conv3x3_groups32_c256_s28": Conv("3×3 groups 32, 256, 28²", 3, 256, 256, 28, groups=32),
     "depthwise3x3_c192_s28": Conv("depthwise 3×3, 192, 28²", 3, 192, 192, 28, groups=192),
+    "depthwise3x3_stride2_c144_s56": Conv("depthwise 3×3 stride 2, 144, 56²", 3, 144, 144, 56, stride=2, groups=144),
+    "depthwise3x3_dilation2_c256_s28": Conv("depthwise 3×3 dilation 2, 256, 28²", 3, 256, 256, 28, dilation=2, groups=256),
+    "depthwise5x5_c240_s28": Conv("depthwise 5×5, 240, 28²", 5, 240, 240, 28, groups=240),
+    "depthwise7x7_c384_s14": Conv("depthwise 7×7, 384, 14²", 7, 384, 384, 14, groups=384),
+    "depthwise4_causal_c1024_s1024": Conv("depthwise 4, causal, 1024, 1024", 4, 1024, 1024, 1024, groups=1024, causal=True),
     "depthwise7x7_c96_s56": Conv("depthwise 7×7, 96, 56²", 7, 96, 96, 56, groups=96),
 }
 BATCH_NORMS = {

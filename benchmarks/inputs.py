@@ -17,15 +17,16 @@ def operands(case):
     def normal(*dims, scale=1.0):
         return random.standard_normal(dims, np.float32) * np.float32(scale)
 
-    image = (case.batch, shape.size, shape.size)
     if case.kind == "conv":
-        fan_in = shape.kernel**2 * shape.inputs // shape.groups
+        n = shape.dimensions
+        fan_in = shape.kernel**n * shape.inputs // shape.groups
         arrays = {
-            "x": normal(*image, shape.inputs),
-            "w": normal(shape.kernel, shape.kernel, shape.inputs // shape.groups, shape.outputs, scale=fan_in**-0.5),
+            "x": normal(case.batch, *[shape.size] * n, shape.inputs),
+            "w": normal(*[shape.kernel] * n, shape.inputs // shape.groups, shape.outputs, scale=fan_in**-0.5),
             "bias": normal(shape.outputs, scale=0.5),
         }
-        return arrays, normal(case.batch, shape.output_size, shape.output_size, shape.outputs)
+        return arrays, normal(case.batch, *[shape.output_size] * n, shape.outputs)
+    image = (case.batch, shape.size, shape.size)
     channels = shape.channels
     arrays = {
         "x": normal(*image, channels) * (1 + normal(channels, scale=0.2)) + normal(channels),

@@ -17,13 +17,14 @@ SIGN_MARGIN = {"f32": 1e-4, "bf16": 2.0**-6}
 
 
 def conv_bias(x, w, bias, *, shape):
+    n = shape.dimensions
     y = lax.conv_general_dilated(
         x,
         w,
-        (shape.stride, shape.stride),
-        [(shape.padding, shape.padding)] * 2,
-        rhs_dilation=(shape.dilation, shape.dilation),
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        (shape.stride,) * n,
+        [shape.padding] * n,
+        rhs_dilation=(shape.dilation,) * n,
+        dimension_numbers=("NHWC", "HWIO", "NHWC") if n == 2 else ("NWC", "WIO", "NWC"),
         feature_group_count=shape.groups,
     )
     return y + bias

@@ -13,7 +13,9 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
 def conv_bias_relu(x, w, bias, *, shape):
-    return F.conv2d(x, w, bias, shape.stride, shape.padding, shape.dilation, shape.groups).relu_()
+    if shape.causal:
+        return F.conv1d(F.pad(x, shape.padding), w, bias, shape.stride, 0, shape.dilation, shape.groups).relu_()
+    return F.conv2d(x, w, bias, shape.stride, shape.padding[0], shape.dilation, shape.groups).relu_()
 
 
 def batch_norm_add_relu(x, gamma, beta, residual=None):
@@ -34,16 +36,19 @@ class Prepared:
 
 
 def _numpy(name, value):
-    if value.ndim == 4:
-        value = value.permute((2, 3, 1, 0) if name == "dw" else (0, 2, 3, 1))
+    if value.ndim > 2:
+        spatial = range(2, value.ndim)
+        value = value.permute((*spatial, 1, 0) if name == "dw" else (0, *spatial, 1))
     return value.float().numpy()
 
 
 def _tensor(value, dtype, name=""):
     tensor = torch.from_numpy(value).to(DTYPES[dtype])
-    if value.ndim < 4:
+    if value.ndim < 3:
         return tensor
-    return tensor.permute((3, 2, 0, 1) if name == "w" else (0, 3, 1, 2)).contiguous(memory_format=torch.channels_last)
+    *first, last = range(value.ndim)
+    tensor = tensor.permute((last, last - 1, *first[:-1]) if name == "w" else (0, last, *first[1:]))
+    return tensor.contiguous(memory_format=torch.channels_last if value.ndim == 4 else torch.contiguous_format)
 
 
 class TorchPeer:

@@ -160,7 +160,7 @@ def test_nan_behind_a_residual_that_comes_last():
     assert np.argwhere(np.isnan(y)).tolist() == [*[[0, 1, 2, i] for i in range(16)], [1, 1, 1, 1]]
 
 
-WATCHED = ["3x3", "1x1", "stem", "depthwise", "depthwise, multiplier 2", "grouped", "odd", "1-D", "3-D", "NCHW", "long sums"]
+WATCHED = ["3x3", "1x1", "stem", "depthwise", "depthwise 5x5", "depthwise, strided", "depthwise, causal", "depthwise, multiplier 2", "grouped", "odd", "1-D", "3-D", "NCHW", "long sums"]
 
 
 @each_dtype

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "activation_attr.h"
+#include "conv_depthwise.h"
 #include "conv_epilogue.h"
 #include "conv_slices.h"
 #include "nan_watch.h"
@@ -226,15 +227,24 @@ bool run(const Forward& f, void* y) {
   return whole != nullptr;
 }
 
-// y = activation(scale·in + bias + residual), or the residual last, by our own loops.
-void finish(const Forward& f, const void* in, DType in_dtype) {
+// run(epilogue): what follows `in` by our own loops.
+template <class Run>
+void with_epilogue(const Forward& f, const void* in, DType in_dtype, Run run) {
   std::vector<float> bias(f.bias ? f.bias->shape[0] : 0);
   for (size_t i = 0; i < bias.size(); ++i) {
     bias[i] = f.bias->dtype == DType::F32 ? f.bias->as<float>()[i] : from_bf16(f.bias->as<uint16_t>()[i]);
   }
-  run_epilogue(f.y, f.geometry.out_spec[1],
-               {f.activation, f.alpha, in, in_dtype, f.scale ? f.scale->as<float>() : nullptr,
-                f.bias ? bias.data() : nullptr, f.residual ? f.residual->data : nullptr, f.residual_last});
+  run(Epilogue{f.activation, f.alpha, in, in_dtype, f.scale ? f.scale->as<float>() : nullptr,
+               f.bias ? bias.data() : nullptr, f.residual ? f.residual->data : nullptr, f.residual_last});
+}
+
+// y = activation(scale·in + bias + residual), or the residual last, by our own loops.
+void finish(const Forward& f, const void* in, DType in_dtype) {
+  with_epilogue(f, in, in_dtype, [&](const Epilogue& e) { run_epilogue(f.y, f.geometry.out_spec[1], e); });
+}
+
+void run_depthwise(const Forward& f) {
+  with_epilogue(f, nullptr, f.y.dtype, [&](const Epilogue& e) { depthwise::forward(f.geometry, f.x, f.w, f.y, e); });
 }
 
 // z, into y.
@@ -290,10 +300,15 @@ void run_fused(const Forward& f) {
   restore_not_finite(f.y, f.geometry.out_spec[1], z.data(), f.activation, f.alpha, added);
 }
 
+void run_whole(const Forward& f) {
+  if (depthwise::takes(depthwise::Pass::forward, f.geometry, f.x, f.w, f.y)) return run_depthwise(f);
+  better_apart(f) ? run_apart(f) : run_fused(f);
+}
+
 void run_saving(const Forward& f) {
   Forward z = up_to_activation(f);
   z.y = *f.z;
-  run_apart(z);
+  run_whole(z);
   activate(f, f.z->data);
 }
 
@@ -308,8 +323,7 @@ void conv_fwd(const Call& call) {
     }
     return finish(f, nullptr, f.y.dtype);
   }
-  if (f.z) return run_saving(f);
-  better_apart(f) ? run_apart(f) : run_fused(f);
+  f.z ? run_saving(f) : run_whole(f);
 }
 
 JAXFUSE_HANDLER(jaxfuse_conv_fwd, conv_fwd);

@@ -6,6 +6,7 @@
 
 #include "activation_attr.h"
 #include "conv.h"
+#include "conv_depthwise.h"
 #include "conv_epilogue.h"
 #include "conv_slices.h"
 #include "parallel.h"
@@ -163,14 +164,24 @@ bool data_gradient_sliced(const Geometry& geometry, const Tensor& dx, const Tens
 void data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& dy, void* g) {
   if (dx.size() == 0) return;
   if (w.size() == 0 || dy.size() == 0) return (void)std::memset(dx.data, 0, dx.bytes());
+  if (depthwise::takes(depthwise::Pass::data, geometry, dx, w, dy)) {
+    return depthwise::data_gradient(geometry, dx, w, dy, g);
+  }
   if (data_gradient_sliced(geometry, dx, w, dy, g)) return;
   onednn::cached(key_of(Direction::data, geometry, dx, w, dy), [&] { return make_data(geometry, dx, w, dy); })
       ->run({{DNNL_ARG_DIFF_DST, g}, {DNNL_ARG_WEIGHTS, w.data}, {DNNL_ARG_DIFF_SRC, dx.data}});
 }
 
-void weights_gradient(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& dy, const void* g) {
+bool by_depthwise_loops(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& dy) {
+  return depthwise::takes(depthwise::Pass::filter, geometry, x, dw, dy);
+}
+
+// db is null, or the bias gradient that depthwise::weights_gradient finds on its way.
+void weights_gradient(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& dy, const void* g,
+                      float* db) {
   if (dw.size() == 0) return;
   if (x.size() == 0 || dy.size() == 0) return (void)std::memset(dw.data, 0, dw.bytes());
+  if (by_depthwise_loops(geometry, x, dw, dy)) return depthwise::weights_gradient(geometry, x, dw, dy, g, db);
   onednn::cached(key_of(Direction::weights, geometry, x, dw, dy), [&] { return make_weights(geometry, x, dw, dy); })
       ->run({{DNNL_ARG_SRC, x.data}, {DNNL_ARG_DIFF_DST, g}, {DNNL_ARG_DIFF_WEIGHTS, dw.data}});
 }
@@ -178,7 +189,7 @@ void weights_gradient(const Geometry& geometry, const Tensor& x, const Tensor& d
 // The adjoint's own forward and weight gradient, from g to x.
 void transposed_gradients(const Backward& b, const Tensor& g) {
   if (b.dx && b.dx->size() > 0) convolve(b.geometry.adjoint(*b.w), g, *b.w, *b.dx);
-  if (b.dw) weights_gradient(b.geometry.adjoint(*b.dw), g, *b.dw, *b.x, b.x->data);
+  if (b.dw) weights_gradient(b.geometry.adjoint(*b.dw), g, *b.dw, *b.x, b.x->data, nullptr);
 }
 
 void store_bias_gradient(const Tensor& db, const std::vector<float>& sums) {
@@ -198,16 +209,21 @@ void conv_bwd(const Call& call) {
   const bool g_in_scratch = !g_is_dy && !b.dresidual && (b.dx || b.dw);
   const onednn::Scratch scratch(g_in_scratch ? b.dy.bytes() : 0);
   void* written = b.dresidual ? b.dresidual->data : g_in_scratch ? scratch.data() : nullptr;
-  if (written || b.db) {
-    std::vector<float> sums(b.db ? b.dy.shape[feature] : 0);
+  std::vector<float> sums(b.db ? b.dy.shape[feature] : 0);
+  float* db = b.db ? sums.data() : nullptr;
+  const bool db_with_dw = b.db && b.dw && by_depthwise_loops(b.geometry, *b.x, *b.dw, b.dy);
+  if (written || (b.db && !db_with_dw)) {
     run_gradient(b.dy, feature, {b.activation, b.alpha, b.told ? b.told->data : nullptr, b.by_value, written},
-                 b.db ? sums.data() : nullptr);
-    if (b.db) store_bias_gradient(*b.db, sums);
+                 db_with_dw ? nullptr : db);
   }
   void* g = g_is_dy ? b.dy.data : written;
-  if (b.geometry.transposed()) return transposed_gradients(b, {b.dy.name, g, b.dy.dtype, b.dy.shape});
-  if (b.dx) data_gradient(b.geometry, *b.dx, *b.w, b.dy, g);
-  if (b.dw) weights_gradient(b.geometry, *b.x, *b.dw, b.dy, g);
+  if (b.geometry.transposed()) {
+    transposed_gradients(b, {b.dy.name, g, b.dy.dtype, b.dy.shape});
+  } else {
+    if (b.dx) data_gradient(b.geometry, *b.dx, *b.w, b.dy, g);
+    if (b.dw) weights_gradient(b.geometry, *b.x, *b.dw, b.dy, g, db_with_dw ? db : nullptr);
+  }
+  if (b.db) store_bias_gradient(*b.db, sums);
 }
 
 JAXFUSE_HANDLER(jaxfuse_conv_bwd, conv_bwd);

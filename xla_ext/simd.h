@@ -29,6 +29,17 @@ struct bf16 {
   uint16_t bits;
 };
 
+// a·b + c, rounded once where the ISA has an instruction for it and twice elsewhere.
+inline Floats multiply_add(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
 // At any address.
 template <class Vector, class T>
 Vector load_bits(const T* p) {
@@ -93,6 +104,11 @@ Floats load(const T* p, Whole) {
 }
 template <class T>
 Floats load(const T* p, First lanes) {
+#if defined(__AVX512F__)
+  const __mmask16 first = __mmask16((1u << lanes.n) - 1);
+  if constexpr (sizeof(T) == sizeof(float)) return _mm512_maskz_loadu_ps(first, p);
+  else return Floats(_mm512_slli_epi32(_mm512_maskz_cvtepu16_epi32(0xffff, _mm256_maskz_loadu_epi16(first, p)), 16));
+#endif
   T values[kLanes] = {};
   for (int64_t i = 0; i < lanes.n; ++i) values[i] = p[i];
   return load(values);

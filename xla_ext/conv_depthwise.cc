@@ -1,0 +1,292 @@
+#include "conv_depthwise.h"
+
+#include <algorithm>
+#include <memory>
+#include <numeric>
+
+#include "conv_depthwise_kernels.h"
+#include "parallel.h"
+#include "simd_level.h"
+
+namespace jaxfuse::conv::depthwise {
+namespace {
+
+const Kernels& kernels() { return choose(portable_kernels, avx2_kernels, avx512_kernels); }
+
+// Output o reads, by tap k, the input (o·stride + k·dilation - padding_low) / in_dilation, where that is a whole number
+// and no padding. Either stride or in_dilation is 1. (in_dilation: as jax.lax calls lhs_dilation.)
+struct Dimension {
+  int64_t in = 1, out = 1, taps = 1, stride = 1, dilation = 1, padding_low = 0, in_dilation = 1;
+
+  // The same between dx and dy: dx[i] = Σ w[k]·dy[(i + padding_low - k·dilation) / stride], the taps in reverse.
+  Dimension transposed() const {
+    return {out, in, taps, in_dilation, dilation, (taps - 1) * dilation - padding_low, stride};
+  }
+
+  std::vector<int64_t> sources() const {
+    std::vector<int64_t> result;
+    for (int64_t o = 0; o < out; ++o) {
+      for (int64_t k = 0; k < taps; ++k) {
+        const int64_t at = o * stride + k * dilation - padding_low;
+        result.push_back(at >= 0 && at % in_dilation == 0 && at / in_dilation < in ? at / in_dilation : -1);
+      }
+    }
+    return result;
+  }
+
+  // Outputs that read neighbouring inputs, or inputs at the distance of the taps, are a phase together.
+  std::vector<Phase> phases() const {
+    if (in_dilation == 1) {
+      const int64_t step = stride == 1 ? std::min(dilation, out) : 1;
+      std::vector<Phase> result;
+      for (int64_t o = 0; o < step; ++o) {
+        result.push_back({o, step, o * stride - padding_low, step * stride, dilation, 0, 1, taps});
+      }
+      return result;
+    }
+    std::vector<Phase> result;
+    const int64_t common = std::gcd(dilation, in_dilation), tap_step = in_dilation / common;
+    for (int64_t o = 0; o < std::min(in_dilation, out); ++o) {
+      int64_t k = 0;
+      while (k < std::min(taps, tap_step) && (o + k * dilation - padding_low) % in_dilation) ++k;
+      const int64_t count = k < tap_step ? (taps - k + tap_step - 1) / tap_step : 0;
+      result.push_back({o, in_dilation, (o + k * dilation - padding_low) / in_dilation, 1, dilation / common, k, tap_step,
+                        count});
+    }
+    return result;
+  }
+};
+
+// Three spatial dimensions, missing ones of extent 1 in front.
+struct Problem {
+  int64_t items, channels;
+  bool bf16;
+  Dimension dimensions[3];
+
+  Problem(const Geometry& g, const Tensor& x, const Tensor& w, const Tensor& y)
+      : items(y.shape[0]), channels(y.shape.back()), bf16(y.dtype == DType::BF16) {
+    const size_t n = g.spatial_rank();
+    for (size_t i = 0; i < n; ++i) {
+      dimensions[3 - n + i] = {x.shape[i + 1],  y.shape[i + 1],      w.shape[g.rhs_spec[i + 2]], g.strides[i],
+                               g.dilation[i], g.padding_low[i], 1};
+    }
+  }
+
+  Problem transposed() const {
+    Problem result = *this;
+    for (Dimension& d : result.dimensions) d = d.transposed();
+    return result;
+  }
+
+  int64_t element_bytes() const { return bf16 ? 2 : 4; }
+  int64_t taps() const { return dimensions[0].taps * dimensions[1].taps * dimensions[2].taps; }
+};
+
+// A convolution of x cut into pieces of rows of its outputs, whose sums in f32 stay in the caches.
+class Pieces {
+ public:
+  Pieces(const Problem& problem, const void* x, std::vector<Phase> phases)
+      : p_(problem), x_(static_cast<const char*>(x)), phases_(std::move(phases)) {
+    for (int d = 0; d < 2; ++d) sources_[d] = p_.dimensions[d].sources();
+    constexpr int64_t kElements = 8 << 10, kOutputs = 16;
+    const int64_t width = p_.dimensions[2].out, most = std::max(kOutputs, kElements / p_.channels / 8 * 8);
+    per_row_ = (width + most - 1) / most;
+    length_ = ((width + per_row_ - 1) / per_row_ + 7) / 8 * 8;
+    per_row_ = (width + length_ - 1) / length_;
+  }
+
+  int64_t count() const { return p_.items * p_.dimensions[0].out * p_.dimensions[1].out * per_row_; }
+  int64_t most_elements() const { return length_ * p_.channels; }
+  Args args() const {
+    const Dimension& last = p_.dimensions[2];
+    return {p_.bf16, p_.channels, last.in, last.taps, phases_.data(), int64_t(phases_.size())};
+  }
+
+  // f(piece, number of its first element in the tensor of outputs) for the pieces of chunk i of n.
+  template <class F>
+  void for_chunk(int64_t i, int64_t n, F f) const {
+    std::vector<Row> rows;
+    for (int64_t number = i * count() / n; number < (i + 1) * count() / n; ++number) {
+      const int64_t row = number / per_row_, begin = number % per_row_ * length_;
+      if (number == i * count() / n || begin == 0) find_rows(row, rows);
+      const int64_t width = p_.dimensions[2].out, end = std::min(begin + length_, width);
+      f(Piece{begin, end, rows.data(), int64_t(rows.size()), next_row(rows)}, (row * width + begin) * p_.channels);
+    }
+  }
+
+ private:
+  int64_t row_bytes() const { return p_.dimensions[2].in * p_.channels * p_.element_bytes(); }
+
+  // The row of x behind these, if there is one: most often what the next outputs read first.
+  const void* next_row(const std::vector<Row>& rows) const {
+    if (rows.empty()) return nullptr;
+    const char* next = static_cast<const char*>(rows.back().x) + row_bytes();
+    return next < x_ + p_.items * p_.dimensions[0].in * p_.dimensions[1].in * row_bytes() ? next : nullptr;
+  }
+
+  void find_rows(int64_t row, std::vector<Row>& rows) const {
+    const auto& [d0, d1, d2] = p_.dimensions;
+    const int64_t *from0 = &sources_[0][row / d1.out % d0.out * d0.taps], *from1 = &sources_[1][row % d1.out * d1.taps];
+    const int64_t item = row / d1.out / d0.out;
+    rows.clear();
+    for (int64_t k0 = 0; k0 < d0.taps; ++k0) {
+      for (int64_t k1 = 0; k1 < d1.taps; ++k1) {
+        if (from0[k0] < 0 || from1[k1] < 0) continue;
+        rows.push_back({x_ + ((item * d0.in + from0[k0]) * d1.in + from1[k1]) * row_bytes(), (k0 * d1.taps + k1) * d2.taps});
+      }
+    }
+  }
+
+  const Problem& p_;
+  const char* x_;
+  std::vector<Phase> phases_;
+  std::vector<int64_t> sources_[2];
+  int64_t length_, per_row_;
+};
+
+// f(place in a filter of shape (spatial..., channels), place in this one), whatever the order of its dimensions.
+template <class F>
+void for_filter(const Geometry& g, const Tensor& w, F f) {
+  const auto stride = [&](int64_t i) { return size_of(Shape(w.shape.begin() + g.rhs_spec[i] + 1, w.shape.end())); };
+  const int64_t channels = w.shape[g.rhs_spec[0]], channel_stride = stride(0);
+  for (int64_t tap = 0; tap * channels < w.size(); ++tap) {
+    int64_t at = 0, rest = tap;
+    for (int64_t i = g.rhs_spec.size(); i-- > 2; rest /= w.shape[g.rhs_spec[i]]) {
+      at += rest % w.shape[g.rhs_spec[i]] * stride(i);
+    }
+    for (int64_t c = 0; c < channels; ++c) f(tap * channels + c, at + c * channel_stride);
+  }
+}
+
+float value(const Tensor& t, int64_t i) {
+  return t.dtype == DType::F32 ? t.as<float>()[i] : from_bf16(t.as<uint16_t>()[i]);
+}
+
+std::vector<float> filter(const Geometry& g, const Tensor& w) {
+  std::vector<float> result(w.size());
+  for_filter(g, w, [&](int64_t i, int64_t at) { result[i] = value(w, at); });
+  return result;
+}
+
+// The same with its taps in reverse.
+std::vector<float> turned_filter(const Geometry& g, const Tensor& w) {
+  const int64_t channels = w.shape[g.rhs_spec[0]], last = w.size() - channels;
+  std::vector<float> result(w.size());
+  for_filter(g, w, [&](int64_t i, int64_t at) { result[last - i + 2 * (i % channels)] = value(w, at); });
+  return result;
+}
+
+void convolve(const Problem& problem, const void* x, const std::vector<float>& w, const Tensor& y, const Epilogue& e) {
+  const Pieces pieces(problem, x, problem.dimensions[2].phases());
+  const Args args = pieces.args();
+  const Kernels& run = kernels();
+  auto* finish = choose(conv::portable_kernels, conv::avx2_kernels, conv::avx512_kernels).epilogue;
+  const bool alone = e.activation == Activation::none && !e.scale && !e.residual;  // but for the bias
+  const int64_t chunks = std::min<int64_t>(32, pieces.count());
+  parallel_for(chunks, [&](int64_t chunk) {
+    const DenormalsFlushed mode;
+    const onednn::Scratch scratch(alone ? 0 : pieces.most_elements() * sizeof(float));
+    float* sums = alone ? nullptr : reinterpret_cast<float*>(scratch.data());
+    pieces.for_chunk(chunk, chunks, [&](const Piece& piece, int64_t at) {
+      char* out = y.as<char>() + at * problem.element_bytes();
+      run.convolve(args, piece, w.data(), alone ? e.bias : nullptr, sums, out);
+      if (alone) return;
+      const char* residual = static_cast<const char*>(e.residual);
+      if (residual) residual += at * problem.element_bytes();
+      finish({problem.bf16, problem.channels, 1, e.activation, e.alpha, sums, true, e.scale, e.bias, residual, e.residual_last,
+              out}, 0,
+             (piece.end - piece.begin) * problem.channels);
+    });
+  });
+}
+
+// How the sums of a gradient of the filter are shared among threads. The cut depends on the shapes alone, so they repeat
+// bit for bit. More chunks of rows mean more sums to add in the end; where rows are few, channels are cut too.
+struct Cut {
+  int64_t rows, channels, step;
+
+  Cut(const Problem& p, const Pieces& pieces) {
+    constexpr int64_t kMostRows = 16, kChannels = 64;
+    const int64_t outputs = pieces.count() * pieces.most_elements() / p.channels;
+    rows = std::min(std::clamp<int64_t>(outputs / (4 * p.taps()), 1, kMostRows), pieces.count());
+    const int64_t blocks = (p.channels + kChannels - 1) / kChannels;
+    channels = std::min((kMostRows + rows - 1) / rows, blocks);
+    step = (blocks + channels - 1) / channels * kChannels;
+    channels = (p.channels + step - 1) / step;
+  }
+};
+
+bool is_channels_last(const Spec& spec) {
+  bool last = spec[0] == 0 && spec[1] == int64_t(spec.size()) - 1;
+  for (size_t i = 2; i < spec.size(); ++i) last &= spec[i] == int64_t(i) - 1;
+  return last;
+}
+
+// As measured, see the table in README.md.
+bool onednn_is_faster(Pass pass, const Geometry& g, const Tensor& w) {
+  const auto is_one = [](int64_t extent) { return extent == 1; };
+  const bool dense = std::all_of(g.dilation.begin(), g.dilation.end(), is_one),
+             strided = !std::all_of(g.strides.begin(), g.strides.end(), is_one);
+  if (g.spatial_rank() != 2 || !dense) return false;
+  if (pass == Pass::data && strided && w.dtype == DType::BF16) return false;
+  return w.size() <= 9 * g.groups || (strided && pass != Pass::filter);
+}
+
+void store(const Tensor& t, int64_t i, float sum) {
+  if (t.dtype == DType::F32) {
+    t.as<float>()[i] = sum;
+  } else {
+    t.as<uint16_t>()[i] = to_bf16(sum);
+  }
+}
+
+}  // namespace
+
+bool takes(Pass pass, const Geometry& g, const Tensor& x, const Tensor& w, const Tensor& y) {
+  const bool depthwise = g.groups > 1 && g.groups == x.shape[g.lhs_spec[1]] && g.groups == w.shape[g.rhs_spec[0]];
+  if (!depthwise || g.transposed() || !is_channels_last(g.lhs_spec) || !is_channels_last(g.out_spec)) return false;
+  return x.size() > 0 && w.size() > 0 && y.size() > 0 && !onednn_is_faster(pass, g, w);
+}
+
+void forward(const Geometry& g, const Tensor& x, const Tensor& w, const Tensor& y, const Epilogue& epilogue) {
+  convolve(Problem(g, x, w, y), x.data, filter(g, w), y, epilogue);
+}
+
+void data_gradient(const Geometry& g, const Tensor& dx, const Tensor& w, const Tensor& dy, const void* gradient) {
+  convolve(Problem(g, dx, w, dy).transposed(), gradient, turned_filter(g, w), dx,
+           {Activation::none, 0, nullptr, DType::F32, nullptr, nullptr, nullptr, false});
+}
+
+void weights_gradient(const Geometry& g, const Tensor& x, const Tensor& dw, const Tensor& dy, const void* gradient,
+                      float* db) {
+  const Problem problem(g, x, dw, dy);
+  const Dimension& last = problem.dimensions[2];
+  const Pieces pieces(problem, x.data, {{0, 1, -last.padding_low, last.stride, last.dilation, 0, 1, last.taps}});
+  const Args args = pieces.args();
+  const Cut cut(problem, pieces);
+  const Kernels& run = kernels();
+  const int64_t taps = problem.taps(), channels = problem.channels, sums = (taps + 1) * channels;
+  const onednn::Scratch scratch(cut.rows * sums * sizeof(float));
+  float* partial = reinterpret_cast<float*>(scratch.data());
+  parallel_for(cut.rows * cut.channels, [&](int64_t i) {
+    const DenormalsFlushed mode;
+    const int64_t row = i / cut.channels, begin = i % cut.channels * cut.step, end = std::min(begin + cut.step, channels);
+    float* own = partial + row * sums;
+    for (int64_t k = 0; k <= taps; ++k) std::fill(own + k * channels + begin, own + k * channels + end, 0.0f);
+    pieces.for_chunk(row, cut.rows, [&](const Piece& piece, int64_t at) {
+      const void* g = static_cast<const char*>(gradient) + at * problem.element_bytes();
+      run.filter_gradient(args, piece, begin, end, g, own, db ? own + taps * channels : nullptr);
+    });
+  });
+  parallel_for(taps + 1, [&](int64_t k) {
+    for (int64_t c = k * channels; c < (k + 1) * channels; ++c) {
+      double total = 0;
+      for (int64_t row = 0; row < cut.rows; ++row) total += partial[row * sums + c];
+      partial[c] = float(total);
+    }
+  });
+  for_filter(g, dw, [&](int64_t i, int64_t at) { store(dw, at, partial[i]); });
+  if (db) std::copy_n(partial + taps * channels, channels, db);
+}
+
+}  // namespace jaxfuse::conv::depthwise

@@ -1,0 +1,25 @@
+// Depthwise convolutions, one filter for each channel, by our own loops.
+#pragma once
+
+#include "conv.h"
+#include "conv_epilogue.h"
+
+namespace jaxfuse::conv::depthwise {
+
+enum class Pass { forward, data, filter };
+
+// Whether this is a depthwise convolution with x and y channels last, none of them empty, of a kind for which the loops
+// are at least as fast as oneDNN in this pass.
+bool takes(Pass pass, const Geometry& geometry, const Tensor& x, const Tensor& w, const Tensor& y);
+
+// y = activation(scale·(x (*) w) + bias + residual); the epilogue's `in` is not read.
+void forward(const Geometry& geometry, const Tensor& x, const Tensor& w, const Tensor& y, const Epilogue& epilogue);
+
+// dx, from g, which is like dy.
+void data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& dy, const void* g);
+
+// dw and, unless it is null, db = Σ g.
+void weights_gradient(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& dy, const void* g,
+                      float* db);
+
+}  // namespace jaxfuse::conv::depthwise
