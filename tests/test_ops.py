@@ -18,6 +18,7 @@ DTYPES = ["float32", "bfloat16"]
 TARGETS = dict(
     conv=("jaxfuse_conv_fwd", "jaxfuse_conv_bwd"),
     batch_norm=("jaxfuse_batch_norm_apply", "jaxfuse_batch_norm_bwd_apply"),
+    dense=("jaxfuse_dense_fwd", "jaxfuse_dense_bwd"),
     max_pool=("jaxfuse_max_pool_fwd", "jaxfuse_max_pool_bwd"),
 )
 
@@ -68,6 +69,10 @@ def one_by_one(x):
     return "conv-1x1_residual_only", dict(w=jnp.ones((1, 1, 1, 1), x.dtype), residual=jnp.zeros_like(x)), {}
 
 
+def identity_layer(x):
+    return "dense-residual_tanh", dict(w=jnp.ones((1, 1), x.dtype), residual=jnp.zeros_like(x)), {}
+
+
 def normalized(x):
     ones = jnp.ones(1)
     return "batch_norm-given_statistics", dict(gamma=ones, beta=0 * ones, mean=0 * ones, var=ones), dict(epsilon=0.0)
@@ -79,7 +84,7 @@ def normalized_residual(x):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layer", [one_by_one, normalized, normalized_residual])
+@pytest.mark.parametrize("layer", [one_by_one, identity_layer, normalized, normalized_residual])
 def test_every_activation_at_ties_nan_and_inf(layer, dtype, kernel):
     """Values and derivatives, of a layer that computes activation(x)."""
     x = jnp.asarray(SPECIAL, dtype).reshape(1, 2, -1, 1)
@@ -88,7 +93,7 @@ def test_every_activation_at_ties_nan_and_inf(layer, dtype, kernel):
 
     def each(function):
         def of(activation):
-            alpha = dict(alpha=0.3) if CASES[name].op == "conv" else {}
+            alpha = dict(alpha=0.3) if CASES[name].op in ("conv", "dense") else {}
             case = dataclasses.replace(CASES[name], options=options | alpha | dict(activation=activation))
             return value_and_gradients(getattr(case, function), arrays, ones)
 
@@ -120,7 +125,7 @@ def close(value, expected, what):
     np.testing.assert_allclose(value, expected, rtol, rtol, err_msg=what)
 
 
-@pytest.mark.parametrize("name", ["conv-3x3_residual", "batch_norm-residual_relu", "batch_norm-given_statistics"])
+@pytest.mark.parametrize("name", ["conv-3x3_residual", "batch_norm-residual_relu", "batch_norm-given_statistics", "dense-residual_tanh"])
 def test_empty_batch(name, kernel):
     case = CASES[name]
     shapes = {n: (0, *shape[1:]) if n in ("x", "residual") else shape for n, shape in case.shapes.items()}
@@ -131,7 +136,7 @@ def test_empty_batch(name, kernel):
         np.testing.assert_array_equal(value, plain)
 
 
-@pytest.mark.parametrize("name", ["conv-scale_bias_residual", "batch_norm-residual_relu"])
+@pytest.mark.parametrize("name", ["conv-scale_bias_residual", "batch_norm-residual_relu", "dense-residual_tanh"])
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
 def test_other_dtypes_run_by_reference(name, dtype, kernel):
     case = CASES[name]
@@ -160,7 +165,9 @@ def test_refusals_say_why(name, why, kernel):
 DECOMPOSED = ("maximum0", "clip6", "silu", "gelu", "gelu_tanh", "hard_swish", "softplus")
 
 
-@pytest.mark.parametrize("name", [n for n, case in CASES.items() if case.options.get("activation") not in DECOMPOSED])
+@pytest.mark.parametrize(
+    "name",
+    [n for n, case in CASES.items() if case.op == "dense" or case.options.get("activation") not in DECOMPOSED])
 def test_autodiff_keeps_inputs_statistics_and_outputs(name, kernel):
     """Or one bit for each element, of a max pool one byte for each window; nothing else from inside the op."""
     case = CASES[name]
@@ -172,7 +179,7 @@ def test_autodiff_keeps_inputs_statistics_and_outputs(name, kernel):
         kept.remove(arrays["w"].nbytes)
     allowed = [arrays[n].nbytes for n in ("x", "w") if n in arrays]
     if case.options.get("activation"):
-        if case.op == "conv":
+        if case.op in ("conv", "dense"):
             allowed += [y.nbytes]
         elif "residual" in arrays:
             allowed += [y.size // channels * -(-channels // 8)]
