@@ -14,7 +14,7 @@ POLICIES = ("measured", "always", "never")
 #   conv 3x3  8²x16   295 k              7.6 /  6.8    36 / 27        batch norm 8x4²x16   2 k              12 / 1.7     60 / 5.7
 #   conv 1x1 14²x32   401 k              8.6 /  6.7    27 / 26        batch norm 8x14²x64  100 k            72 / 30     322 / 47
 #   conv 3x3 14²x32   3.6 M               22 / 16      81 / 54        batch norm 8x28²x64  401 k           266 / 84    1129 / 298
-SMALLEST = {"conv": 200_000, "batch_norm": 0, "max_pool": 0}
+SMALLEST = {"conv": 200_000, "batch_norm": 0, "max_pool": 0, "dense": 200_000}
 
 
 def judge(policy: str):
@@ -37,12 +37,14 @@ def _measured(op, config, types) -> str:
         return f"no kernel yet on {platform}"
     size = _work(op, config, types)
     if size < SMALLEST[op]:
-        return f"too small to gain: {size} {'operations' if op == 'conv' else 'elements'}, measured faster from {SMALLEST[op]}"
+        return f"too small to gain: {size} {'operations' if op in ('conv', 'dense') else 'elements'}, measured faster from {SMALLEST[op]}"
     return ""
 
 
 def _work(op, config, types) -> int:
     x = math.prod(types[0].shape)
+    if op == "dense":
+        return 2 * x * math.prod(types[1].shape) // math.prod(types[1].shape[d] for d in (*config.w_contracted, *config.w_batch))
     if op != "conv":
         return x
     positions = x // types[0].shape[config.lhs_spec[1]] // math.prod(config.window_strides)

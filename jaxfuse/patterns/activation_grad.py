@@ -4,6 +4,7 @@ Autodiff writes it as many nodes. They are found from z, the activation's input,
 """
 
 import heapq
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,11 +20,20 @@ LARGEST = 80  # nodes: the activation, its derivative, and their product with dy
 LINEAR = (*ADD, "sub", "neg", "mul", "div", "select_n", CAST)
 
 
-def activation_grad(graph: Graph, preactivation: Value, activated: Activated):
-    """Yields the row of the gradient through `activated`, if the backward pass is in this graph."""
+class ActivationGradient(NamedTuple):
+    """dz = dy·act'(z), as `nodes` compute it."""
+
+    z: Value
+    dy: Value
+    dz: Value
+    nodes: tuple[Node, ...]
+
+
+def activation_gradient(graph: Graph, preactivation: Value, activated: Activated) -> ActivationGradient | None:
+    """The gradient through `activated`, if the backward pass is in this graph."""
     back = backward(graph)
     if not back or preactivation.producer is None:
-        return
+        return None
     producer = preactivation.producer  # of the graph's forward part: the graph's own node has the same index
     z = graph.nodes[producer.index].outputs[producer.outputs.index(preactivation)]
     functions = _functions_of(z)
@@ -34,14 +44,17 @@ def activation_grad(graph: Graph, preactivation: Value, activated: Activated):
         for last in products[::-1]:
             outside = [n for n in last.out.users if not any(id(v) in made for v in n.outputs)]
             if outside and _is_slope(z, dy, (*functions, *products), last, activated):
-                yield _row(z, dy, products, last, outside, activated.name)
-                return
+                return ActivationGradient(z, dy, last.out, tuple(products))
+    return None
 
 
-def _row(z: Value, dy: Value, products: list[Node], last: Node, outside: list[Node], name: str) -> Refusal:
-    sums = [n for n in outside if n.primitive == "reduce_sum" and n.out.ndim < n.inputs[0].ndim]
-    pattern = f"{name}_grad" + "+bias_grad" * bool(sums)
-    return Refusal(pattern, last, (dy, z), no_kernel(), "backward", (*products, *sums))
+def activation_grad(graph: Graph, preactivation: Value, activated: Activated):
+    """Yields its row."""
+    found = activation_gradient(graph, preactivation, activated)
+    if found:
+        sums = [n for n in found.dz.users if n.primitive == "reduce_sum" and n.out.ndim < n.inputs[0].ndim]
+        pattern = f"{activated.name}_grad" + "+bias_grad" * bool(sums)
+        yield Refusal(pattern, found.dz.producer, (found.dy, found.z), no_kernel(), "backward", (*found.nodes, *sums))
 
 
 def _functions_of(z: Value) -> list[Node]:
