@@ -51,7 +51,7 @@ def activation_gradient(graph: Graph, preactivation: Value, activated: Activated
 def activation_grad(graph: Graph, preactivation: Value, activated: Activated):
     """Yields its row."""
     found = activation_gradient(graph, preactivation, activated)
-    if found:
+    if found and found.dz.producer.index not in graph.gone:
         sums = [n for n in found.dz.users if n.primitive == "reduce_sum" and n.out.ndim < n.inputs[0].ndim]
         pattern = f"{activated.name}_grad" + "+bias_grad" * bool(sums)
         yield Refusal(pattern, found.dz.producer, (found.dy, found.z), no_kernel(), "backward", (*found.nodes, *sums))

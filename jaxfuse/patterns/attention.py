@@ -1,8 +1,10 @@
-"""Batched matrix products: attention scores (scale, mask, softmax) and the rest. No kernel yet: recognised only."""
+"""Batched matrix products. Attention scores (scale, mask, softmax) are recognised: the product has a kernel, what follows it
+has none yet."""
 
 from jaxfuse.canonical import ADD, CAST, constant
 from jaxfuse.graph import Node, Value
-from jaxfuse.match import Refusal
+from jaxfuse.match import Match, Refusal
+from jaxfuse.patterns import dense_site
 from jaxfuse.patterns.autodiff import forward, no_kernel
 from jaxfuse.patterns.dense import batch_axes, is_product
 
@@ -14,7 +16,7 @@ def anchors(graph):
 
 
 def match(graph, node: Node, claimed: set[int], measured):
-    """Yields one row for the product: "attention scores" if it is scaled or goes to a softmax, else "matmul"."""
+    """Yields the product, "matmul", and "attention scores" if it is scaled or goes to a softmax."""
     if node.index in claimed:
         return
     part, value, nodes, steps, reason = forward(graph), node.out, [node], set(), ""
@@ -33,11 +35,14 @@ def match(graph, node: Node, claimed: set[int], measured):
         steps.add(kind)
         nodes.append(value.users[0])
         value = value.users[0].out
-    if not steps & {"scale", "softmax"}:
-        yield Refusal("matmul", node, tuple(node.inputs), no_kernel(), nodes=(node,))
-    else:
-        reason = reason if value.users else ""  # nothing is missed where nothing follows
-        yield Refusal("attention scores", node, tuple(node.inputs), reason or no_kernel(), nodes=tuple(nodes))
+    scores = bool(steps & {"scale", "softmax"})
+    reason = reason if value.users else ""  # nothing is missed where nothing follows
+    result = dense_site.product(graph, part, node, measured)
+    if isinstance(result, Match):
+        yield result
+    if scores or not isinstance(result, Match):
+        reason = reason if scores and reason else no_kernel() if isinstance(result, Match) else result
+        yield Refusal("attention scores" if scores else "matmul", node, tuple(node.inputs), reason, nodes=tuple(nodes) if scores else (node,))
 
 
 def _step(value: Value, node: Node) -> str:

@@ -78,8 +78,7 @@ def match(graph, node: Node, claimed: set[int], measured):
     layers = [layer_of(part, n, claimed) for n in _siblings(node) if n.index not in claimed]
     activated = [layer for layer in layers if layer.chain.activation]
     for layer in activated:
-        if not any(n.index in claimed for n in layer.preactivation.users):
-            yield from activation_grad(graph, layer.preactivation, layer.chain.activation)
+        yield from activation_grad(graph, layer.preactivation, layer.chain.activation)
     rows = [_gated(part, layer, layers) for layer in activated]
     rows += [_half_gated(part, layer, layers, claimed) for layer in layers[:] if not layer.chain.activation and layer in layers]
     groups: dict[tuple, list[Layer]] = {}

@@ -44,6 +44,20 @@ def found(graph: Graph, part: Graph | Part, row, measured):
         yield Refusal(label, row.layers[0].node, row.operands, row.reason, nodes=row.nodes)
 
 
+def product(graph: Graph, part: Graph | Part, node: Node, measured) -> Match | str:
+    """The Match of a product with nothing after it, or why there is none."""
+    config, original = config_of(node), _original(part)
+    if isinstance(config, str):
+        return config
+    x, w = map(original, node.inputs)
+    kernel, reason = OP.forward.kernel(config, types_of(x, w))
+    reason = reason or measured("dense", config, types_of(x, w))
+    if reason:
+        return reason
+    emission = Emission((x, w), (original(node.out),), lambda read: zip([original(node.out)], OP(config, read(x), read(w))))
+    return Match("matmul", node, (node,), (emission,), kernel.name, (x, w), 0)
+
+
 def label_of(chain: Chain) -> str:
     """Like "dense+bias+add+gelu". Constant factors are a scale; factors that are not, with a shift, a normalisation."""
     if any(kind in ("mul", "div") and constant(value) is None for kind, value in chain.affine):
@@ -84,6 +98,10 @@ def order_of(layer) -> tuple[int, ...]:
     return tuple((axis - outputs) % n for axis in layer.order)
 
 
+def _original(part: Graph | Part):
+    return part.original if isinstance(part, Part) else lambda value: value
+
+
 def _nodes(layer, chain: Chain) -> tuple[Node, ...]:
     return (layer.node, *layer.transposes, *chain.nodes)
 
@@ -103,10 +121,10 @@ def _site(graph: Graph, part, layer, measured) -> Site | str:
 
 
 def _fused(graph: Graph, part, layer, config: DenseConfig, chain: Chain, measured) -> Site | str:
-    original = part.original if isinstance(part, Part) else lambda value: value
+    original = _original(part)
     order, shape = order_of(layer), features(layer)
     straight = order == tuple(range(len(order)))
-    if layer.weight_left and not straight:
+    if layer.weight_left and not straight and not layer.transposes:
         return f"{layer.node} has its weight on the left and makes columns: the kernel writes rows"
     if any(kind in ("mul", "div") for kind, _ in chain.affine):
         return "no kernel yet on cpu scales a dense layer"
