@@ -82,9 +82,9 @@ def _gradients(graph: Graph, node: Node, claimed: set[int]) -> list[Gradients]:
 
     dxs, dws = by_cotangent(w, of_x), by_cotangent(x, of_w)
     both = [Gradients(_product(dxs[key]).inputs[0], dxs[key], dws[key]) for key in dxs if key in dws]
-    # Where an operand also serves other products, the gradient may be half of a pair of theirs.
-    dx_alone = [Gradients(_product(n).inputs[0], n, None) for n in dxs.values() if _serves_once(graph, w)]
-    dw_alone = [Gradients(_product(n).inputs[0], None, n) for n in dws.values() if _serves_once(graph, x)]
+    # A cotangent that makes one gradient only; of which of the layers that share the other operand makes no difference.
+    dx_alone = [Gradients(_product(n).inputs[0], n, None) for n in dxs.values() if _makes_one(_product(n).inputs[0])]
+    dw_alone = [Gradients(_product(n).inputs[0], None, n) for n in dws.values() if _makes_one(_product(n).inputs[0])]
     return both or dx_alone + dw_alone
 
 
@@ -95,8 +95,8 @@ def _product(node: Node) -> Node:
     return node
 
 
-def _serves_once(graph: Graph, value: Value) -> bool:
-    return sum(is_product(n) and n.index not in backward(graph) for n in value.users) == 1
+def _makes_one(cotangent: Value) -> bool:
+    return sum(is_product(n) for n in cotangent.users) == 1
 
 
 def _with_bias(node: Node, gradients: Gradients) -> Gradients:
