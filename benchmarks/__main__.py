@@ -9,12 +9,12 @@ from . import cases, machine, peers, report, run, screen
 from .turns import WorkerError
 
 ROOT = Path(__file__).resolve().parent.parent
-SELECTION = 'kinds ("conv", "batch_norm", "model") or dotted parts of a case\'s name ("resnet50.bf16"); all if none is given'
+SELECTION = 'kinds ("conv", "batch_norm", "model", "issue") or dotted parts of a case\'s name ("resnet50.bf16"); all if none is given'
 MERGING = "a file of the same machine, versions and settings keeps its other cases"
 ALLOCATOR = "glibc's malloc settings, the same for every peer"
 
 
-def _arguments():
+def _arguments(argv):
     parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__)
     option = parser.add_argument
     option("names", nargs="*", help=SELECTION)
@@ -26,7 +26,7 @@ def _arguments():
     option("--torch-python", metavar="PATH", help="the interpreter that has torch, if it is not this one")
     option("--turns", type=int, default=5, help="turns of each peer (default: %(default)s)")
     option("--readme", type=Path, metavar="RESULT.json", help="put this result's table into README.md and end")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     arguments.peers = arguments.peers.split(",")
     unknown = [name for name in arguments.peers if name not in peers.PEERS]
     if unknown:
@@ -56,8 +56,8 @@ def _measure(chosen, interpreters, allocators, turns, seconds, result, save):
     return problems
 
 
-def main():
-    arguments = _arguments()
+def main(argv=None):
+    arguments = _arguments(argv)
     if arguments.readme:
         report.refresh_readme(ROOT / "README.md", arguments.readme)
         return 0
@@ -94,8 +94,13 @@ def main():
     return 1 if problems else 0
 
 
-if __name__ == "__main__":
+def guarded(argv=None):
+    """`main`'s exit code; a sentence for what is the user's mistake or a worker's end."""
     try:
-        sys.exit(main())
+        return main(argv)
     except (ValueError, WorkerError) as error:
-        sys.exit(str(error))
+        return str(error)
+
+
+if __name__ == "__main__":
+    sys.exit(guarded())

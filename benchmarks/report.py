@@ -12,6 +12,7 @@ SECTIONS = {
     "model": "Networks, 224×224",
     "batch_norm": "Batch norm in training, batch 8",
     "conv": "Convolution + bias + relu",
+    "issue": "Users' issues",
 }
 TASKS = {"forward": "forward", "gradient": "forward+backward", "inference": "inference", "training": "training step"}
 

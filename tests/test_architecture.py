@@ -11,11 +11,14 @@ PACKAGE = ROOT / "jaxfuse"
 # Who may import whom; what is not listed may import nothing of the package.
 ALLOWED = {
     "__init__": {"ops", "fuse", "report"},
-    "__main__": {"demo", "doctor"},
+    "__main__": {"demo", "doctor", "tune"},
     "fuse": {"live", "patterns", "policy", "report", "graph", "match", "signature"},
     "signature": {"private"},
     "report": {"match"},
-    "policy": {"ops"},
+    "policy": {"ops", "rules", "tuned"},
+    "rules": {"rules"},
+    "tuned": {"ffi", "rules"},
+    "tune": {"fuse", "policy", "rules", "tuned"},
     "patterns": {"patterns", "graph", "layout", "canonical", "elementwise", "forms", "moments", "live", "match", "ops", "op"},
     "live": {"graph", "match"},
     "forms": {"canonical", "graph", "layout", "moments"},
@@ -30,7 +33,7 @@ ALLOWED = {
     "op": {"private"},
     "private": set(),
     "ffi": {"_native"},
-    "doctor": {"ffi", "__init__"},
+    "doctor": {"ffi", "__init__", "rules", "tuned"},
     "demo": {"__init__", "demo", "report"},
 }
 

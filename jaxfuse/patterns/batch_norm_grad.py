@@ -112,7 +112,7 @@ def fused(graph: Graph, gradient: Gradient, label: str, anchor, bits: Value | No
     vector = jax.ShapeDtypeStruct((x.shape[moments.axis],), jnp.float32)
     full = [jax.ShapeDtypeStruct([v.shape[d] for d in order], v.dtype) for v in (dy, x)]
     kernel, reason = SUMS.kernel(config, (*full, vector, *masks))
-    reason = reason or measured("batch_norm", config, full)
+    reason = reason or measured("batch_norm", config, full, "backward")
     if reason:
         return reason
     factors = [need for _, form in gradient.sums for need in _needs(form)]

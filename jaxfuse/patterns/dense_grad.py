@@ -146,7 +146,7 @@ def _fused(graph: Graph, node: Node, gradients: Gradients, measured) -> Match | 
     active = (gradients.dx is not None, gradients.dw is not None, *[True] * (config.has_bias + config.has_residual))
     linear = Linear(config, active, types, len(needs) - 1)
     kernel, reason = OP.backward.kernel(linear, types_of(*needs))
-    reason = reason or measured("dense", config, types)
+    reason = reason or measured("dense", config, types, "backward")
     if reason:
         return reason
     if depends_on(list(needs), set(map(id, made)), min(v.producer.index for v in made)):
