@@ -55,8 +55,7 @@ class DenseConfig:
 
     def told_by_value(self) -> bool:
         """Whether y determines the activation's derivative."""
-        activation = ACTIVATIONS[self.activation]
-        return activation.pullback is not None and (not activation.has_alpha or self.alpha > 0)
+        return ACTIVATIONS[self.activation].pullback_for(self.alpha) is not None
 
 
 def dense(x, w, bias=None, residual=None, *, activation=None, alpha=0.0, dimension_numbers=None, precision=None,
@@ -150,7 +149,7 @@ def _tangent(config: DenseConfig, kept, tangents):
         return (total,)
     if not config.saving:
         return (activation.pullback(told[0], total, config.alpha).astype(total.dtype),)
-    return (jax.jvp(lambda z: activation.value(z, config.alpha), tuple(told), (total,))[1],)
+    return (activation.slope_times(told[0], total, config.alpha),)
 
 
 def _axes(config: DenseConfig, x_rank: int) -> tuple[int | None, int | None, int | None]:

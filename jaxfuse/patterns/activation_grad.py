@@ -4,36 +4,41 @@ Autodiff writes it as many nodes. They are found from z, the activation's input,
 """
 
 import heapq
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.canonical import ADD, CAST, constant
+from jaxfuse.canonical import ADD, CAST, constant, scaled
 from jaxfuse.elementwise import FINITE, is_elementwise, values_of
 from jaxfuse.graph import Graph, Node, Value
 from jaxfuse.match import Activated, Refusal
 from jaxfuse.patterns.activations import known_table
 from jaxfuse.patterns.autodiff import backward, no_kernel
 
-LARGEST = 80  # nodes: the activation, its derivative, and their product with dy
-LINEAR = (*ADD, "sub", "neg", "mul", "div", "select_n", CAST)
 
-
-class ActivationGradient(NamedTuple):
-    """dz = dy·act'(z), as `nodes` compute it."""
+class Slope(NamedTuple):
+    """dz = dy·act'(z) for some function act, as computed by `nodes`."""
 
     z: Value
     dy: Value
     dz: Value
     nodes: tuple[Node, ...]
 
+    def is_of(self, activated: Activated) -> bool:
+        return _is_slope(self.z, self.dy, self.nodes, self.dz.producer, activated)
 
-def activation_gradient(graph: Graph, preactivation: Value, activated: Activated) -> ActivationGradient | None:
-    """The gradient through `activated`, if the backward pass is in this graph."""
+
+LARGEST = 80  # nodes: the activation, its derivative, and their product with dy
+LINEAR = (*ADD, "sub", "neg", "mul", "div", "select_n", CAST)
+
+
+def activation_grad(graph: Graph, preactivation: Value, activated: Activated):
+    """Yields the row of the gradient through `activated`, if the backward pass is in this graph."""
     back = backward(graph)
     if not back or preactivation.producer is None:
-        return None
+        return
     producer = preactivation.producer  # of the graph's forward part: the graph's own node has the same index
     z = graph.nodes[producer.index].outputs[producer.outputs.index(preactivation)]
     functions = _functions_of(z)
@@ -43,18 +48,27 @@ def activation_gradient(graph: Graph, preactivation: Value, activated: Activated
         made = {id(n.out) for n in products}
         for last in products[::-1]:
             outside = [n for n in last.out.users if not any(id(v) in made for v in n.outputs)]
-            if outside and _is_slope(z, dy, (*functions, *products), last, activated):
-                return ActivationGradient(z, dy, last.out, tuple(products))
-    return None
+            if outside and last.index not in graph.gone and _is_slope(z, dy, (*functions, *products), last, activated):
+                yield _row(z, dy, products, last, outside, activated.name)
+                return
 
 
-def activation_grad(graph: Graph, preactivation: Value, activated: Activated):
-    """Yields its row."""
-    found = activation_gradient(graph, preactivation, activated)
-    if found and found.dz.producer.index not in graph.gone:
-        sums = [n for n in found.dz.users if n.primitive == "reduce_sum" and n.out.ndim < n.inputs[0].ndim]
-        pattern = f"{activated.name}_grad" + "+bias_grad" * bool(sums)
-        yield Refusal(pattern, found.dz.producer, (found.dy, found.z), no_kernel(), "backward", (*found.nodes, *sums))
+def slopes_at(graph: Graph, z: Value, dz: Value) -> Iterator[Slope]:
+    """The ways in which dz comes from a cotangent and functions of z: through the most of them first."""
+    back, functions = backward(graph), _functions_of(z)
+    values = {id(z)} | {id(n.out) for n in functions}
+    combined = _cotangents(functions, z, values, back)
+    unscaled = [known[0] for v in combined if v.producer and (known := scaled(v.producer))]  # of selu, of hard_sigmoid
+    for dy in sorted((*unscaled, *combined), key=lambda v: v.producer.index if v.producer else -1):
+        products = _products(dy, values, back)
+        if dy is not dz and any(n is dz.producer for n in products):
+            yield Slope(z, dy, dz, (*functions, *products))
+
+
+def _row(z: Value, dy: Value, products: list[Node], last: Node, outside: list[Node], name: str) -> Refusal:
+    sums = [n for n in outside if n.primitive == "reduce_sum" and n.out.ndim < n.inputs[0].ndim]
+    pattern = f"{name}_grad" + "+bias_grad" * bool(sums)
+    return Refusal(pattern, last, (dy, z), no_kernel(), "backward", (*products, *sums))
 
 
 def _functions_of(z: Value) -> list[Node]:

@@ -15,7 +15,7 @@ from jaxfuse.live import unneeded
 from jaxfuse.match import Activated, Match, Refusal, depends_on
 from jaxfuse.op import Linear
 from jaxfuse.ops.dense import OP, DenseConfig
-from jaxfuse.patterns.activation_grad import ActivationGradient, activation_gradient
+from jaxfuse.patterns.activation_grad import Slope, slopes_at
 from jaxfuse.patterns.autodiff import backward, forward, no_kernel
 from jaxfuse.patterns.conv_grad import applied, gradient_steps, static_key
 from jaxfuse.patterns.dense import batch_axes, is_product, layer_of
@@ -32,7 +32,7 @@ class Gradients:
     dx: Node | None
     dw: Node | None
     db: Node | None = None
-    through: ActivationGradient | None = None
+    through: Slope | None = None
     activation: Activated = Activated("none", 0.0)
     y: Value | None = None  # the activation's value
 
@@ -113,11 +113,10 @@ def _with_activation(graph: Graph, node: Node, gradients: Gradients, claimed: se
     part = forward(graph)
     for chain in [] if batch_axes(node) else layer_of(part, node, claimed).chains:
         if chain.activation:
-            before = chain.region.start
-            found = activation_gradient(graph, before, chain.activation)
-            if found and found.dz is gradients.dz and found.dy.shape == found.dz.shape:
-                y = part.original(chain.end)
-                return dataclasses.replace(gradients, through=found, activation=chain.activation, y=y)
+            slopes = slopes_at(graph, part.original(chain.region.start), gradients.dz)
+            found = next((s for s in slopes if s.dy.shape == s.dz.shape and s.is_of(chain.activation)), None)
+            if found:
+                return dataclasses.replace(gradients, through=found, activation=chain.activation, y=part.original(chain.end))
     return gradients
 
 

@@ -13,7 +13,6 @@ from jaxfuse.graph import Emission, Graph, Node, Value
 from jaxfuse.layout import inverse, laid
 from jaxfuse.live import unneeded
 from jaxfuse.match import Chain, Match, Refusal, as_vector
-from jaxfuse.ops.activations import WITHOUT_KERNEL
 from jaxfuse.ops.dense import OP, DenseConfig
 from jaxfuse.patterns.autodiff import Part
 
@@ -131,8 +130,6 @@ def _fused(graph: Graph, part, layer, config: DenseConfig, chain: Chain, measure
     outputs = [d for d in order if d >= len(order) - len(shape)]
     if chain.affine and outputs != sorted(outputs):
         return f"the bias lies otherwise than the outputs of {layer.node}"
-    if chain.activation and chain.activation.name in WITHOUT_KERNEL:
-        return f"activation {chain.activation.name}: no kernel yet on cpu"
     smalls = tuple(original(value) for _, value in chain.affine)
     channels = int(np.prod(shape))
     if any(size(value) not in (1, channels) for value in smalls):
