@@ -213,7 +213,7 @@ def test_symbolic_shapes_run_as_they_did():
     spec = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, t, 8"), jnp.float32)
     exported = jax.export.export(jax.jit(jaxfuse.fuse(fn, policy="always")))(spec)
     assert jnp.allclose(exported.call(X), fn(X), atol=1e-5)
-    ((pattern, reason),) = rows(fn, spec)
+    product, (pattern, reason) = rows(fn, spec)
     assert pattern == "program" and "a symbolic shape: kernels are chosen for known ones" in reason
 
 
@@ -241,17 +241,18 @@ def test_attention_scores(name):
 
 
 def test_attention_near_misses():
-    (capped,) = rows(lambda q: scores(q, lambda s: jnp.tanh(s / 3)), Q)
+    product, capped = rows(lambda q: scores(q, lambda s: jnp.tanh(s / 3)), Q)
+    assert product == ("matmul", FUSED)
     assert (
         capped[0] == "attention scores"
         and capped[1].startswith("tanh at ")
         and "is not a scale, a mask or a softmax" in capped[1]
     )
-    ((pattern, reason),) = rows(
+    product, (pattern, reason) = rows(
         lambda q: (lambda s: (jax.nn.softmax(s / 3), s / 3))(jnp.einsum("btnh,bsnh->bnts", q, q)), Q
     )
     assert (pattern, reason) == ("attention scores", "float32[2, 4, 5, 5] is returned by the program")
-    assert rows(lambda q: jnp.einsum("btnh,bsnh->bnts", q, q), Q) == [("matmul", NO_KERNEL)]
+    assert rows(lambda q: jnp.einsum("btnh,bsnh->bnts", q, q), Q) == [("matmul", FUSED)]
 
 
 def test_dot_product_attention():

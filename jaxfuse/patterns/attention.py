@@ -1,11 +1,11 @@
-"""Batched matrix products. Attention scores (scale, mask, softmax) are recognised: the product has a kernel, what follows it
-has none yet."""
+"""Batched matrix products: attention scores (scale, mask, softmax) and the rest. The kernel is of the product; what follows it
+XLA makes one kernel of."""
 
 from jaxfuse.canonical import ADD, CAST, constant
 from jaxfuse.graph import Node, Value
 from jaxfuse.match import Match, Refusal
 from jaxfuse.patterns import dense_site
-from jaxfuse.patterns.autodiff import forward, no_kernel
+from jaxfuse.patterns.autodiff import forward
 from jaxfuse.patterns.dense import batch_axes, is_product
 
 LONGEST = 8  # steps between the product and the softmax: casts, scale, masks
@@ -16,7 +16,7 @@ def anchors(graph):
 
 
 def match(graph, node: Node, claimed: set[int], measured):
-    """Yields the product, "matmul", and "attention scores" if it is scaled or goes to a softmax."""
+    """Yields one row for the product: "attention scores" if it is scaled or goes to a softmax, else "matmul"."""
     if node.index in claimed:
         return
     part, value, nodes, steps, reason = forward(graph), node.out, [node], set(), ""
@@ -35,14 +35,13 @@ def match(graph, node: Node, claimed: set[int], measured):
         steps.add(kind)
         nodes.append(value.users[0])
         value = value.users[0].out
-    scores = bool(steps & {"scale", "softmax"})
-    reason = reason if value.users else ""  # nothing is missed where nothing follows
-    result = dense_site.product(graph, part, node, measured)
+    name, own = ("attention scores", tuple(nodes)) if steps & {"scale", "softmax"} else ("matmul", (node,))
+    reason = reason if value.users and name != "matmul" else ""  # nothing is missed where nothing follows
+    result = dense_site.product(graph, part, node, "matmul" if reason else name, own, measured)
     if isinstance(result, Match):
         yield result
-    if scores or not isinstance(result, Match):
-        reason = reason if scores and reason else no_kernel() if isinstance(result, Match) else result
-        yield Refusal("attention scores" if scores else "matmul", node, tuple(node.inputs), reason, nodes=tuple(nodes) if scores else (node,))
+    if reason or not isinstance(result, Match):
+        yield Refusal(name, node, tuple(node.inputs), reason or result, nodes=own)
 
 
 def _step(value: Value, node: Node) -> str:

@@ -43,7 +43,7 @@ def found(graph: Graph, part: Graph | Part, row, measured):
         yield Refusal(label, row.layers[0].node, row.operands, row.reason, nodes=row.nodes)
 
 
-def product(graph: Graph, part: Graph | Part, node: Node, measured) -> Match | str:
+def product(graph: Graph, part: Graph | Part, node: Node, name: str, nodes, measured) -> Match | str:
     """The Match of a product with nothing after it, or why there is none."""
     config, original = config_of(node), _original(part)
     if isinstance(config, str):
@@ -54,7 +54,7 @@ def product(graph: Graph, part: Graph | Part, node: Node, measured) -> Match | s
     if reason:
         return reason
     emission = Emission((x, w), (original(node.out),), lambda read: zip([original(node.out)], OP(config, read(x), read(w))))
-    return Match("matmul", node, (node,), (emission,), kernel.name, (x, w), 0)
+    return Match(name, node, nodes, (emission,), kernel.name, (x, w), 0)
 
 
 def label_of(chain: Chain) -> str:
