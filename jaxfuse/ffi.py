@@ -23,6 +23,8 @@ TARGETS = (
     "jaxfuse_batch_norm_apply",
     "jaxfuse_batch_norm_bwd_stats",
     "jaxfuse_batch_norm_bwd_apply",
+    "jaxfuse_dense_fwd",
+    "jaxfuse_dense_bwd",
     "jaxfuse_max_pool_fwd",
     "jaxfuse_max_pool_bwd",
 )

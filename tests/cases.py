@@ -110,7 +110,18 @@ def _max_pool(x, *, window_shape, strides=None, padding="VALID"):
     return (lax.reduce_window(x, -jnp.inf, lax.max, whole(window_shape), whole(strides), padding),)
 
 
-_UNFUSED = dict(conv=_conv, batch_norm=_batch_norm, max_pool=_max_pool)
+def _dense(x, w, bias=None, residual=None, *, activation=None, alpha=0.0, dimension_numbers=None,
+           preferred_element_type=None):
+    numbers = dimension_numbers or (((x.ndim - 1,), (0,)), ((), ()))
+    if x.dtype == jnp.float64:  # what every other dtype is compared with
+        preferred_element_type = None
+    y = lax.dot_general(x, w, numbers, preferred_element_type=preferred_element_type)
+    for term in (bias, residual):
+        y = y if term is None else y + term.astype(y.dtype)
+    return (ACTIVATIONS[activation or "none"].value(y, alpha),)
+
+
+_UNFUSED = dict(dense=_dense, conv=_conv, batch_norm=_batch_norm, max_pool=_max_pool)
 
 
 def conv(name, x, w, terms="", *, refused="", float32=(), **options):
@@ -128,6 +139,17 @@ def batch_norm(name, x, terms="", *, refused="", **options):
     terms = ["gamma", "beta", *terms.split()]
     shapes = {term: x if term == "residual" else (channels,) for term in terms}
     return Case(name, "batch_norm", dict(x=x) | shapes, options, refused)
+
+
+def dense(name, x, w, terms="", *, refused="", float32=(), **options):
+    """A row: the shapes of the other arguments, `terms`, follow from x and w."""
+    case = Case(name, "dense", dict(x=x, w=w), options, refused, float32)
+    out = jax.eval_shape(lambda x, w: case.unfused(dict(x=x, w=w))[0],
+                         *[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (x, w)]).shape
+    (_, contracted), (_, batch) = options.get("dimension_numbers", (((), (0,)), ((), ())))
+    features = tuple(n for d, n in enumerate(w) if d not in (*contracted, *batch))
+    shapes = {term: out if term == "residual" else features for term in terms.split()}
+    return dataclasses.replace(case, shapes=case.shapes | shapes)
 
 
 def max_pool(name, x, window_shape, **options):
@@ -226,6 +248,41 @@ BATCH_NORM = [
     batch_norm("given_statistics_residual", (2, 5, 5, 16), "residual mean var", activation="relu6"),
 ]
 
+DENSE = [
+    dense("alone", (12, 16), (16, 24)),
+    dense("three_axes_bias_gelu", (2, 5, 16), (16, 24), "bias", activation="gelu"),
+    dense("bias_residual", (2, 5, 16), (16, 8), "bias residual"),
+    dense("residual_tanh", (6, 16), (16, 8), "residual", activation="tanh"),
+    dense("bias_residual_silu", (2, 5, 16), (16, 8), "bias residual", activation="silu"),
+    dense("odd_sizes_relu", (7, 13), (13, 5), "bias", activation="relu"),
+    dense("one_row", (1, 16), (16, 24), "bias", activation="relu"),
+    dense("one_column", (6, 16), (16, 1), "bias"),
+    dense("one_input", (6, 1), (1, 9), "bias", activation="gelu_tanh"),
+    dense("vector", (16,), (16, 8), "bias", activation="tanh"),
+    dense("long_sum", (9, 2100), (2100, 16), "bias", activation="relu"),
+    dense("many_rows", (1500, 8), (8, 8), "bias", activation="gelu"),
+    dense("many_columns", (70, 8), (8, 5000), "bias", activation="gelu"),
+    dense("transposed_weight", (2, 5, 16), (24, 16), "bias", dimension_numbers=(((2,), (1,)), ((), ()))),
+    dense("transposed_input", (16, 6), (16, 24), "bias", activation="relu", dimension_numbers=(((0,), (0,)), ((), ()))),
+    dense("heads", (2, 5, 16), (16, 3, 8), "bias", activation="relu"),
+    dense("heads_contracted", (2, 5, 3, 8), (3, 8, 16), "bias", dimension_numbers=(((2, 3), (0, 1)), ((), ()))),
+    dense("batched", (4, 6, 16), (4, 16, 8), "residual", activation="relu", dimension_numbers=(((2,), (1,)), ((0,), (0,)))),
+    dense("attention_scores", (2, 6, 3, 8), (2, 7, 3, 8), dimension_numbers=(((3,), (3,)), ((0, 2), (0, 2)))),
+    dense("attention_values", (2, 3, 6, 7), (2, 7, 3, 8), dimension_numbers=(((3,), (1,)), ((0, 1), (0, 2)))),
+    dense("float32_result", (2, 5, 16), (16, 8), "bias residual", activation="gelu", float32=("bias", "residual"),
+          preferred_element_type=jnp.float32),
+    dense("contracted_axes_apart", (3, 4, 8), (3, 8, 5), "bias", dimension_numbers=(((0, 2), (0, 1)), ((), ())),
+          refused="axes (0, 2) of x, of shape (3, 4, 8), do not lie one after the other"),
+    dense("batch_axis_last", (6, 16, 4), (16, 8, 4), dimension_numbers=(((1,), (0,)), ((2,), (2,))),
+          refused="the last axis of x, of shape (6, 16, 4), is a batch axis"),
+    *[
+        dense(f"activation_{name}", (6, 16), (16, 24), "bias", activation=name,
+              **{"alpha": 0.3} if activation.has_alpha else {})
+        for name, activation in ACTIVATIONS.items()
+        if name != "none"
+    ],
+]
+
 MAX_POOL = [
     max_pool("3x3_stride2", (2, 9, 9, 16), (3, 3), strides=(2, 2), padding="SAME"),
     max_pool("3x3_overlapping", (2, 6, 5, 8), (3, 3), padding=((1, 1), (1, 1))),
@@ -234,7 +291,7 @@ MAX_POOL = [
     max_pool("3d_asymmetric", (1, 4, 5, 4, 8), (2, 3, 2), strides=(2, 1, 2), padding=((0, 1), (1, 1), (0, 0))),
 ]
 
-CASES = {f"{case.op}-{case.name}": case for case in (*CONV, *BATCH_NORM, *MAX_POOL)}
+CASES = {f"{case.op}-{case.name}": case for case in (*CONV, *BATCH_NORM, *DENSE, *MAX_POOL)}
 
 # One of each kind of rule behind autodiff and batching; the transformations run over these.
 CORE = [
@@ -247,5 +304,8 @@ CORE = [
     "batch_norm-relu6",  # recomputed sign
     "batch_norm-residual_gelu",  # recomputed with the residual
     "batch_norm-given_statistics",
+    "dense-residual_tanh",  # from y
+    "dense-bias_residual_silu",  # from what the activation was applied to
+    "dense-batched",
     "max_pool-3x3_overlapping",
 ]

@@ -10,12 +10,13 @@ import jaxfuse
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 NO_KERNEL = "no kernel yet on cpu"
+FUSED = "fused"
 
 
 def rows(fn, *args) -> list[tuple[str, str]]:
     """(pattern, reason) of every row, in program order; backward rows have "backward" before the pattern."""
     report = jaxfuse.explain(fn, *args, policy="always")
-    fused = [(site, "fused") for site in report.fused]
+    fused = [(site, FUSED) for site in report.fused]
     return [
         (" ".join(["backward"] * (site.direction == "backward") + [site.pattern]), reason)
         for site, reason in [*fused, *[(site, site.reason) for site in report.skipped]]
@@ -23,9 +24,9 @@ def rows(fn, *args) -> list[tuple[str, str]]:
 
 
 def recognised(fn, *args) -> list[str]:
-    """The patterns of all rows, each of which has nothing against it but that there is no kernel."""
+    """The patterns of all rows, each of which is fused or has nothing against it but that there is no kernel."""
     found = rows(fn, *args)
-    assert {reason for _, reason in found} <= {NO_KERNEL}, found
+    assert {reason for _, reason in found} <= {NO_KERNEL, FUSED}, found
     return [pattern for pattern, _ in found]
 
 

@@ -18,6 +18,7 @@ DTYPES = ["float32", "bfloat16"]
 TARGETS = dict(
     conv=("jaxfuse_conv_fwd", "jaxfuse_conv_bwd"),
     batch_norm=("jaxfuse_batch_norm_apply", "jaxfuse_batch_norm_bwd_apply"),
+    dense=("jaxfuse_dense_fwd", "jaxfuse_dense_bwd"),
     max_pool=("jaxfuse_max_pool_fwd", "jaxfuse_max_pool_bwd"),
 )
 
@@ -68,6 +69,10 @@ def one_by_one(x):
     return "conv-1x1_residual_only", dict(w=jnp.ones((1, 1, 1, 1), x.dtype), residual=jnp.zeros_like(x)), {}
 
 
+def identity_layer(x):
+    return "dense-residual_tanh", dict(w=jnp.ones((1, 1), x.dtype), residual=jnp.zeros_like(x)), {}
+
+
 def normalized(x):
     ones = jnp.ones(1)
     return "batch_norm-given_statistics", dict(gamma=ones, beta=0 * ones, mean=0 * ones, var=ones), dict(epsilon=0.0)
@@ -79,7 +84,7 @@ def normalized_residual(x):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layer", [one_by_one, normalized, normalized_residual])
+@pytest.mark.parametrize("layer", [one_by_one, identity_layer, normalized, normalized_residual])
 def test_every_activation_at_ties_nan_and_inf(layer, dtype, kernel):
     """Values and derivatives, of a layer that computes activation(x)."""
     x = jnp.asarray(SPECIAL, dtype).reshape(1, 2, -1, 1)
@@ -121,7 +126,7 @@ def close(value, expected, what, dtype):
     np.testing.assert_allclose(value, expected, rtol, rtol, err_msg=what)
 
 
-@pytest.mark.parametrize("name", ["conv-3x3_residual", "batch_norm-residual_relu", "batch_norm-given_statistics"])
+@pytest.mark.parametrize("name", ["conv-3x3_residual", "batch_norm-residual_relu", "batch_norm-given_statistics", "dense-residual_tanh"])
 def test_empty_batch(name, kernel):
     case = CASES[name]
     shapes = {n: (0, *shape[1:]) if n in ("x", "residual") else shape for n, shape in case.shapes.items()}
@@ -132,7 +137,7 @@ def test_empty_batch(name, kernel):
         np.testing.assert_array_equal(value, plain)
 
 
-@pytest.mark.parametrize("name", ["conv-scale_bias_residual", "batch_norm-residual_relu"])
+@pytest.mark.parametrize("name", ["conv-scale_bias_residual", "batch_norm-residual_relu", "dense-residual_tanh"])
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
 def test_other_dtypes_run_by_reference(name, dtype, kernel):
     case = CASES[name]
@@ -170,11 +175,13 @@ def test_autodiff_keeps_inputs_statistics_and_outputs(name, kernel):
         kept.remove(arrays["w"].nbytes)
     allowed = [arrays[n].nbytes for n in ("x", "w") if n in arrays]
     if case.options.get("activation"):
-        if case.op == "conv":
+        if case.op in ("conv", "dense"):
             allowed += [y.nbytes]
         elif "residual" in arrays:
             masked = case.options["activation"] in ("relu", "relu6")
             allowed += [y.size // channels * -(-channels // 8) if masked else arrays["residual"].nbytes]
     if case.op == "max_pool":
         allowed += [y.size]
+    if case.op == "dense":
+        allowed = [nbytes for nbytes in allowed if nbytes > 4 * channels]
     assert kept == sorted(allowed)

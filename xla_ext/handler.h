@@ -92,6 +92,8 @@ class Call {
     if (rets_.size() != results) refuse("got ", rets_.size(), " results, expected ", results);
   }
 
+  size_t results() const { return rets_.size(); }
+
   Tensor operand(size_t i, const char* name) const {
     auto buffer = args_.get<ffi::AnyBuffer>(i);
     if (!buffer) refuse("operand ", name, " (number ", i, ") is missing");

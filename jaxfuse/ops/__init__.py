@@ -2,7 +2,8 @@
 
 from jaxfuse.ops.batch_norm import batch_norm
 from jaxfuse.ops.conv import conv
+from jaxfuse.ops.dense import dense
 from jaxfuse.ops.errors import OpError
 from jaxfuse.ops.max_pool import max_pool
 
-__all__ = ["OpError", "batch_norm", "conv", "max_pool"]
+__all__ = ["OpError", "batch_norm", "conv", "dense", "max_pool"]

@@ -48,7 +48,7 @@ def activation_grad(graph: Graph, preactivation: Value, activated: Activated):
         made = {id(n.out) for n in products}
         for last in products[::-1]:
             outside = [n for n in last.out.users if not any(id(v) in made for v in n.outputs)]
-            if outside and _is_slope(z, dy, (*functions, *products), last, activated):
+            if outside and last.index not in graph.gone and _is_slope(z, dy, (*functions, *products), last, activated):
                 yield _row(z, dy, products, last, outside, activated.name)
                 return
 

@@ -1,9 +1,11 @@
-"""Batched matrix products: attention scores (scale, mask, softmax) and the rest. No kernel yet: recognised only."""
+"""Batched matrix products: attention scores (scale, mask, softmax) and the rest. The kernel is of the product; what follows it
+XLA makes one kernel of."""
 
 from jaxfuse.canonical import ADD, CAST, constant
 from jaxfuse.graph import Node, Value
-from jaxfuse.match import Refusal
-from jaxfuse.patterns.autodiff import forward, no_kernel
+from jaxfuse.match import Match, Refusal
+from jaxfuse.patterns import dense_site
+from jaxfuse.patterns.autodiff import forward
 from jaxfuse.patterns.dense import batch_axes, is_product
 
 LONGEST = 8  # steps between the product and the softmax: casts, scale, masks
@@ -33,11 +35,13 @@ def match(graph, node: Node, claimed: set[int], measured):
         steps.add(kind)
         nodes.append(value.users[0])
         value = value.users[0].out
-    if not steps & {"scale", "softmax"}:
-        yield Refusal("matmul", node, tuple(node.inputs), no_kernel(), nodes=(node,))
-    else:
-        reason = reason if value.users else ""  # nothing is missed where nothing follows
-        yield Refusal("attention scores", node, tuple(node.inputs), reason or no_kernel(), nodes=tuple(nodes))
+    name, own = ("attention scores", tuple(nodes)) if steps & {"scale", "softmax"} else ("matmul", (node,))
+    reason = reason if value.users and name != "matmul" else ""  # nothing is missed where nothing follows
+    result = dense_site.product(graph, part, node, "matmul" if reason else name, own, measured)
+    if isinstance(result, Match):
+        yield result
+    if reason or not isinstance(result, Match):
+        yield Refusal(name, node, tuple(node.inputs), reason or result, nodes=own)
 
 
 def _step(value: Value, node: Node) -> str:

@@ -16,12 +16,13 @@ class Part:
     the graph's."""
 
     def __init__(self, graph: Graph, kept: list[Node], outputs: list[Value]):
-        self.outer, copies = graph.outer, {}
+        self.outer, copies, self._originals = graph.outer, {}, {}
 
         def copy(value: Value) -> Value:
             if id(value) not in copies:
                 copies[id(value)] = Value(value.aval, literal=value.literal)
                 copies[id(value)].users += filter(_is_fused, value.users)
+                self._originals[id(copies[id(value)])] = value
             return copies[id(value)]
 
         self.inputs = [copy(value) for value in graph.inputs]
@@ -30,6 +31,7 @@ class Part:
             twin = node.reading([copy(v) for v in node.inputs])
             for value, made in zip(node.outputs, twin.outputs):
                 copies[id(value)] = made
+                self._originals[id(made)] = value
                 made.users += filter(_is_fused, value.users)
             self.nodes.append(twin)
         self.outputs = [copy(value) for value in outputs]
@@ -37,6 +39,10 @@ class Part:
 
     def is_returned(self, value: Value) -> bool:
         return id(value) in self.returned
+
+    def original(self, value: Value) -> Value:
+        """The graph's own value; what is not this part's stays as it is."""
+        return self._originals.get(id(value), value)
 
 
 def forward(graph: Graph) -> Graph | Part:

@@ -76,9 +76,9 @@ def _gradients(node: Node, claimed: set[int]) -> list[Gradients]:
     x, w = node.inputs
     if x.literal is not None or w.literal is not None:
         return []
-    of_x, of_w = _transposed(node.eqn.primitive, _key(node.params), *[(v.shape, v.dtype) for v in (x, w)])
-    dxs = {id(n.inputs[0]): n for n in _applied(w, of_x) if n.index not in claimed}
-    dws = {id(n.inputs[1]): n for n in _applied(x, of_w) if n.index not in claimed}
+    of_x, of_w = gradient_steps(node.eqn.primitive, static_key(node.params), *[(v.shape, v.dtype) for v in (x, w)])
+    dxs = {id(n.inputs[0]): n for n in applied(w, of_x) if n.index not in claimed}
+    dws = {id(n.inputs[1]): n for n in applied(x, of_w) if n.index not in claimed}
     both = [Gradients(dxs[key].inputs[0], dxs[key], dws[key]) for key in dxs if key in dws]
     # Where the filter or the input also serves other convolutions, the gradient may be half of a pair of theirs.
     dx_alone = [Gradients(n.inputs[0], n, None) for n in dxs.values() if not _convolved(n.inputs[0], 1)]
@@ -90,12 +90,12 @@ def _convolved(value: Value, operand: int) -> bool:
     return any(n.primitive == "conv_general_dilated" and n.inputs[operand] is value for n in value.users)
 
 
-def _key(params: dict):
+def static_key(params: dict):
     return tuple(sorted(params.items()))
 
 
 @functools.lru_cache(maxsize=4096)
-def _transposed(primitive, params, x, w):
+def gradient_steps(primitive, params, x, w):
     """The equations, each (primitive's name, parameters), by which the gradient of x comes from w and the cotangent, and
     that of w from x and the cotangent; the last of each is the convolution."""
     x, w = (jax.ShapeDtypeStruct(*of) for of in (x, w))
@@ -106,7 +106,7 @@ def _transposed(primitive, params, x, w):
     return [[(eqn.primitive.name, eqn.params) for eqn in traced.jaxpr.eqns] for traced in (of_x, of_w)]
 
 
-def _applied(value: Value, steps) -> list[Node]:
+def applied(value: Value, steps) -> list[Node]:
     """The nodes that end this chain of equations from the value."""
     found = [value]
     for name, params in steps:

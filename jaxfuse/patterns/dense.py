@@ -1,21 +1,20 @@
-"""Dense layers: a contraction of an activation with a weight, and what follows it. No kernel yet: recognised only.
+"""Dense layers: a contraction of an activation with a weight, and what follows it.
 
-Layers that read one input are taken together: act(x·w₁)·(x·w₂) is a gated layer, equal epilogues are one contraction
-("dense+bias x3": query, key and value). In a differentiated program the row of a layer's activation gradient stands beside
-it (`activation_grad`).
+Layers that read one input are one site: act(x·w₁)·(x·w₂) is a gated layer, equal epilogues are "dense+bias x3" (query, key
+and value). In a differentiated program the row of a layer's activation gradient stands beside it, where no kernel has taken
+it (`activation_grad`, `dense_grad`).
 """
 
 import dataclasses
 
-import jax.numpy as jnp
-
-from jaxfuse.canonical import ADD, CAST, constant, varying_axes
+from jaxfuse.canonical import ADD, CAST, NotPerChannel, per_channel, varying_axes
 from jaxfuse.graph import Node, Value
 from jaxfuse.layout import RESHAPES
-from jaxfuse.match import Chain, Refusal, Stop, Walk
+from jaxfuse.match import Chain, Stop, Walk
+from jaxfuse.patterns import dense_site
 from jaxfuse.patterns.activation_grad import activation_grad
 from jaxfuse.patterns.activations import name_activation
-from jaxfuse.patterns.autodiff import forward, no_kernel
+from jaxfuse.patterns.autodiff import forward
 
 REARRANGED = (*RESHAPES, CAST, "transpose", "slice", "split", "concatenate")
 FARTHEST_PARAMETER = 8  # casts, reshapes, slices between a parameter and where it is used
@@ -23,18 +22,23 @@ FARTHEST_PARAMETER = 8  # casts, reshapes, slices between a parameter and where 
 
 @dataclasses.dataclass
 class Layer:
-    """One dense layer: y[.., axes] = x·w, `start` being y with its transposes absorbed, and what the walk made of it."""
+    """One dense layer: y[.., axes] = x·w, `start` being y with its transposes absorbed (`order` says which axis of y each of
+    its axes is), and what the walk made of it."""
 
     node: Node
     x: Value
     w: Value
+    weight_left: bool
     start: Value
+    order: tuple[int, ...]
     transposes: tuple[Node, ...]
-    chain: Chain
+    chains: list[Chain]
     stop: Stop
-    preactivation: Value
 
-    label = property(lambda self: _label(self.chain))
+    chain = property(lambda self: self.chains[-1])
+    preactivation = property(lambda self: next(c.end for c in reversed(self.chains) if not c.activation))
+
+    label = property(lambda self: dense_site.label_of(self.chain))
     nodes = property(lambda self: (self.node, *self.transposes, *self.chain.nodes))
 
 
@@ -51,8 +55,10 @@ class DenseWalk(Walk):
             return step
         other = node.inputs[1] if node.inputs[0] is chain.end else node.inputs[0]
         if node.primitive in ADD and len(self.channel_axes) > 1 and varying_axes(other) <= self.channel_axes:
+            small = per_channel(other, chain.end, tuple(sorted(self.channel_axes)))
+            small = other if isinstance(small, NotPerChannel) else small
             return dataclasses.replace(
-                chain, end=node.out, nodes=(*chain.nodes, node), affine=(*chain.affine, ("add", other))
+                chain, end=node.out, nodes=(*chain.nodes, node), affine=(*chain.affine, ("add", small))
             )
         if node.primitive == "mul" and other.shape == chain.end.shape and varying_axes(other) > self.channel_axes:
             return Stop(f"{node} multiplies by another full-size value")  # a gate, a mask: not a missed scale
@@ -69,56 +75,51 @@ def match(graph, node: Node, claimed: set[int], measured):
     if node.index in claimed:
         return
     part = forward(graph)
-    layers = [_layer(part, n, claimed) for n in _siblings(node) if n.index not in claimed]
+    layers = [layer_of(part, n, claimed) for n in _siblings(node) if n.index not in claimed]
     activated = [layer for layer in layers if layer.chain.activation]
     for layer in activated:
         yield from activation_grad(graph, layer.preactivation, layer.chain.activation)
-    for layer in activated:
-        row = _gated(part, layer, layers)
-        if row:
-            yield row
-    for layer in [layer for layer in layers if not layer.chain.activation]:
-        row = _half_gated(part, layer, layers, claimed)
-        if row:
-            yield row
+    rows = [_gated(part, layer, layers) for layer in activated]
+    rows += [_half_gated(part, layer, layers, claimed) for layer in layers[:] if not layer.chain.activation and layer in layers]
     groups: dict[tuple, list[Layer]] = {}
     for layer in layers:  # a query's scale is no reason to compute it apart from key and value
         groups.setdefault((layer.label.removesuffix("+scale"), layer.stop if layer.stop.missed else None), []).append(
             layer
         )
-    for group in groups.values():
-        yield _row(sorted(group, key=lambda layer: len(layer.label)))
+    rows += [_row(sorted(group, key=lambda layer: len(layer.label))) for group in groups.values()]
+    for row in filter(None, rows):
+        yield from dense_site.found(graph, part, row, measured)
 
 
-def _row(group: list[Layer], suffix: str = "", reason: str = "", nodes: tuple[Node, ...] = ()) -> Refusal:
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Layers that are one site. `reason` says what keeps a part of it from being fused, `missed` what part."""
+
+    label: str
+    layers: tuple[Layer, ...]
+    reason: str
+    missed: str
+    count: str
+    nodes: tuple[Node, ...]
+
+    @property
+    def operands(self) -> tuple[Value, ...]:
+        return self.layers[0].x, *[layer.w for layer in self.layers]
+
+
+def _row(group: list[Layer], suffix: str = "", reason: str = "", nodes: tuple[Node, ...] = ()) -> Row:
     first = group[0]
     count = f" x{len(group)}" if len(group) > 1 and not suffix else ""
     missed = "" if suffix or not first.stop.missed else f"+{first.stop.missed}"
-    reason = reason or _unsuitable(first) or (first.stop.reason if missed else no_kernel())
-    operands = first.x, *[layer.w for layer in group]
     claims = (*[n for layer in group for n in layer.nodes], *nodes)
-    return Refusal(f"{first.label}{suffix}{missed}{count}", first.node, operands, reason, nodes=claims)
-
-
-def _unsuitable(layer: Layer) -> str:
-    if all(jnp.issubdtype(v.dtype, jnp.floating) for v in (layer.x, layer.w)):
-        return ""
-    return f"dtypes {layer.x.dtype}, {layer.w.dtype}: a dense layer is of floating-point numbers"
-
-
-def _label(chain: Chain) -> str:
-    """Like "dense+bias+add+gelu". Constant factors are a scale; factors that are not, with a shift, a normalisation."""
-    if any(kind in ("mul", "div") and constant(value) is None for kind, value in chain.affine):
-        return chain.label("dense")
-    steps = dict.fromkeys("bias" if kind in ("add", "sub") else "scale" for kind, _ in chain.affine)
-    rest = chain.label("").split("+")[1:]
-    return "+".join(["dense", *steps, *[part for part in rest if part not in ("bn", "bias", "scale")]])
+    reason = reason or (first.stop.reason if missed else "")
+    return Row(f"{first.label}{suffix}", tuple(group), reason, missed, count, claims)
 
 
 # --- one layer ---------------------------------------------------------------------------------------------------
 
 
-def _layer(part, node: Node, claimed: set[int]) -> Layer:
+def layer_of(part, node: Node, claimed: set[int]) -> Layer:
     lhs, rhs = node.inputs
     left = _free_axes_on_the_left(node)
     start, order, transposes = _transposed(node)
@@ -128,8 +129,7 @@ def _layer(part, node: Node, claimed: set[int]) -> Layer:
     walk = DenseWalk(part, max(axes, default=start.ndim - 1), claimed, name_activation, channel_axes=axes)
     chains, stop = walk.chains(start)
     x, w = (rhs, lhs) if weight_left else (lhs, rhs)
-    preactivation = next(chain.end for chain in reversed(chains) if not chain.activation)
-    return Layer(node, x, w, start, transposes, chains[-1], stop, preactivation)
+    return Layer(node, x, w, weight_left, start, tuple(order), transposes, chains, stop)
 
 
 def _transposed(node: Node) -> tuple[Value, list[int], tuple[Node, ...]]:
@@ -201,7 +201,7 @@ def _siblings(node: Node) -> list[Node]:
 # --- gates -------------------------------------------------------------------------------------------------------
 
 
-def _gated(part, layer: Layer, layers: list[Layer]) -> Refusal | None:
+def _gated(part, layer: Layer, layers: list[Layer]) -> Row | None:
     """The row of act(x·w₁)·(x·w₂), or of act(u)·v where (u, v) is x·w split; takes its layers out of `layers`."""
     end = layer.chain.end
     for product in [n for n in end.users if n.primitive == "mul" and n.inputs[0] is not n.inputs[1]]:
@@ -213,7 +213,7 @@ def _gated(part, layer: Layer, layers: list[Layer]) -> Refusal | None:
     return None
 
 
-def _half_gated(part, layer: Layer, layers: list[Layer], claimed: set[int]) -> Refusal | None:
+def _half_gated(part, layer: Layer, layers: list[Layer], claimed: set[int]) -> Row | None:
     """The row of one contraction whose result is split into act(u)·v, or of a gate whose function is none that we know."""
     users = layer.chain.end.users
     if len(users) == 1 and users[0].primitive == "split" and len(users[0].outputs) == 2:

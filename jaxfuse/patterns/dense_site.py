@@ -1,0 +1,185 @@
+"""A dense layer of the program as the op `dense`: its config, its operands, and what its result stands for."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxfuse.canonical import constant, size
+from jaxfuse.graph import Emission, Graph, Node, Value
+from jaxfuse.layout import inverse, laid
+from jaxfuse.live import unneeded
+from jaxfuse.match import Chain, Match, Refusal, as_vector
+from jaxfuse.ops.dense import OP, DenseConfig
+from jaxfuse.patterns.autodiff import Part
+
+
+class Site(NamedTuple):
+    """One layer as it will run: the chain that is fused, and what computes it."""
+
+    chain: Chain
+    emission: Emission
+    kernel: str
+
+
+def found(graph: Graph, part: Graph | Part, row, measured):
+    """Yields the Match or the Refusal of a row of layers (`dense.Row`), and a Refusal for the step that was not taken."""
+    label = f"{row.label}{row.missed}{row.count}"
+    sites = [_site(graph, part, layer, measured) for layer in row.layers]
+    refused = next((site for site in sites if isinstance(site, str)), "")
+    if refused:
+        yield Refusal(label, row.layers[0].node, row.operands, row.reason or refused, nodes=row.nodes)
+        return
+    gated = row.label.endswith("+gate") and not row.reason
+    name = row.label if gated else label_of(sites[0].chain)
+    nodes = row.nodes if gated else tuple(n for layer, site in zip(row.layers, sites) for n in _nodes(layer, site.chain))
+    saved = sum(2 * np.dtype(s.chain.end.dtype).itemsize * size(s.chain.end) * bool(s.chain.nodes) for s in sites)
+    yield Match(f"{name}{row.count}", row.layers[0].node, nodes, tuple(s.emission for s in sites), sites[0].kernel,
+                row.operands, saved)
+    if row.reason:
+        yield Refusal(label, row.layers[0].node, row.operands, row.reason, nodes=row.nodes)
+
+
+def product(graph: Graph, part: Graph | Part, node: Node, name: str, nodes, measured) -> Match | str:
+    """The Match of a product with nothing after it, or why there is none."""
+    config, original = config_of(node), _original(part)
+    if isinstance(config, str):
+        return config
+    x, w = map(original, node.inputs)
+    kernel, reason = OP.forward.kernel(config, types_of(x, w))
+    reason = reason or measured("dense", config, types_of(x, w))
+    if reason:
+        return reason
+    emission = Emission((x, w), (original(node.out),), lambda read: zip([original(node.out)], OP(config, read(x), read(w))))
+    return Match(name, node, nodes, (emission,), kernel.name, (x, w), 0)
+
+
+def label_of(chain: Chain) -> str:
+    """Like "dense+bias+add+gelu". Constant factors are a scale; factors that are not, with a shift, a normalisation."""
+    if any(kind in ("mul", "div") and constant(value) is None for kind, value in chain.affine):
+        return chain.label("dense")
+    steps = dict.fromkeys("bias" if kind in ("add", "sub") else "scale" for kind, _ in chain.affine)
+    rest = chain.label("").split("+")[1:]
+    return "+".join(["dense", *steps, *[part for part in rest if part not in ("bn", "bias", "scale")]])
+
+
+def config_of(node: Node, weight_left: bool = False) -> DenseConfig | str:
+    """The op's config for this contraction, or why the op does not cover it."""
+    params = node.params
+    if params.get("out_sharding") is not None:
+        return f"out_sharding {params['out_sharding']}: no kernel follows it"
+    contracted, batch = params["dimension_numbers"]
+    order = slice(None, None, -1 if weight_left else 1)
+    precision = params["precision"]
+    precision = precision[order] if isinstance(precision, tuple) else precision
+    return DenseConfig(*map(tuple, (*contracted[order], *batch[order])), str(node.out.dtype), precision=precision)
+
+
+def types_of(*values) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values)
+
+
+def features(layer) -> tuple[int, ...]:
+    """The axes of the layer's output that its weight makes, as the op has them: last."""
+    contracted, batch = layer.node.params["dimension_numbers"]
+    side = 0 if layer.weight_left else 1
+    return tuple(n for d, n in enumerate(layer.w.shape) if d not in (*contracted[side], *batch[side]))
+
+
+def order_of(layer) -> tuple[int, ...]:
+    """Which axis of the op's output each axis of `layer.start` is."""
+    if not layer.weight_left:
+        return layer.order
+    n, outputs = layer.node.out.ndim, len(features(layer))
+    return tuple((axis - outputs) % n for axis in layer.order)
+
+
+def _original(part: Graph | Part):
+    return part.original if isinstance(part, Part) else lambda value: value
+
+
+def _nodes(layer, chain: Chain) -> tuple[Node, ...]:
+    return (layer.node, *layer.transposes, *chain.nodes)
+
+
+def _site(graph: Graph, part, layer, measured) -> Site | str:
+    """The longest chain of the layer that the kernel takes; or why it does not take the longest of the right dtype."""
+    config, first = config_of(layer.node, layer.weight_left), ""
+    if isinstance(config, str):
+        return config
+    for chain in reversed(layer.chains):
+        if chain.end.dtype == layer.node.out.dtype:
+            site = _fused(graph, part, layer, config, chain, measured)
+            if isinstance(site, Site):
+                return site
+            first = first or site
+    return first or f"the result is {layer.chain.end.dtype}: the kernel gives {layer.node.out.dtype}"
+
+
+def _fused(graph: Graph, part, layer, config: DenseConfig, chain: Chain, measured) -> Site | str:
+    original = _original(part)
+    order, shape = order_of(layer), features(layer)
+    straight = order == tuple(range(len(order)))
+    if layer.weight_left and not straight and not layer.transposes:
+        return f"{layer.node} has its weight on the left and makes columns: the kernel writes rows"
+    if any(kind in ("mul", "div") for kind, _ in chain.affine):
+        return "no kernel yet on cpu scales a dense layer"
+    outputs = [d for d in order if d >= len(order) - len(shape)]
+    if chain.affine and outputs != sorted(outputs):
+        return f"the bias lies otherwise than the outputs of {layer.node}"
+    smalls = tuple(original(value) for _, value in chain.affine)
+    channels = int(np.prod(shape))
+    if any(size(value) not in (1, channels) for value in smalls):
+        return f"the bias is not one number for each of the {channels} outputs"
+    name, alpha = chain.activation or ("none", 0.0)
+    config = dataclasses.replace(
+        config, has_bias=bool(chain.affine), has_residual=chain.residual is not None, activation=name, alpha=alpha)
+    z = _saved(graph, original, layer, chain)
+    if isinstance(z, str):
+        return z
+    config = dataclasses.replace(config, saving=z is not None)
+    x, w, residual = original(layer.x), original(layer.w), chain.residual
+    added, undo = laid(graph, original(residual), chain.residual_layout, range(len(order))) if config.has_residual else (None, None)
+    out_shape = [layer.start.shape[d] for d in inverse(order)]
+    types = [*types_of(x, w), *[jax.ShapeDtypeStruct(shape, jnp.float32)] * config.has_bias,
+             *[jax.ShapeDtypeStruct(out_shape, added.dtype) for _ in range(config.has_residual)]]
+    kernel, reason = OP.forward.kernel(config, types)
+    reason = reason or measured("dense", config, types)
+    if reason:
+        return reason
+
+    def run(read):
+        center, _, offset = chain.coefficients(lambda value: as_vector(read(original(value)), channels))
+        if center is not None:
+            offset = -center if offset is None else offset - center
+        operands = [] if offset is None else [offset.reshape(shape)]
+        if config.has_residual:
+            operands.append(lax.transpose(undo(read(added)), inverse(order)))
+        outs = [out if straight else lax.transpose(out, order) for out in OP(config, read(x), read(w), *operands)]
+        end = chain.layout.place(outs[0])
+        yield original(chain.end), end
+        if z is not None:
+            yield original(z.end), z.layout.place(outs[1])
+        for mask, array in chain.masks_from(end):
+            yield original(mask), array
+
+    needs = (x, w, *smalls, *[added] * config.has_residual)
+    defines = (original(chain.end), *[original(z.end) for z in [z] if z], *map(original, chain.masks))
+    return Site(chain, Emission(needs, defines, run), kernel.name)
+
+
+def _saved(graph: Graph, original, layer, chain: Chain) -> Chain | str | None:
+    """The chain to what the activation is applied to, where others, such as the activation's gradient, need that too; a
+    sentence if they need what is inside even so."""
+    ends = tuple(map(original, (chain.end, *chain.masks)))
+    before = [c for c in layer.chains if not c.activation and c.affine == chain.affine and c.residual is chain.residual]
+    for saved in (None, before[-1]) if chain.activation else (None,):
+        gone = unneeded(graph, ends if saved is None else (*ends, original(saved.end)))
+        if layer.node.index in gone and (saved is None or saved.end.dtype == layer.node.out.dtype):
+            return saved
+    inside = [original(value) for node in _nodes(layer, chain)[:-1] for value in node.outputs]
+    reader = next((user for value in inside for user in value.users if user.index not in gone), layer.node)
+    return f"what is inside is read by {reader} too"

@@ -1,0 +1,44 @@
+// The elementwise loops around a matrix product, as a table of functions for each ISA, and the choice among them.
+// dense.cc and dense_bwd.cc run them on threads; dense_loops.h is the loops.
+#pragma once
+
+#include <cstdint>
+
+#include "activation.h"
+
+namespace jaxfuse::dense {
+
+// Matrices are row-major, f32 or bf16; elements are counted over all rows.
+struct EpilogueArgs {
+  bool bf16;  // residual, z and y
+  int64_t columns;
+  Activation activation;
+  float alpha;
+  const float* in;       // may be y
+  const float* bias;     // or null: zeros
+  const void* residual;  // or null: zeros
+  void* z;               // or null: not wanted
+  void* y;
+};
+
+struct GradientArgs {
+  bool bf16;
+  int64_t columns;
+  Activation activation;
+  float alpha;
+  bool by_value;     // told is y, not z
+  const void* dy;
+  const void* told;  // not read for Activation::none
+  void* g;           // or null
+};
+
+struct Kernels {
+  // z = in + bias + residual, y = activation(z) for rows [begin, end).
+  void (*epilogue)(const EpilogueArgs&, int64_t begin, int64_t end);
+  // g = dy·activation'(z) for such rows; sums (or null), one for each column, receives Σg.
+  void (*gradient)(const GradientArgs&, int64_t begin, int64_t end, float* sums);
+};
+
+extern const Kernels portable_kernels, avx2_kernels, avx512_kernels;
+
+}  // namespace jaxfuse::dense
