@@ -25,6 +25,8 @@ TARGETS = (
     "jaxfuse_batch_norm_bwd_apply",
     "jaxfuse_max_pool_fwd",
     "jaxfuse_max_pool_bwd",
+    "jaxfuse_norm_fwd",
+    "jaxfuse_norm_bwd",
 )
 
 _ONEDNN_PACKAGE = "onednn-cpu-gomp"

@@ -4,5 +4,6 @@ from jaxfuse.ops.batch_norm import batch_norm
 from jaxfuse.ops.conv import conv
 from jaxfuse.ops.errors import OpError
 from jaxfuse.ops.max_pool import max_pool
+from jaxfuse.ops.norm import group_norm, layer_norm, rms_norm
 
-__all__ = ["OpError", "batch_norm", "conv", "max_pool"]
+__all__ = ["OpError", "batch_norm", "conv", "group_norm", "layer_norm", "max_pool", "rms_norm"]
