@@ -126,7 +126,7 @@ def _layer_norm(x, gamma, beta=None, residual=None, *, activation=None, epsilon=
 
 def _group_norm(x, gamma, beta, *, groups, activation=None, epsilon=1e-6, axis=-1):
     last = jnp.moveaxis(x, axis, -1)
-    grouped = last.reshape(*last.shape[:-1], groups, -1).astype(jnp.promote_types(x.dtype, jnp.float32))
+    grouped = last.reshape(*last.shape[:-1], groups, last.shape[-1] // groups).astype(jnp.promote_types(x.dtype, jnp.float32))
     over = (*range(1, last.ndim - 1), last.ndim)
     mean, var = grouped.mean(over, keepdims=True), grouped.var(over, keepdims=True)
     y = ((grouped - mean) * lax.rsqrt(var + epsilon)).reshape(last.shape) * gamma + beta

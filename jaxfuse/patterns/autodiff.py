@@ -18,11 +18,13 @@ class Part:
 
     def __init__(self, graph: Graph, kept: list[Node], outputs: list[Value]):
         self.outer, copies = graph.outer, {}
+        self.originals: dict[int, Value] = {}
 
         def copy(value: Value) -> Value:
             if id(value) not in copies:
                 copies[id(value)] = Value(value.aval, literal=value.literal)
                 copies[id(value)].users += filter(_is_fused, value.users)
+                self.originals[id(copies[id(value)])] = value
             return copies[id(value)]
 
         self.inputs = [copy(value) for value in graph.inputs]
@@ -31,6 +33,7 @@ class Part:
             twin = node.reading([copy(v) for v in node.inputs])
             for value, made in zip(node.outputs, twin.outputs):
                 copies[id(value)] = made
+                self.originals[id(made)] = value
                 made.users += filter(_is_fused, value.users)
             self.nodes.append(twin)
         self.outputs = [copy(value) for value in outputs]
@@ -43,6 +46,11 @@ class Part:
 def forward(graph: Graph) -> Graph | Part:
     """What autodiff did not add; the graph itself if it added nothing."""
     return _split(graph)[0] or graph
+
+
+def original(part: Graph | Part, value: Value) -> Value:
+    """The graph's value, of which the part may have a copy."""
+    return part.originals[id(value)] if isinstance(part, Part) else value
 
 
 def backward(graph: Graph) -> frozenset[int]:

@@ -1,20 +1,26 @@
 """Layer, RMS, group and instance norm: statistics of each row, each group of channels, each channel of each example.
 
-No kernel yet: recognised and reported. From a mean of squares the walk goes forward over what is computed of the
+From a mean of squares the walk goes forward over what is computed of the
 statistics alone (broadcasts, epsilon, gamma and beta multiplied in) and over what is done to x with it; where that ends, the norm ends.
+What it computes is read off in norm_form.py.
 """
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxfuse.canonical import ADD, CAST, constant, is_square, size, unwidened, varying_axes
-from jaxfuse.graph import Node, Value
+from jaxfuse.graph import Emission, Node, Value
 from jaxfuse.layout import RESHAPES
-from jaxfuse.match import Refusal, Walk
+from jaxfuse.match import Match, Refusal, Walk, longest
+from jaxfuse.ops.activations import WITHOUT_KERNEL
+from jaxfuse.ops.norm import OP, normalised
 from jaxfuse.patterns.activations import name_activation
-from jaxfuse.patterns.autodiff import forward, no_kernel
+from jaxfuse.patterns.autodiff import forward, original
 from jaxfuse.patterns.dense import is_parameter
+from jaxfuse.patterns.norm_form import read_form
 
 SHAPED = (*RESHAPES, "transpose", CAST)
 ARITHMETIC = (
@@ -41,7 +47,7 @@ def anchors(graph):
 
 
 def match(graph, node: Node, claimed: set[int], measured):
-    """Yields one Refusal if the sum of squares is made into a normalisation of rows."""
+    """Yields a Match or a Refusal if the sum of squares is made into a normalisation of rows."""
     x = _squared(node.inputs[0])
     kept = [d for d in range(x.ndim) if d not in node.params["axes"]]
     if node.index in claimed or len(kept) == 1 and kept != [0]:  # the latter is batch_norm's
@@ -51,13 +57,92 @@ def match(graph, node: Node, claimed: set[int], measured):
     if norm.end is None or not (norm.centered or norm.has_mean_square()) or any(n.index in claimed for n in norm.nodes):
         return
     name, reason = _name(norm, tuple(node.params["axes"]), kept)
-    before, nodes = _add_before(part, x, claimed)
-    after, chain_nodes = _after(part, norm.end, claimed)
     reason = reason or norm.read_elsewhere(part) or norm.misfit
-    missed = "" if norm.misfit != reason or not reason else norm.missed
-    label = f"{before}{name}{missed}{'' if reason else after}"
-    nodes = (*nodes, *norm.nodes, *(() if reason else chain_nodes))
-    yield Refusal(label, node, (x,), reason or no_kernel(), nodes=nodes)
+    if reason:
+        before = _add_before(part, x, claimed)
+        missed = norm.missed if norm.misfit == reason else ""
+        nodes = (*[before] * (before is not None), *norm.nodes)
+        yield Refusal(f"{'add+' * (before is not None)}{name}{missed}", node, (x,), reason, nodes=nodes)
+        return
+    yield from _fused(graph, part, node, norm, name, claimed, measured)
+
+
+def _fused(graph, part, node: Node, norm: "_Norm", name: str, claimed: set[int], measured):
+    """The norm as a Match with as much before and after it as the kernel takes; a Refusal for what it does not."""
+    x, before = norm.x, _add_before(part, norm.x, claimed)
+    chains, stop = Walk(part, norm.end.ndim - 1, claimed, name_activation).chains(norm.end)
+    form = read_form(x, norm.axes, norm.same, norm.nodes, norm.end)
+    dtype = x.dtype if any(chain.end.dtype == x.dtype for chain in chains) else norm.end.dtype
+
+    def attempt(chain):
+        if isinstance(form, str):
+            return form
+        if chain.affine or chain.residual is not None:
+            return "it adds to or scales the normalised value: no kernel yet on cpu"
+        return _match(graph, part, node, norm, form, chain, before if x.dtype == dtype else None, measured, name)
+
+    found, chain, refused = longest(chains, dtype, attempt)
+    label = f"{'add+' * (before is not None)}{name}"
+    nodes = (*[before] * (before is not None), *norm.nodes)
+    if found:
+        yield found
+        if stop.missed:
+            yield Refusal(f"{found.pattern}+{stop.missed}", node, (x,), stop.reason)
+    if refused and (not found or _steps(refused[0])):
+        longer = Refusal(label + _steps(refused[0]), node, (x,), refused[1], nodes=(*nodes, *refused[0].nodes) * (not found))
+        yield longer
+
+
+def _match(graph, part, node: Node, norm: "_Norm", form, chain, before: Node | None, measured, name: str) -> Match | str:
+    """The match, or why not."""
+    x, end = original(part, norm.x), original(part, chain.end)
+    inner = {id(original(part, v)): original(part, v) for n in (*norm.nodes, *chain.nodes) for v in n.outputs}
+    mine = {n.index for n in (*norm.nodes, *chain.nodes)}
+    for value in inner.values():
+        reader = next((n for n in value.users if n.index not in mine), None)
+        if value is not end and reader is not None and not _is_cast_of(value, x):
+            return f"{value!r} is read by {reader} too, in the backward pass: no kernel yet on cpu"
+    activation = chain.activation.name if chain.activation else "none"
+    if activation in WITHOUT_KERNEL:
+        return f"activation {activation}: no kernel yet on cpu"
+    full, mine = (x,), mine | {before.index} if before else mine
+    wants_sum = before is not None and (graph.is_returned(x) or any(n.index not in mine for n in x.users))
+    if before is not None:
+        full = tuple(original(part, v) for v in before.inputs)
+    config = form.config(rank=max(x.ndim, 1 + x.ndim - form.first), has_residual=before is not None, wants_sum=wants_sum,
+                         activation=activation)
+    batch = x.shape[: form.first] or (1,)
+    type_of_x = jax.ShapeDtypeStruct((*batch, *x.shape[form.first :]), end.dtype)
+    vector = jax.ShapeDtypeStruct(config.parameter_shape, jnp.float32)
+    types = (*[type_of_x] * len(full), vector, vector)
+    kernel, reason = OP.forward.kernel(config, types)
+    reason = reason or measured("norm", config, types)
+    if reason:
+        return reason
+    parameters = [original(part, v) for v in form.used()]
+
+    def run(read):
+        arrays = [read(v).astype(end.dtype).reshape(x.shape) for v in full]
+        gamma, beta = form.arrays(lambda v: read(original(part, v)))
+        outs = normalised(config, *arrays, gamma, beta)
+        y, *sums = outs if wants_sum else (outs,)
+        yield end, chain.layout.place(y.reshape(norm.end.shape)).reshape(end.shape)
+        yield from zip([x], sums)
+
+    nodes = (*[before] * (before is not None), *norm.nodes, *chain.nodes)
+    bytes_saved = np.dtype(end.dtype).itemsize * size(x) * (2 + len(full) + len([n for n in chain.nodes if n.primitive != CAST]))
+    emission = Emission((*full, *parameters), (end, *[x] * wants_sum), run)
+    label = f"{'add+' * (before is not None)}{name}{_steps(chain)}"
+    return Match(label, node, nodes, (emission,), kernel.name, full, bytes_saved)
+
+
+def _is_cast_of(value: Value, x: Value) -> bool:
+    return value.producer.primitive == CAST and value.producer.inputs[0] is x
+
+
+def _steps(chain) -> str:
+    steps = [step for step in chain.label("").split("+")[1:] if step not in ("bn", "bias", "scale")]
+    return "".join(f"+{step}" for step in steps)
 
 
 def _name(norm: "_Norm", axes: tuple[int, ...], kept: list[int]) -> tuple[str, str]:
@@ -85,21 +170,13 @@ def _regrouped(x: Value, axes: tuple[int, ...], end: Value) -> bool:
     return len(axes) > 1 and (split or x.ndim > source.ndim) or split and end.shape != x.shape
 
 
-def _add_before(part, x: Value, claimed: set[int]) -> tuple[str, tuple[Node, ...]]:
+def _add_before(part, x: Value, claimed: set[int]) -> Node | None:
     """A residual add that nothing else took, right before the norm."""
     node = x.producer
     if node is not None and node.primitive in ADD and node.index not in claimed and len(set(node.inputs)) == 2:
-        if all(v.shape == x.shape and size(v) > 1 and len(varying_axes(v)) > 1 for v in node.inputs):
-            return "add+", (node,)
-    return "", ()
-
-
-def _after(part, end: Value, claimed: set[int]) -> tuple[str, tuple[Node, ...]]:
-    """A residual add and an activation after the norm."""
-    chains, _ = Walk(part, end.ndim - 1, claimed, name_activation).chains(end)
-    chain = chains[-1]
-    steps = [step for step in chain.label("").split("+")[1:] if step not in ("bn", "bias", "scale")]
-    return "".join(f"+{step}" for step in steps), chain.nodes
+        if all(v.shape == x.shape and v.dtype == x.dtype and size(v) > 1 and len(varying_axes(v)) > 1 for v in node.inputs):
+            return node
+    return None
 
 
 def _squared(value: Value) -> Value | None:
@@ -158,7 +235,8 @@ class _Norm:
         def add(value: Value):
             frontier.update((n.index, n) for n in value.users if n.index >= 0)
 
-        for value in self._shapes(x):
+        self.same = self._shapes(x)
+        for value in self.same:
             self.full[id(value)] = value, _Step()
             for user in value.users:
                 if user.primitive == "reduce_sum" and user.params["axes"] == node.params["axes"]:
