@@ -239,9 +239,10 @@ EXPECTED = {
 @pytest.mark.parametrize("kind", EXPECTED)
 def test_every_layer_of_a_transformer_has_one_row(kind):
     fn, params, x = hugging_face(kind)
-    forward = [(pattern, reason) for pattern, reason in rows(fn, params, x) if reason != "fused"]
+    forward = [(pattern, reason) for pattern, reason in rows(fn, params, x) if reason != "fused" or "norm" in pattern]
     found = {pattern: sum(1 for p, _ in forward if p == pattern) for pattern, _ in forward}
-    assert found == EXPECTED[kind] and {reason for _, reason in forward} == {NO_KERNEL}
+    assert found == EXPECTED[kind]
+    assert all(reason == ("fused" if "norm" in pattern else NO_KERNEL) for pattern, reason in forward)
 
 
 @pytest.mark.parametrize("kind", EXPECTED)
