@@ -262,7 +262,7 @@ def test_every_layer_of_a_transformers_train_step_has_one_row_each_way(kind):
     ]
     forward = {p: [q for q, _ in found].count(p) for p, _ in found if not p.startswith(("backward", "adamw"))}
     backward = [p for p, _ in found if p.startswith("backward")]
-    assert forward == EXPECTED[kind] and {reason for _, reason in found} == {NO_KERNEL}
+    assert forward == EXPECTED[kind] and all(reason.endswith(NO_KERNEL) for _, reason in found)
     assert sum("dense_grad" in p for p in backward) == 13  # 6 for each block and the pooler
     assert sum("matmul_grad" in p for p in backward) == 4
     assert sorted(p for p in backward if "dense_grad" not in p and "matmul" not in p) == [

@@ -17,7 +17,7 @@ from jaxfuse.patterns.norm_form import read_form
 def fused(graph, part, node: Node, norm, name: str, claimed: set[int], measured):
     """The norm as a Match with as much before and after it as the kernel takes; a Refusal for what it does not."""
     x, before = norm.x, add_before(part, norm.x, claimed)
-    chains, stop = Walk(part, norm.end.ndim - 1, claimed, name_activation).chains(norm.end)
+    chains, _ = Walk(part, norm.end.ndim - 1, claimed, name_activation).chains(norm.end)
     form = read_form(x, norm.axes, norm.same, norm.nodes, norm.end)
     dtype = x.dtype if any(chain.end.dtype == x.dtype for chain in chains) else norm.end.dtype
 
@@ -33,8 +33,6 @@ def fused(graph, part, node: Node, norm, name: str, claimed: set[int], measured)
     nodes = (*[before] * (before is not None), *norm.nodes)
     if found:
         yield found
-        if stop.missed:
-            yield Refusal(f"{found.pattern}+{stop.missed}", node, (x,), stop.reason)
     if refused and (not found or _steps(refused[0])):
         claims = () if found else (*nodes, *refused[0].nodes)
         yield Refusal(label + _steps(refused[0]), node, (x,), refused[1], nodes=claims)
