@@ -27,6 +27,8 @@ TARGETS = (
     "jaxfuse_dense_bwd",
     "jaxfuse_max_pool_fwd",
     "jaxfuse_max_pool_bwd",
+    "jaxfuse_norm_fwd",
+    "jaxfuse_norm_bwd",
 )
 
 _ONEDNN_PACKAGE = "onednn-cpu-gomp"

@@ -1,6 +1,7 @@
 """The one table of named real shapes, small: what the op contract runs over. A new op or shape is a row here."""
 
 import dataclasses
+import functools
 import math
 import zlib
 
@@ -48,6 +49,11 @@ class Case:
     def unfused(self, arrays) -> tuple[jax.Array, ...]:
         """The same as anybody would write it, in the precision of the arguments."""
         return _UNFUSED[self.op](**arrays, **self.options)
+
+    @property
+    def module(self) -> str:
+        """The file in `jaxfuse.ops` that defines the op."""
+        return "norm" if self.op in ("layer_norm", "rms_norm", "group_norm") else self.op
 
 
 def _fan_in(rng, shape):
@@ -121,7 +127,27 @@ def _dense(x, w, bias=None, residual=None, *, activation=None, alpha=0.0, dimens
     return (ACTIVATIONS[activation or "none"].value(y, alpha),)
 
 
-_UNFUSED = dict(dense=_dense, conv=_conv, batch_norm=_batch_norm, max_pool=_max_pool)
+def _layer_norm(x, gamma, beta=None, residual=None, *, activation=None, epsilon=1e-6, return_sum=False, centered=True):
+    """As Flax does it: statistics and arithmetic in at least float32, add and activation in x's dtype."""
+    s = x if residual is None else x + residual
+    wide = s.astype(jnp.promote_types(x.dtype, jnp.float32))
+    mean = wide.mean(-1, keepdims=True) if centered else 0
+    y = (wide - mean) * lax.rsqrt(jnp.square(wide - mean).mean(-1, keepdims=True) + epsilon) * gamma
+    y = ACTIVATIONS[activation or "none"].value((y if beta is None else y + beta).astype(x.dtype), 0.0)
+    return (y, s) if return_sum else (y,)
+
+
+def _group_norm(x, gamma, beta, *, groups, activation=None, epsilon=1e-6, axis=-1):
+    last = jnp.moveaxis(x, axis, -1)
+    grouped = last.reshape(*last.shape[:-1], groups, last.shape[-1] // groups).astype(jnp.promote_types(x.dtype, jnp.float32))
+    over = (*range(1, last.ndim - 1), last.ndim)
+    mean, var = grouped.mean(over, keepdims=True), grouped.var(over, keepdims=True)
+    y = ((grouped - mean) * lax.rsqrt(var + epsilon)).reshape(last.shape) * gamma + beta
+    return (ACTIVATIONS[activation or "none"].value(jnp.moveaxis(y, -1, axis).astype(x.dtype), 0.0),)
+
+
+_UNFUSED = dict(dense=_dense, conv=_conv, batch_norm=_batch_norm, max_pool=_max_pool, layer_norm=_layer_norm,
+                rms_norm=functools.partial(_layer_norm, centered=False), group_norm=_group_norm)
 
 
 def conv(name, x, w, terms="", *, refused="", float32=(), **options):
@@ -158,6 +184,13 @@ def max_pool(name, x, window_shape, **options):
 
 def example(activation):
     return {"alpha": 0.3} if activation.has_alpha else {}
+
+
+def norm(op, name, x, terms="", **options):
+    channels = x[options.get("axis", -1)]
+    terms = ["gamma", *["beta"] * (op != "rms_norm"), *terms.split()]
+    shapes = {term: x if term == "residual" else (channels,) for term in terms}
+    return Case(name, op, dict(x=x) | shapes, options)
 
 
 CONV = [
@@ -291,7 +324,26 @@ MAX_POOL = [
     max_pool("3d_asymmetric", (1, 4, 5, 4, 8), (2, 3, 2), strides=(2, 1, 2), padding=((0, 1), (1, 1), (0, 0))),
 ]
 
-CASES = {f"{case.op}-{case.name}": case for case in (*CONV, *BATCH_NORM, *DENSE, *MAX_POOL)}
+NORM = [
+    norm("layer_norm", "tokens", (2, 5, 24)),
+    norm("layer_norm", "residual", (2, 5, 24), "residual"),
+    norm("layer_norm", "residual_sum_gelu", (2, 5, 24), "residual", activation="gelu", return_sum=True),
+    norm("layer_norm", "relu", (3, 4, 19), activation="relu"),
+    norm("layer_norm", "long_rows", (2, 5000), "residual", return_sum=True, epsilon=1e-3),
+    norm("layer_norm", "many_rows", (2300, 6)),
+    norm("layer_norm", "vector", (24,), activation="silu"),
+    norm("rms_norm", "tokens", (2, 3, 32)),
+    norm("rms_norm", "residual_sum_silu", (2, 5, 24), "residual", activation="silu", return_sum=True),
+    norm("group_norm", "images_silu", (2, 5, 5, 16), groups=4, activation="silu"),
+    norm("group_norm", "odd", (2, 3, 7, 15), groups=3),
+    norm("group_norm", "one_image", (1, 9, 9, 128), groups=32, activation="silu"),
+    norm("group_norm", "many_places", (2, 700, 8), groups=2),
+    norm("group_norm", "channels_first_relu", (2, 16, 3, 5), groups=4, activation="relu", axis=1),
+    norm("group_norm", "instance", (2, 5, 5, 13), groups=13),
+    norm("group_norm", "instance_channels_first", (2, 13, 5, 5), groups=13, axis=1, activation="softplus"),
+]
+
+CASES = {f"{case.op}-{case.name}": case for case in (*CONV, *BATCH_NORM, *DENSE, *MAX_POOL, *NORM)}
 
 # One of each kind of rule behind autodiff and batching; the transformations run over these.
 CORE = [
@@ -308,4 +360,7 @@ CORE = [
     "dense-bias_residual_silu",  # from what the activation was applied to
     "dense-batched",
     "max_pool-3x3_overlapping",
+    "layer_norm-residual_sum_gelu",  # two outputs, two equal gradients
+    "group_norm-channels_first_relu",  # repeated parameters
+    "group_norm-images_silu",
 ]

@@ -5,6 +5,7 @@ import os
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jaxfuse
 
@@ -28,6 +29,16 @@ def recognised(fn, *args) -> list[str]:
     found = rows(fn, *args)
     assert {reason for _, reason in found} <= {NO_KERNEL, FUSED}, found
     return [pattern for pattern, _ in found]
+
+
+def fused(fn, *args) -> list[str]:
+    """The patterns of the fused sites, with what the fused function returns compared to what `fn` returns."""
+    made, plain = (jax.jit(f)(*args) for f in (jaxfuse.fuse(fn, policy="always"), fn))
+    for value, expected in zip(jax.tree.leaves(made), jax.tree.leaves(plain), strict=True):
+        tolerance = 1e-5 if value.dtype == jnp.float32 else 2e-2
+        assert value.dtype == expected.dtype
+        np.testing.assert_allclose(*(np.asarray(a, np.float32) for a in (value, expected)), tolerance, tolerance)
+    return [site.pattern for site in jaxfuse.explain(fn, *args, policy="always").fused]
 
 
 def counts(fn, *args) -> dict[str, int]:

@@ -268,8 +268,6 @@ def self_residual(x, g, b, r):
 BN_MISSES = {
     "over the wrong axes": (lambda x, g, b, r: (x - x.mean((0, 1))) * lax.rsqrt(x.var((0, 1)) + 1e-5),
                             "norm", "statistics over axes (0, 1)", []),
-    "layer norm": (lambda x, g, b, r: (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5),
-                   "layer_norm", "no kernel yet on cpu", []),
     "statistics only": (fast_moments, "bn", "nothing normalises it", []),
     "residual of its own statistics": (self_residual, "bn+add", "own statistics", ["bn"]),
     "scale along another axis": (spelled(fast_moments, lambda x, m, v, g, b, r: (x - m) * lax.rsqrt(v + 1e-5) * r[:, :1, :1]),

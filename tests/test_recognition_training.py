@@ -239,9 +239,10 @@ EXPECTED = {
 @pytest.mark.parametrize("kind", EXPECTED)
 def test_every_layer_of_a_transformer_has_one_row(kind):
     fn, params, x = hugging_face(kind)
-    forward = [(pattern, reason) for pattern, reason in rows(fn, params, x) if reason != "fused"]
+    forward = [(pattern, reason) for pattern, reason in rows(fn, params, x) if reason != "fused" or "norm" in pattern]
     found = {pattern: sum(1 for p, _ in forward if p == pattern) for pattern, _ in forward}
-    assert found == EXPECTED[kind] and {reason for _, reason in forward} == {NO_KERNEL}
+    assert found == EXPECTED[kind]
+    assert all(reason == ("fused" if "norm" in pattern else NO_KERNEL) for pattern, reason in forward)
 
 
 @pytest.mark.parametrize("kind", EXPECTED)
@@ -261,7 +262,7 @@ def test_every_layer_of_a_transformers_train_step_has_one_row_each_way(kind):
     ]
     forward = {p: [q for q, _ in found].count(p) for p, _ in found if not p.startswith(("backward", "adamw"))}
     backward = [p for p, _ in found if p.startswith("backward")]
-    assert forward == EXPECTED[kind] and {reason for _, reason in found} == {NO_KERNEL}
+    assert forward == EXPECTED[kind] and all(reason.endswith(NO_KERNEL) for _, reason in found)
     assert sum("dense_grad" in p for p in backward) == 13  # 6 for each block and the pooler
     assert sum("matmul_grad" in p for p in backward) == 4
     assert sorted(p for p in backward if "dense_grad" not in p and "matmul" not in p) == [

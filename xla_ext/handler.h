@@ -34,6 +34,7 @@ inline std::string to_string(DType dtype) {
   switch (dtype) {
     case DType::F32: return "float32";
     case DType::BF16: return "bfloat16";
+    case DType::F16: return "float16";
     case DType::U8: return "uint8";
     case DType::S32: return "int32";
     default: break;

@@ -28,6 +28,9 @@ using Halves = uint16_t __attribute__((vector_size(kLanes * 2)));
 struct bf16 {
   uint16_t bits;
 };
+struct f16 {
+  uint16_t bits;
+};
 
 // a·b + c, rounded once where the ISA has an instruction for it and twice elsewhere.
 inline Floats multiply_add(Floats a, Floats b, Floats c) {
@@ -74,6 +77,37 @@ inline Halves narrowed(Uints v) {
 }
 inline Floats load(const bf16* p) { return Floats(widened(load_bits<Halves>(p)) << 16); }
 
+// f16 by one instruction where there is one (F16C comes with AVX2), elsewhere bit by bit; no step of that meets a denormal,
+// which may be flushed.
+inline Floats from_f16(Halves v) {
+#if defined(__AVX512F__)
+  return _mm512_maskz_cvtph_ps(0xffff, __m256i(v));
+#elif defined(__F16C__)
+  return _mm256_cvtph_ps(__m128i(v));
+#else
+  const Uints bits = __builtin_convertvector(v, Uints), magnitude = bits & 0x7fff;
+  const Floats small = __builtin_convertvector(Ints(magnitude), Floats) * 0x1p-24f;
+  const Uints finite = (magnitude << 13) + (112u << 23), other = (magnitude << 13) | 0x7f800000;
+  const Uints large = magnitude >= 0x7c00 ? other : finite;
+  return Floats((magnitude < 0x400 ? Uints(small) : large) | (bits & 0x8000) << 16);
+#endif
+}
+inline Halves to_f16(Floats v) {
+#if defined(__AVX512F__)
+  return Halves(_mm512_maskz_cvtps_ph(0xffff, v, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+  return Halves(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+#else
+  const Uints bits = Uints(v), magnitude = bits & 0x7fffffff;
+  const Uints small = Uints(Floats(magnitude) + 0.5f) - 0x3f000000;  // the sum's last bit is f16's
+  const Uints rounded = (magnitude + 0xfff + (magnitude >> 13 & 1) - (112u << 23)) >> 13;
+  const Uints beyond = magnitude > 0x7f800000 ? 0x7e00 | (magnitude >> 13 & 0x3ff) : Uints{} + 0x7c00;
+  const Uints finite = magnitude < 0x38800000 ? small : rounded;
+  return __builtin_convertvector((magnitude >= 0x477ff000 ? beyond : finite) | (bits >> 16 & 0x8000), Halves);
+#endif
+}
+inline Floats load(const f16* p) { return from_f16(load_bits<Halves>(p)); }
+
 // The nearest value that T holds, ties to even, NaN stays NaN.
 template <class T>
 Floats round_to(Floats v);
@@ -88,8 +122,14 @@ inline Floats round_to<bf16>(Floats v) {
   return Floats((v == v ? rounded : bits | 0x400000) & 0xffff0000);
 }
 
+template <>
+inline Floats round_to<f16>(Floats v) {
+  return from_f16(to_f16(v));
+}
+
 // v must be what round_to<T> gives.
 inline void store(float* p, Floats v) { store_bits(p, v); }
+inline void store(f16* p, Floats v) { store_bits(p, to_f16(v)); }
 inline void store(bf16* p, Floats v) { store_bits(p, narrowed(Uints(v) >> 16)); }
 
 // Which lanes a load or a store touches in memory: all, or the first n < kLanes, with zeros loaded into the others.
@@ -136,8 +176,8 @@ inline void store_streaming(float* p, Floats v, Whole) {
   store(p, v);
 #endif
 }
-inline void store_streaming(bf16* p, Floats v, Whole) {
-  const Halves halves = narrowed(Uints(v) >> 16);
+template <class Half>
+void stream_halves(Half* p, Halves halves) {
 #if defined(__AVX512F__)
   _mm256_stream_si256(reinterpret_cast<__m256i*>(p), __m256i(halves));
 #elif defined(__AVX2__)
@@ -146,6 +186,8 @@ inline void store_streaming(bf16* p, Floats v, Whole) {
   store_bits(p, halves);
 #endif
 }
+inline void store_streaming(bf16* p, Floats v, Whole) { stream_halves(p, narrowed(Uints(v) >> 16)); }
+inline void store_streaming(f16* p, Floats v, Whole) { stream_halves(p, to_f16(v)); }
 template <class T>
 void store_streaming(T* p, Floats v, First lanes) {
   store(p, v, lanes);
@@ -155,6 +197,19 @@ inline void finish_streaming() {
 #ifdef __AVX2__
   _mm_sfence();
 #endif
+}
+
+// The lanes that are touched, zero in the others.
+inline Floats only(Floats v, Whole) { return v; }
+inline Floats only(Floats v, First lanes) {
+  for (int64_t i = lanes.n; i < kLanes; ++i) v[i] = 0;
+  return v;
+}
+
+inline float total(Floats v) {
+  float sum = 0;
+  for (int i = 0; i < kLanes; ++i) sum += v[i];
+  return sum;
 }
 
 // f(index, lanes) for [begin, end) in vectors.

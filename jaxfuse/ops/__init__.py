@@ -5,5 +5,6 @@ from jaxfuse.ops.conv import conv
 from jaxfuse.ops.dense import dense
 from jaxfuse.ops.errors import OpError
 from jaxfuse.ops.max_pool import max_pool
+from jaxfuse.ops.norm import group_norm, layer_norm, rms_norm
 
-__all__ = ["OpError", "batch_norm", "conv", "dense", "max_pool"]
+__all__ = ["OpError", "batch_norm", "conv", "dense", "group_norm", "layer_norm", "max_pool", "rms_norm"]

@@ -15,7 +15,8 @@ from jaxfuse.elementwise import FINITE, is_elementwise, values_of
 from jaxfuse.graph import Graph, Node, Value
 from jaxfuse.match import Activated, Refusal
 from jaxfuse.patterns.activations import known_table
-from jaxfuse.patterns.autodiff import backward, no_kernel
+from jaxfuse.patterns.autodiff import backward
+from jaxfuse.reasons import no_kernel
 
 
 class Slope(NamedTuple):

@@ -8,7 +8,6 @@ import functools
 
 from jaxfuse.graph import Graph, Node, Value
 from jaxfuse.live import FusedReader
-from jaxfuse.reasons import no_kernel  # noqa: F401
 
 
 class Part:
@@ -48,6 +47,11 @@ class Part:
 def forward(graph: Graph) -> Graph | Part:
     """What autodiff did not add; the graph itself if it added nothing."""
     return _split(graph)[0] or graph
+
+
+def original(part: Graph | Part, value: Value) -> Value:
+    """The graph's value, of which the part may have a copy."""
+    return part.original(value) if isinstance(part, Part) else value
 
 
 def backward(graph: Graph) -> frozenset[int]:

@@ -16,7 +16,8 @@ from jaxfuse.match import Activated, Match, Refusal, depends_on
 from jaxfuse.op import Linear
 from jaxfuse.ops.dense import OP, DenseConfig
 from jaxfuse.patterns.activation_grad import Slope, slopes_at
-from jaxfuse.patterns.autodiff import backward, forward, no_kernel
+from jaxfuse.patterns.autodiff import backward, forward
+from jaxfuse.reasons import no_kernel
 from jaxfuse.patterns.conv_grad import applied, gradient_steps, static_key
 from jaxfuse.patterns.dense import batch_axes, is_product, layer_of
 from jaxfuse.patterns.dense_site import config_of, types_of

@@ -1,7 +1,8 @@
 """Layer, RMS, group and instance norm: statistics of each row, each group of channels, each channel of each example.
 
-No kernel yet: recognised and reported. From a mean of squares the walk goes forward over what is computed of the
+From a mean of squares the walk goes forward over what is computed of the
 statistics alone (broadcasts, epsilon, gamma and beta multiplied in) and over what is done to x with it; where that ends, the norm ends.
+What it computes is read off in norm_form.py, and made a Match of in norm_match.py.
 """
 
 import dataclasses
@@ -11,10 +12,10 @@ import numpy as np
 from jaxfuse.canonical import ADD, CAST, constant, is_square, size, unwidened, varying_axes
 from jaxfuse.graph import Node, Value
 from jaxfuse.layout import RESHAPES
-from jaxfuse.match import Refusal, Walk
-from jaxfuse.patterns.activations import name_activation
-from jaxfuse.patterns.autodiff import forward, no_kernel
+from jaxfuse.match import Refusal
+from jaxfuse.patterns.autodiff import forward
 from jaxfuse.patterns.dense import is_parameter
+from jaxfuse.patterns.norm_match import add_before, fused
 
 SHAPED = (*RESHAPES, "transpose", CAST)
 ARITHMETIC = (
@@ -41,7 +42,7 @@ def anchors(graph):
 
 
 def match(graph, node: Node, claimed: set[int], measured):
-    """Yields one Refusal if the sum of squares is made into a normalisation of rows."""
+    """Yields a Match or a Refusal if the sum of squares is made into a normalisation of rows."""
     x = _squared(node.inputs[0])
     kept = [d for d in range(x.ndim) if d not in node.params["axes"]]
     if node.index in claimed or len(kept) == 1 and kept != [0]:  # the latter is batch_norm's
@@ -51,13 +52,14 @@ def match(graph, node: Node, claimed: set[int], measured):
     if norm.end is None or not (norm.centered or norm.has_mean_square()) or any(n.index in claimed for n in norm.nodes):
         return
     name, reason = _name(norm, tuple(node.params["axes"]), kept)
-    before, nodes = _add_before(part, x, claimed)
-    after, chain_nodes = _after(part, norm.end, claimed)
     reason = reason or norm.read_elsewhere(part) or norm.misfit
-    missed = "" if norm.misfit != reason or not reason else norm.missed
-    label = f"{before}{name}{missed}{'' if reason else after}"
-    nodes = (*nodes, *norm.nodes, *(() if reason else chain_nodes))
-    yield Refusal(label, node, (x,), reason or no_kernel(), nodes=nodes)
+    if reason:
+        before = add_before(part, x, claimed)
+        missed = norm.missed if norm.misfit == reason else ""
+        nodes = (*[before] * (before is not None), *norm.nodes)
+        yield Refusal(f"{'add+' * (before is not None)}{name}{missed}", node, (x,), reason, nodes=nodes)
+        return
+    yield from fused(graph, part, node, norm, name, claimed, measured)
 
 
 def _name(norm: "_Norm", axes: tuple[int, ...], kept: list[int]) -> tuple[str, str]:
@@ -83,23 +85,6 @@ def _regrouped(x: Value, axes: tuple[int, ...], end: Value) -> bool:
     source = node.inputs[0]
     split = x.shape[-1] != source.shape[-1]
     return len(axes) > 1 and (split or x.ndim > source.ndim) or split and end.shape != x.shape
-
-
-def _add_before(part, x: Value, claimed: set[int]) -> tuple[str, tuple[Node, ...]]:
-    """A residual add that nothing else took, right before the norm."""
-    node = x.producer
-    if node is not None and node.primitive in ADD and node.index not in claimed and len(set(node.inputs)) == 2:
-        if all(v.shape == x.shape and size(v) > 1 and len(varying_axes(v)) > 1 for v in node.inputs):
-            return "add+", (node,)
-    return "", ()
-
-
-def _after(part, end: Value, claimed: set[int]) -> tuple[str, tuple[Node, ...]]:
-    """A residual add and an activation after the norm."""
-    chains, _ = Walk(part, end.ndim - 1, claimed, name_activation).chains(end)
-    chain = chains[-1]
-    steps = [step for step in chain.label("").split("+")[1:] if step not in ("bn", "bias", "scale")]
-    return "".join(f"+{step}" for step in steps), chain.nodes
 
 
 def _squared(value: Value) -> Value | None:
@@ -158,7 +143,8 @@ class _Norm:
         def add(value: Value):
             frontier.update((n.index, n) for n in value.users if n.index >= 0)
 
-        for value in self._shapes(x):
+        self.same = self._shapes(x)
+        for value in self.same:
             self.full[id(value)] = value, _Step()
             for user in value.users:
                 if user.primitive == "reduce_sum" and user.params["axes"] == node.params["axes"]:

@@ -14,7 +14,8 @@ from jaxfuse.graph import Node, Value
 from jaxfuse.layout import RESHAPES
 from jaxfuse.match import Activated, Refusal
 from jaxfuse.patterns.activations import name_activation
-from jaxfuse.patterns.autodiff import forward, no_kernel
+from jaxfuse.patterns.autodiff import forward
+from jaxfuse.reasons import no_kernel
 
 REARRANGED = (*RESHAPES, CAST, "transpose", "slice", "split", "concatenate")
 LARGEST_GATE = 40  # nodes between a gate and the dense layers it comes from

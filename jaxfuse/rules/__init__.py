@@ -1,6 +1,7 @@
 """When the fused kernels are worth it: one module for each op, its rules beside the way to measure them again."""
 
-from jaxfuse.rules import batch_norm, conv, dense, max_pool
+from jaxfuse.rules import batch_norm, conv, dense, max_pool, norm
 from jaxfuse.rules.rule import OpRules
 
-TABLE: dict[str, OpRules] = dict(conv=conv.RULES, batch_norm=batch_norm.RULES, dense=dense.RULES, max_pool=max_pool.RULES)
+TABLE: dict[str, OpRules] = dict(
+    conv=conv.RULES, batch_norm=batch_norm.RULES, dense=dense.RULES, max_pool=max_pool.RULES, norm=norm.RULES)

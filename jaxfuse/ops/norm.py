@@ -1,0 +1,304 @@
+"""norm: y = act((s - mean)·rstd·gamma + beta), s = x + residual, with mean and rstd of groups of s, and its gradients.
+
+Layer, RMS, group and instance norm are this one op. x is seen as (outer, spatial, groups, length): the statistics are those
+of each (outer, group); gamma and beta have one number for each (group, length), or for `repeats` of them:
+
+    layer norm, RMS norm           (rows, 1, 1, features)                    RMS norm is not centered: mean is 0
+    group norm, channels last      (batch, places, groups, channels/group)
+    group norm, channels first     (batch, 1, groups, channels/group · places), gamma and beta for `repeats` = places each
+    instance norm                  a group norm with one channel in each group
+
+With n = spatial·length, var = Σ(s - mean)²/n, rstd = 1/sqrt(var + epsilon), x̂ = (s - mean)·rstd, g = dy·act'(z):
+
+    dgamma = Σ g·x̂,  dbeta = Σ g,  ds = rstd·(g·gamma - mean(g·gamma) - x̂·mean(g·gamma·x̂))           (Ba et al. 2016)
+
+`spatial` = 1 takes one pass over memory in each direction: a row is in the cache when it is read again.
+"""
+
+import dataclasses
+import math
+import numbers
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxfuse import ffi
+from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear
+from jaxfuse.ops.activations import TABLE as ACTIVATIONS
+from jaxfuse.ops.errors import Arguments
+
+
+@dataclasses.dataclass(frozen=True)
+class NormConfig:
+    """Everything static. Arguments are x, the residual if there is one, gamma and beta, both
+    [groups, length/repeats]; outputs are y, the sum x + residual if it is wanted, and what `saving` adds."""
+
+    inner: tuple[int, int, int]  # spatial, groups, length: the product of the last axes of x
+    inner_rank: int  # how many axes of x these are; what is before them is the batch, at least one axis
+    epsilon: float
+    repeats: int = 1
+    epsilon_outside: bool = False  # 1/(sqrt(var) + epsilon)
+    centered: bool = True
+    has_residual: bool = False
+    wants_sum: bool = False
+    activation: str = "none"
+    saving: bool = False  # also return what the gradient needs: mean, rstd [*batch, groups], and the sum if not wanted
+
+    @property
+    def gives_sum(self) -> bool:
+        return self.has_residual and (self.wants_sum or self.saving)
+
+    @property
+    def saves(self) -> int:
+        return (2 + (self.has_residual and not self.wants_sum)) * self.saving
+
+    def unpack(self, args):
+        """(x, residual or None, gamma, beta)"""
+        x, *rest = args
+        return x, rest[0] if self.has_residual else None, *rest[self.has_residual :]
+
+    @property
+    def parameter_shape(self) -> tuple[int, int]:
+        return self.inner[1], self.inner[2] // self.repeats
+
+    def batch(self, x) -> tuple[int, ...]:
+        return tuple(x.shape[: x.ndim - self.inner_rank])
+
+
+def layer_norm(x, gamma, beta, residual=None, *, activation=None, epsilon=1e-6, return_sum=False):
+    """Layer normalisation over the last axis, with a residual add before and an activation after.
+
+    y = activation((s - mean(s)) · gamma / sqrt(var(s) + epsilon) + beta),  s = x + residual      (Ba et al. 2016)
+
+    Args:
+      x: float array of rank 1 or more: `[..., features]`.
+      gamma, beta: `[features]`.
+      residual: like x.
+      activation: a name in `jaxfuse.ops.activations.TABLE` or None.
+      epsilon: added to the variance, which is the biased one.
+      return_sum: also return s, in x's dtype.
+
+    Returns: y in x's dtype, or (y, s). Statistics are float32.
+    Raises: OpError (a ValueError), at trace time, for shapes, dtypes or options that do not fit.
+    """
+    return _over_last_axis("layer_norm", x, gamma, beta, residual, activation, epsilon, return_sum, centered=True)
+
+
+def rms_norm(x, gamma, residual=None, *, activation=None, epsilon=1e-6, return_sum=False):
+    """Root mean square normalisation over the last axis: `layer_norm` without mean and beta.
+
+    y = activation(s · gamma / sqrt(mean(s²) + epsilon)),  s = x + residual      (Zhang & Sennrich 2019)
+
+    Arguments, results and errors are those of `layer_norm`.
+    """
+    return _over_last_axis("rms_norm", x, gamma, None, residual, activation, epsilon, return_sum, centered=False)
+
+
+def _over_last_axis(op, x, gamma, beta, residual, activation, epsilon, return_sum, centered):
+    arguments = Arguments(op)
+    vectors = dict(gamma=gamma) | (dict(beta=beta) if centered else {})
+    added = {} if residual is None else dict(residual=residual)
+    arguments.floats(x=x, **vectors, **added)
+    arguments.check(x.ndim >= 1, "x", "of rank 0", "rank 1 or more", "give it a features axis")
+    arguments.per_channel(x.shape[-1], "feature of x", **vectors)
+    arguments.like(x, "x", **added)
+    arguments.check(added or not return_sum, "return_sum", "True without a residual", "a residual", "x is the sum")
+    config = NormConfig(
+        (1, 1, x.shape[-1]), 1, arguments.number("epsilon", epsilon, at_least=0), centered=centered,
+        has_residual=bool(added), wants_sum=bool(return_sum),
+        activation=arguments.one_of("activation", activation or "none", ACTIVATIONS))
+    return normalised(config, x, *added.values(), gamma, jnp.zeros_like(gamma) if beta is None else beta)
+
+
+def group_norm(x, gamma, beta, *, groups, activation=None, epsilon=1e-6, axis=-1):
+    """Group normalisation: statistics of each example over all places and the channels of each group, and an activation
+    after. With as many groups as channels it is instance norm.
+
+    y = activation((x - mean) · gamma / sqrt(var + epsilon) + beta)      (Wu & He 2018)
+
+    Args:
+      x: float array of rank 2 or more; its first axis is the batch, `axis` its channel axis, which is the last or the second.
+      gamma, beta: `[channels]`.
+      groups: a divisor of the number of channels; group i has the i-th part of them.
+      activation: a name in `jaxfuse.ops.activations.TABLE` or None.
+      epsilon: added to the variance, which is the biased one.
+
+    Returns: y in x's dtype. Statistics are float32.
+    Raises: OpError (a ValueError), at trace time, for shapes, dtypes or options that do not fit.
+    """
+    arguments = Arguments("group_norm")
+    arguments.floats(x=x, gamma=gamma, beta=beta)
+    arguments.check(x.ndim >= 2, "x", f"of rank {x.ndim}", "rank 2 or more", "add a batch axis")
+    arguments.check(isinstance(axis, numbers.Integral) and axis in (-1, x.ndim - 1, 1, 1 - x.ndim), "axis", repr(axis),
+                    f"the last axis of x, whose rank is {x.ndim}, or 1", "transpose x")
+    channels = x.shape[axis]
+    arguments.per_channel(channels, "channel of x", gamma=gamma, beta=beta)
+    arguments.check(isinstance(groups, numbers.Integral) and groups >= 1 and channels % groups == 0, "groups", repr(groups),
+                    f"a divisor of the {channels} channels", "choose another")
+    last = int(axis) % x.ndim == x.ndim - 1
+    places = math.prod(x.shape[1:]) // max(1, channels)
+    length = channels // groups if last else channels // groups * places
+    config = NormConfig(
+        (places if last else 1, int(groups), length), x.ndim - 1, arguments.number("epsilon", epsilon, at_least=0),
+        1 if last else places, activation=arguments.one_of("activation", activation or "none", ACTIVATIONS))
+    return normalised(config, x, gamma, beta)
+
+
+def normalised(config: NormConfig, x, *rest):
+    """The op on x with or without a batch, gamma and beta in any shape: y, or (y, sum) if that is wanted."""
+    *residual, gamma, beta = rest
+    batch = x.shape[: x.ndim - config.inner_rank] or (1,)
+    shape = (*batch, *x.shape[x.ndim - config.inner_rank :])
+    full = [v.reshape(shape) for v in (x, *residual)]
+    outs = OP(config, *full, *(v.reshape(config.parameter_shape) for v in (gamma, beta)))
+    outs = [out.reshape(x.shape) for out in outs[: 1 + config.wants_sum]]
+    return tuple(outs) if config.wants_sum else outs[0]
+
+
+def _wide(x):
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _summed(config: NormConfig, args):
+    x, residual, *_ = config.unpack(args)
+    return x if residual is None else x + residual
+
+
+def _statistics(config: NormConfig, grouped):
+    """mean and rstd over spatial and length of (*batch, spatial, groups, length)."""
+    over = (-3, -1)
+    mean = grouped.mean(over, keepdims=True) if config.centered else jnp.zeros_like(grouped[..., :1, :, :1])
+    var = jnp.square(grouped - mean).mean(over, keepdims=True)
+    epsilon = config.epsilon
+    return mean, 1 / (jnp.sqrt(var) + epsilon) if config.epsilon_outside else lax.rsqrt(var + epsilon)
+
+
+def _repeated(config: NormConfig, parameter):
+    """[groups, length]"""
+    return parameter if config.repeats == 1 else jnp.repeat(parameter, config.repeats, axis=1)
+
+
+def _value(config: NormConfig, s, gamma, beta):
+    """(y, mean, rstd)"""
+    grouped = _wide(s).reshape(*config.batch(s), *config.inner)
+    mean, rstd = _statistics(config, grouped)
+    gamma, beta = (_repeated(config, _wide(v)) for v in (gamma, beta))
+    z = (grouped - mean) * rstd * gamma + beta
+    y = ACTIVATIONS[config.activation].value(z, 0.0).astype(s.dtype).reshape(s.shape)
+    return y, *(v.reshape(*config.batch(s), config.inner[1]) for v in (mean, rstd))
+
+
+def _reference(config: NormConfig, *args):
+    *_, gamma, beta = config.unpack(args)
+    s = _summed(config, args)
+    y, mean, rstd = _value(config, s, gamma, beta)
+    return (y, *[s] * config.gives_sum, *(mean, rstd) * config.saving)
+
+
+def _keep(config: NormConfig, args, outs):
+    *_, gamma, beta = config.unpack(args)
+    return (outs[1] if config.has_residual else args[0], gamma, beta, *outs[-2:])
+
+
+def _tangent(config: NormConfig, kept, tangents):
+    s, gamma, beta, *_ = kept
+    dx, dresidual, *dparameters = config.unpack(tangents)
+    moved = [t for t in (dx, dresidual) if t is not None]
+    ds = sum(moved[1:], moved[0]) if moved else jnp.zeros_like(s)
+    dparameters = [jnp.zeros_like(p) if d is None else d for p, d in zip((gamma, beta), dparameters)]
+    value = lambda *args: _value(config, *args)[0]  # noqa: E731
+    _, dy = jax.jvp(value, (s, gamma, beta), (ds, *dparameters))
+    return (dy, ds) if config.wants_sum else (dy,)
+
+
+def _decompose(config: NormConfig, *args):
+    z, *rest = OP(dataclasses.replace(config, activation="none"), *args)
+    return ACTIVATIONS[config.activation].value(z, 0.0), *rest
+
+
+def _forward_axes(config: NormConfig, ranks) -> BatchAxes:
+    full = (0,) * (1 + config.has_residual)
+    return BatchAxes((*full, None, None), (0,) * (1 + config.gives_sum + 2 * config.saving))
+
+
+def _backward_axes(linear: Linear, ranks) -> BatchAxes:
+    full = (0,) * (1 + linear.config.has_residual)
+    outputs = tuple(axis for axis, active in zip((*full, None, None), linear.active) if active)
+    return BatchAxes((0, None, None, 0, 0, *(0,) * (1 + linear.config.wants_sum)), outputs)
+
+
+# --- CPU kernels: our own ----------------------------------------------------------------------------------------
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def _refuse(config: NormConfig, args) -> str | None:
+    x = args[0]
+    if str(x.dtype) not in _DTYPES:
+        return f"dtype {x.dtype}: the kernel takes {', '.join(_DTYPES)}"
+    if ACTIVATIONS[config.activation].has_alpha:
+        return f"activation {config.activation}: the kernel takes none with a parameter"
+    if 0 in x.shape:
+        return f"empty array of shape {tuple(x.shape)}"
+    return ffi.unavailable("jaxfuse_norm_fwd")
+
+
+def _attrs(config: NormConfig):
+    return dict(centered=config.centered, epsilon=config.epsilon, epsilon_outside=config.epsilon_outside,
+                activation=config.activation)
+
+
+def _operands(config: NormConfig, full, parameters):
+    """(tensors as (outer, spatial, groups, length), parameters as [groups, length] in float32)"""
+    return [v.reshape(-1, *config.inner) for v in full], [_repeated(config, p.astype(jnp.float32)) for p in parameters]
+
+
+def _statistic_types(config: NormConfig, outer: int):
+    return [jax.ShapeDtypeStruct((outer, config.inner[1]), jnp.float32)] * 2
+
+
+def _run_forward(config: NormConfig, args, mesh_axes):
+    x, residual, *parameters = config.unpack(args)
+    full, parameters = _operands(config, (x,) if residual is None else (x, residual), parameters)
+    types = [jax.ShapeDtypeStruct(full[0].shape, x.dtype)] * (1 + config.gives_sum)
+    outs = ffi.call(
+        "jaxfuse_norm_fwd", [*types, *_statistic_types(config, full[0].shape[0]) * config.saving],
+        full[0], *parameters, *full[1:], has_residual=config.has_residual, wants_sum=config.gives_sum, saving=config.saving,
+        **_attrs(config))
+    statistic = (*config.batch(x), config.inner[1])
+    return tuple(out.reshape(x.shape if out.ndim == 4 else statistic) for out in outs)
+
+
+def _run_backward(linear: Linear, args, mesh_axes):
+    config = linear.config
+    s, gamma, beta, mean, rstd, dy, *ds = args
+    *of_full, want_gamma, want_beta = linear.active
+    (s4, dy4, *ds4), parameters = _operands(config, (s, dy, *ds), (gamma, beta))
+    statistics = [v.reshape(-1, config.inner[1]) for v in (mean, rstd)]
+    wants_parameters = want_gamma or want_beta
+    vector = jax.ShapeDtypeStruct(config.inner[1:], jnp.float32)
+    dx, *dparameters = ffi.call(
+        "jaxfuse_norm_bwd", [jax.ShapeDtypeStruct(s4.shape, s.dtype), *[vector] * 2 * wants_parameters],
+        dy4, s4, *parameters, *statistics, *ds4, has_ds=bool(ds), wants_parameters=wants_parameters, **_attrs(config))
+    if mesh_axes and wants_parameters:
+        dparameters = lax.psum(dparameters, mesh_axes)
+    dparameters = [d.reshape(*config.parameter_shape, config.repeats).sum(-1).astype(p.dtype)
+                   for d, p in zip(dparameters, (gamma, beta))] or [None, None]
+    grads = (*[dx.reshape(s.shape)] * len(of_full), *dparameters)
+    return tuple(g for g, active in zip(grads, linear.active) if active)
+
+
+OP = FusedOp(
+    "norm",
+    reference=_reference,
+    keep=_keep,
+    tangent=_tangent,
+    decompose=_decompose,
+    differentiable=lambda config: True,
+    for_autodiff=lambda config: dataclasses.replace(config, saving=True),
+    forward_kernels=(Kernel("native", _refuse, _run_forward),),
+    backward_kernels=(Kernel("native", lambda linear, args: _refuse(linear.config, args), _run_backward),),
+    forward_axes=_forward_axes,
+    backward_axes=_backward_axes,
+)

@@ -1,0 +1,135 @@
+"""Layer, RMS, group and instance norm beside the one contract: float16, NaN and Inf, activations, instruction sets, refusals."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cases import CASES
+from compare import by_xla, distance, jit, pairs, unfused, value_and_gradients, with_cotangents
+from jaxfuse import ffi, ops
+from jaxfuse.ops.activations import TABLE as ACTIVATIONS
+from jaxfuse.ops.norm import NormConfig, normalised
+
+NORMS = [name for name, case in CASES.items() if case.module == "norm"]
+ROWS = ["layer_norm-residual", "rms_norm-residual_sum_silu", "group_norm-images_silu", "group_norm-channels_first_relu"]
+NAN_AND_INF = [np.nan, np.inf, -np.inf]
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_float16(name, kernel):
+    case = CASES[name]
+    args = with_cotangents(case, case.inputs("float16"))
+    lowered = jit(lambda arrays, cts: value_and_gradients(case.fused, arrays, cts)).lower(*args)
+    native = kernel == "installed" and ffi.unavailable("jaxfuse_norm_fwd") is None
+    assert ("jaxfuse_norm_bwd" in lowered.as_text()) == native
+    plain, exact = by_xla(case, "float16")
+    for value, unfused_value, true in pairs(lowered.compile()(*args), plain, exact):
+        assert value.dtype == unfused_value.dtype
+        assert distance(value, true) <= 1.5 * distance(unfused_value, true) + 3e-4
+
+
+def test_float16_at_its_limits(kernel):
+    """Every float16 but NaN is read and written as it is, subnormals and infinities included."""
+    every = np.arange(0, 1 << 16, dtype=np.uint16).view(np.float16)
+    every = jnp.asarray(every[~np.isnan(every)])
+    x = jnp.stack([jnp.zeros_like(every), every])
+    _, s = jax.jit(lambda x: ops.layer_norm(x, *[jnp.ones(x.shape[1])] * 2, x[::-1], return_sum=True))(x)
+    np.testing.assert_array_equal(s[0], every)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_nan_and_inf_stay_in_their_group(name, kernel):
+    case = CASES[name]
+    arrays, cts = with_cotangents(case, case.inputs())
+    for value in NAN_AND_INF:
+        at = (1, *[0] * (arrays["x"].ndim - 1))
+        broken = arrays | dict(x=arrays["x"].at[at].set(value))
+        got = jax.jit(lambda arrays, cts: value_and_gradients(case.fused, arrays, cts))(broken, cts)
+        for made, plain in pairs(got, unfused(case)(broken, cts)):
+            np.testing.assert_array_equal(np.isfinite(made), np.isfinite(plain))
+        assert np.isfinite(got[0][0][0]).all()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("layer", ["layer_norm", "group_norm"])
+def test_every_activation_at_ties_nan_and_inf(layer, activation, kernel):
+    """With gamma = 0 the preactivation is beta, and the gradient of beta the activation's derivative."""
+    beta = jnp.asarray([*NAN_AND_INF, 0.0, -0.0, 6.0, 3.0, -3.0, 1.0, -1.0, 1e4, -1e4], jnp.float32)
+    x = jax.random.normal(jax.random.key(0), (1, 3, 12))
+    options = dict(groups=2) if layer == "group_norm" else {}
+
+    def fused(beta):
+        return getattr(ops, layer)(x, jnp.zeros(12), beta, activation=activation, **options)
+
+    def plain(beta):
+        return ACTIVATIONS[activation].value(jnp.broadcast_to(beta, x.shape), 0.0)
+
+    for function in (lambda f: f(beta), lambda f: jax.grad(lambda beta: f(beta).sum())(beta)):
+        np.testing.assert_allclose(*(jax.jit(lambda f=f: function(f))() for f in (fused, plain)), 1e-4, 1e-4)
+
+
+@pytest.mark.parametrize("inner", [(1, 1, 24), (6, 2, 2)])
+def test_epsilon_outside_of_the_root(inner, kernel):
+    config = NormConfig(inner, 1 if inner[0] == 1 else 2, epsilon=0.1, epsilon_outside=True)
+    x, g, b = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(4, *[24] * (inner[0] == 1), *[6, 4] * (inner[0] > 1)), inner[1:], inner[1:]]))
+
+    def plain(x, g, b):
+        v = x.reshape(-1, *inner)
+        centered = v - v.mean((1, 3), keepdims=True)
+        return (centered / (jnp.sqrt(v.var((1, 3), keepdims=True)) + 0.1) * g + b).reshape(x.shape)
+
+    for made, wanted in zip(*(value_and_gradients(lambda a: (f(*a),), (x, g, b), (jnp.cos(x),)) for f in (lambda *a: normalised(config, *a), plain))):
+        for m, w in pairs(made, wanted):
+            np.testing.assert_allclose(m, w, 1e-4, 1e-4)
+
+
+def test_a_large_mean_cancels_nothing(kernel):
+    """The mean is a float32 number: 1000 ± 3e-5. E[x²] - E[x]² would be off by a tenth."""
+    x = 1000 + jax.random.normal(jax.random.key(0), (8, 768))
+    exact = np.asarray(x, np.float64)
+    exact = (exact - exact.mean(-1, keepdims=True)) / exact.std(-1, keepdims=True)
+    made = jax.jit(ops.layer_norm)(x, jnp.ones(768), jnp.zeros(768))
+    assert distance(made, exact) < 2e-4
+    assert distance(jax.jit(lambda x: ops.group_norm(x.reshape(1, 8, 768), jnp.ones(768), jnp.zeros(768), groups=1))(x)[0],
+                    (np.asarray(x, np.float64) - np.mean(x, dtype=np.float64)) / np.std(np.asarray(x, np.float64))) < 2e-4
+
+
+@pytest.mark.parametrize("level", ["portable", "avx2", "avx512"])
+def test_every_instruction_set(level):
+    """In a process of its own: the level is read once."""
+    if ffi.unavailable("jaxfuse_norm_fwd"):
+        pytest.skip(ffi.unavailable("jaxfuse_norm_fwd"))
+    paths = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])
+    run = subprocess.run([sys.executable, __file__], env=os.environ | dict(JAXFUSE_SIMD=level, PYTHONPATH=paths, JAX_PLATFORMS="cpu"),
+                         capture_output=True, text=True, timeout=300)
+    if "and this CPU has" in run.stderr:
+        pytest.skip(run.stderr.splitlines()[-1])
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert {dtype: worst < limit for (dtype, limit), worst in zip(LIMITS.items(), json.loads(run.stdout))} == dict.fromkeys(LIMITS, True)
+
+
+LIMITS = dict(float32=2e-6, bfloat16=1e-2, float16=2e-3)
+
+
+def worst(dtype):
+    """The largest error of any output and gradient of any case, by the float32 reference of the same inputs."""
+    found = []
+    for name in NORMS:
+        case = CASES[name]
+        arrays, cts = with_cotangents(case, case.inputs(dtype))
+        if "relu" in name and dtype != "float32":  # a sign within rounding of 0
+            continue
+        wide = jax.tree.map(lambda a: a.astype(jnp.float32), (arrays, cts))
+        found += [distance(a, b) for a, b in pairs(jit(lambda a, c: value_and_gradients(case.fused, a, c))(arrays, cts),
+                                                   unfused(case)(*wide))]
+    return max(found)
+
+
+if __name__ == "__main__":
+    print(json.dumps([float(worst(dtype)) for dtype in LIMITS]))

@@ -1,0 +1,207 @@
+// Layer, RMS, group and instance norm on tensors seen as (outer, spatial, groups, length), as two FFI targets:
+//   jaxfuse_norm_fwd  x, gamma, beta, [residual]                  -> y, [sum], [mean, rstd]
+//   jaxfuse_norm_bwd  dy, s, gamma, beta, mean, rstd, [ds]        -> dx, [dgamma, dbeta]
+// s = x + residual; y = activation((s - mean)·rstd·gamma + beta) with mean and rstd of each (outer, group). What is in
+// brackets is there if an attribute says so. Every full-size tensor is read once from memory where an item fits a cache.
+// This file checks the arguments and runs tasks; the arithmetic is in norm_rows_loops.h and norm_columns_loops.h.
+#include "norm_kernels.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "activation_attr.h"
+#include "handler.h"
+#include "parallel.h"
+#include "simd_level.h"
+
+namespace jaxfuse::norm {
+namespace {
+
+const Kernels& kernels() { return choose(portable_kernels, avx2_kernels, avx512_kernels); }
+
+// ---- arguments
+
+Tensor checked(const Call& call, const Tensor& t, DType dtype, const Shape& shape) {
+  call.expect_dtype(t, {dtype});
+  call.expect_shape(t, shape);
+  return t;
+}
+
+struct Arguments {
+  const Call& call;
+  Tensor x;
+  Extent extent;
+
+  Arguments(const Call& call, size_t i, const char* name) : call(call), x(call.operand(i, name)) {
+    call.expect_dtype(x, {DType::F32, DType::BF16, DType::F16});
+    if (x.shape.size() != 4) {
+      call.refuse(name, " has shape ", to_string(x.shape), ", expected 4 dimensions: outer, spatial, groups, length");
+    }
+    if (x.size() == 0) call.refuse(name, " has shape ", to_string(x.shape), ", expected one with elements");
+    extent = {x.shape[0], x.shape[1], x.shape[2], x.shape[3]};
+  }
+
+  Tensor like(const Tensor& t) const { return checked(call, t, x.dtype, x.shape); }
+  float* channels(const Tensor& t) const { return checked(call, t, DType::F32, {extent.groups, extent.length}).as<float>(); }
+  float* statistic(const Tensor& t) const { return checked(call, t, DType::F32, {extent.outer, extent.groups}).as<float>(); }
+
+  // gamma and beta are operands `gamma` and the next.
+  Options options(size_t gamma) const {
+    const float epsilon = call.attr<float>("epsilon");
+    if (!(epsilon >= 0)) call.refuse("attribute epsilon is ", epsilon, ", expected 0 or more");
+    return {x.dtype == DType::F32 ? Element::f32 : x.dtype == DType::BF16 ? Element::bf16 : Element::f16,
+            extent,
+            call.attr<bool>("centered"),
+            call.attr<bool>("epsilon_outside"),
+            epsilon,
+            activation_attr(call),
+            channels(call.operand(gamma, "gamma")),
+            channels(call.operand(gamma + 1, "beta"))};
+  }
+
+  // Whether an output should be stored past the caches, as batch_norm_tiles.h says, and can be: its vectors must be aligned.
+  bool streams(const void* output) const {
+    constexpr int64_t kLargerThanCaches = 32 << 20;
+    const int64_t row = extent.spatial == 1 ? extent.length : extent.channels();
+    return int64_t(x.bytes()) > kLargerThanCaches && reinterpret_cast<uintptr_t>(output) % 64 == 0 && row % kWidestVector == 0 &&
+           (extent.spatial == 1 || groups_of_task() * extent.length % kWidestVector == 0);
+  }
+
+  // ---- tasks; what they cover depends on the shape alone, so that sums come out bit for bit the same in every run
+
+  int64_t rows() const { return extent.outer * extent.groups; }
+  // Large enough to be worth a thread's while, small enough to go round; few, because each has sums of its own. Whole
+  // items, so that every task has rows of all groups.
+  int64_t rows_of_task() const {
+    constexpr int64_t kTasks = 16, kSmallest = 16 << 10, kMostRows = 512;
+    const int64_t items = std::max(extent.outer / kTasks, kSmallest / extent.item());
+    return std::clamp<int64_t>(items, 1, std::max<int64_t>(kMostRows / extent.groups, 1)) * extent.groups;
+  }
+  int64_t groups_of_task() const {
+    constexpr int64_t kTasks = 4, kNarrowest = 64;
+    const int64_t parts = std::max<int64_t>(kTasks / extent.outer, 1);
+    const int64_t least = (kNarrowest + extent.length - 1) / extent.length;
+    return std::min(extent.groups, std::max((extent.groups + parts - 1) / parts, least));
+  }
+};
+
+// This thread's, kept from task to task.
+Scratch scratch_of_thread(const Extent& extent) {
+  static thread_local std::vector<float> floats;
+  static thread_local std::vector<double> doubles;
+  const size_t needed = scratch_for(extent);
+  if (floats.size() < needed) floats.resize(needed), doubles.resize(needed);
+  return {floats.data(), doubles.data()};
+}
+
+// f(rows, number of the task) for all rows.
+template <class F>
+void for_rows(const Arguments& arguments, F f) {
+  const int64_t rows = arguments.rows(), step = arguments.rows_of_task();
+  parallel_for((rows + step - 1) / step, [&](int64_t task) {
+    const DenormalsFlushed mode;
+    f(Rows{task * step, std::min((task + 1) * step, rows)}, task);
+  });
+}
+
+// f(columns, number of the item) for all groups of all items.
+template <class F>
+void for_columns(const Arguments& arguments, F f) {
+  const Extent& extent = arguments.extent;
+  const int64_t step = arguments.groups_of_task(), parts = (extent.groups + step - 1) / step;
+  parallel_for(extent.outer * parts, [&](int64_t task) {
+    const DenormalsFlushed mode;
+    const int64_t first = task % parts * step;
+    f(Columns{task / parts, first, std::min(first + step, extent.groups)}, task / parts);
+  });
+}
+
+// ---- targets
+
+void forward(const Call& call) {
+  const bool has_residual = call.attr<bool>("has_residual"), wants_sum = call.attr<bool>("wants_sum");
+  const bool saving = call.attr<bool>("saving");
+  if (wants_sum && !has_residual) call.refuse("attribute wants_sum is true but there is no residual");
+  call.expect_counts(3 + has_residual, 1 + wants_sum + 2 * saving);
+  const Arguments arguments(call, 0, "x");
+  Forward f{arguments.options(1), arguments.x.data, nullptr, nullptr, nullptr, nullptr, nullptr, false};
+  if (has_residual) f.residual = arguments.like(call.operand(3, "residual")).data;
+  f.y = arguments.like(call.result(0, "y")).data;
+  f.stream = arguments.streams(f.y);
+  if (wants_sum) {
+    f.sum = arguments.like(call.result(1, "sum")).data;
+    f.stream &= arguments.streams(f.sum);
+  }
+  if (saving) {
+    f.mean = arguments.statistic(call.result(1 + wants_sum, "mean"));
+    f.rstd = arguments.statistic(call.result(2 + wants_sum, "rstd"));
+  }
+  const Kernels& run = kernels();
+  const Extent& extent = arguments.extent;
+  if (extent.spatial == 1) {
+    for_rows(arguments, [&](Rows rows, int64_t) { run.forward_rows(f, rows, scratch_of_thread(extent)); });
+  } else {
+    for_columns(arguments, [&](Columns columns, int64_t) { run.forward_columns(f, columns, scratch_of_thread(extent)); });
+  }
+}
+
+// Sums for each channel by task, and over the tasks in their order.
+class ChannelSums {
+ public:
+  ChannelSums(int64_t tasks, int64_t channels, bool wanted) : channels_(channels), wanted_(wanted) {
+    if (wanted) values_.resize(tasks * channels);
+  }
+  float* of(int64_t task) { return wanted_ ? &values_[task * channels_] : nullptr; }
+  void total_into(float* result) const {
+    const int64_t tasks = values_.size() / channels_;
+    for (int64_t c = 0; c < channels_; ++c) {
+      double sum = 0;
+      for (int64_t task = 0; task < tasks; ++task) sum += values_[task * channels_ + c];
+      result[c] = float(sum);
+    }
+  }
+
+ private:
+  int64_t channels_;
+  bool wanted_;
+  std::vector<float> values_;
+};
+
+void backward(const Call& call) {
+  const bool has_ds = call.attr<bool>("has_ds"), wants_parameters = call.attr<bool>("wants_parameters");
+  call.expect_counts(6 + has_ds, 1 + 2 * wants_parameters);
+  const Arguments arguments(call, 1, "s");
+  Backward b{arguments.options(2), nullptr, arguments.x.data, nullptr, nullptr, nullptr, nullptr, false};
+  b.dy = arguments.like(call.operand(0, "dy")).data;
+  b.mean = arguments.statistic(call.operand(4, "mean"));
+  b.rstd = arguments.statistic(call.operand(5, "rstd"));
+  if (has_ds) b.ds = arguments.like(call.operand(6, "ds")).data;
+  b.dx = arguments.like(call.result(0, "dx")).data;
+  b.stream = arguments.streams(b.dx);
+  float* dgamma = wants_parameters ? arguments.channels(call.result(1, "dgamma")) : nullptr;
+  float* dbeta = wants_parameters ? arguments.channels(call.result(2, "dbeta")) : nullptr;
+  const Kernels& run = kernels();
+  const Extent& extent = arguments.extent;
+  const bool by_rows = extent.spatial == 1;
+  const int64_t step = arguments.rows_of_task(), tasks = by_rows ? (arguments.rows() + step - 1) / step : extent.outer;
+  ChannelSums gammas(tasks, extent.channels(), wants_parameters), betas(tasks, extent.channels(), wants_parameters);
+  if (by_rows) {
+    for_rows(arguments, [&](Rows rows, int64_t task) {
+      run.backward_rows(b, rows, gammas.of(task), betas.of(task), scratch_of_thread(extent));
+    });
+  } else {
+    for_columns(arguments, [&](Columns columns, int64_t item) {
+      const int64_t at = columns.begin * extent.length;
+      float* of_gamma = wants_parameters ? gammas.of(item) + at : nullptr;
+      float* of_beta = wants_parameters ? betas.of(item) + at : nullptr;
+      run.backward_columns(b, columns, of_gamma, of_beta, scratch_of_thread(extent));
+    });
+  }
+  if (wants_parameters) gammas.total_into(dgamma), betas.total_into(dbeta);
+}
+
+JAXFUSE_HANDLER(jaxfuse_norm_fwd, forward);
+JAXFUSE_HANDLER(jaxfuse_norm_bwd, backward);
+
+}  // namespace
+}  // namespace jaxfuse::norm
