@@ -1,7 +1,7 @@
 """python tests/fuzz.py [--seconds S] [--first N] [--seeds N]: random networks, fused against unfused.
 
-A program is a list of random steps (fuzz_steps.py, fuzz_programs.py), some of them around others: residual branches, jit, remat, vmap, scan,
-cond, casts. Compared are the value, what it returns beside, and the gradients, of `value_and_grad(fuse(loss))`, of
+A program is a list of random steps (fuzz_steps.py, fuzz_programs.py), some of them around others: residual branches, jit,
+remat, vmap, scan, cond, casts. Compared are the value, what it returns beside, and the gradients, of `value_and_grad(fuse(loss))`, of
 `fuse(train_step)` and sometimes in forward mode and under vmap. What differs by more than rounding explains, judged by a run in
 float64, or fails, is made smaller and printed; the exit status is then 1.
 """
@@ -177,9 +177,9 @@ def main():
         if time.monotonic() > end:
             break
         counts[one(seed)] += 1
+        print(f"seed {seed}: {dict(counts)}", flush=True)
         if sum(counts.values()) % 50 == 0:
             jax.clear_caches()
-            print(f"seed {seed}: {dict(counts)}", flush=True)
     print(dict(counts))
     sys.exit(bool(counts["failed"]))
 
