@@ -5,28 +5,29 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-from . import cases, machine, peers, report, run, screen
+from . import cases, machine, peers, plan, report, run, screen
 from .turns import WorkerError
 
 ROOT = Path(__file__).resolve().parent.parent
-SELECTION = 'kinds ("conv", "batch_norm", "model") or dotted parts of a case\'s name ("resnet50.bf16"); all if none is given'
+SELECTION = 'kinds ("conv", "batch_norm", "model", "issue") or dotted parts of a case\'s name ("resnet50.bf16"); all if none is given'
 MERGING = "a file of the same machine, versions and settings keeps its other cases"
 ALLOCATOR = "glibc's malloc settings, the same for every peer"
 
 
-def _arguments():
+def _arguments(argv):
     parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__)
     option = parser.add_argument
     option("names", nargs="*", help=SELECTION)
     option("--list", action="store_true", help="print the names of the cases and end")
     option("--json", type=Path, metavar="OUT.json", help=f"where the result goes, and OUT.md beside it; {MERGING}")
+    option("--resume", action="store_true", help="leave out the cases that the result's file has already for all these peers")
     option("--quick", action="store_true", help="small shapes and short turns, to try the machinery; says nothing about speed")
     option("--peers", default=",".join(peers.PEERS), help="whom to measure (default: %(default)s)")
     option("--allocator", choices=[*peers.ALLOCATORS, "both"], default="tuned", help=f"{ALLOCATOR} (default: %(default)s)")
     option("--torch-python", metavar="PATH", help="the interpreter that has torch, if it is not this one")
     option("--turns", type=int, default=5, help="turns of each peer (default: %(default)s)")
     option("--readme", type=Path, metavar="RESULT.json", help="put this result's table into README.md and end")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     arguments.peers = arguments.peers.split(",")
     unknown = [name for name in arguments.peers if name not in peers.PEERS]
     if unknown:
@@ -36,17 +37,16 @@ def _arguments():
     return arguments
 
 
-def _measure(chosen, interpreters, allocators, turns, seconds, result, save):
+def _measure(work, interpreters, turns, seconds, result, save):
     """Fills the result, saving it after every case; returns what must not be in it."""
     problems = []
-    steps = len(chosen) * len(allocators) * len(interpreters) * (1 + turns)
-    with screen.progress(steps) as (begin, advance):
-        for allocator in allocators:
+    with screen.progress(len(work) * len(interpreters) * (1 + turns)) as (begin, advance):
+        for allocator in dict.fromkeys(allocator for _, allocator in work):
             with run.Crew({**interpreters, peers.REFERENCE: sys.executable}, allocator) as crew:
                 for name in interpreters:
                     versions = crew.workers[name].versions
                     result["peers"][name] = {"environment": peers.PEERS[name].environment, "versions": versions}
-                for case in chosen:
+                for case in (case for case, of in work if of == allocator):
                     begin(f"{case.name} ({allocator})")
                     row = run.measure(case, crew, turns, seconds, advance)
                     result["rows"].append(row)
@@ -56,11 +56,13 @@ def _measure(chosen, interpreters, allocators, turns, seconds, result, save):
     return problems
 
 
-def main():
-    arguments = _arguments()
+def main(argv=None):
+    arguments = _arguments(argv)
     if arguments.readme:
         report.refresh_readme(ROOT / "README.md", arguments.readme)
         return 0
+    if arguments.resume and not arguments.json:
+        raise ValueError("benchmarks: --resume goes on with a file: --json names it")
     chosen = cases.select(arguments.names)
     if arguments.list:
         print(*(case.name for case in chosen), sep="\n")
@@ -74,7 +76,7 @@ def main():
         chosen = [cases.quick(case) for case in chosen]
     here, today = machine.describe(), datetime.now(UTC).date().isoformat()
     allocators = list(peers.ALLOCATORS) if arguments.allocator == "both" else [arguments.allocator]
-    turns, seconds = (2, 0.02) if arguments.quick else (arguments.turns, 0.3)
+    turns, seconds = (min(arguments.turns, 2), 0.02) if arguments.quick else (arguments.turns, 0.15)
     settings = {"turns": turns, "seconds": seconds, "quick": arguments.quick, "allocators": peers.ALLOCATORS}
     result = {"date": today, "machine": here, "settings": settings, "peers": {}, "rows": []}
     path = arguments.json
@@ -85,7 +87,13 @@ def main():
         if path:
             report.merge(path, result)
 
-    problems = _measure(chosen, interpreters, allocators, turns, seconds, result, save)
+    everything = [(case, allocator) for allocator in allocators for case in chosen]
+    work = plan.left_to_do(chosen, allocators, interpreters, path, result) if arguments.resume else everything
+    per_kind = plan.seconds(work, interpreters, turns, seconds, plan.known_rows(ROOT / "benchmarks" / "results", path))
+    screen.console.print(plan.sentence(work, len(everything) - len(work), interpreters, per_kind), highlight=False)
+    if not work:
+        return 0
+    problems = _measure(work, interpreters, turns, seconds, result, save)
     screen.tables(result["rows"])
     for sentence in problems:
         screen.console.print(sentence, style="red", markup=False)
@@ -94,8 +102,13 @@ def main():
     return 1 if problems else 0
 
 
-if __name__ == "__main__":
+def guarded(argv=None):
+    """`main`'s exit code; a sentence for what is the user's mistake or a worker's end."""
     try:
-        sys.exit(main())
+        return main(argv)
     except (ValueError, WorkerError) as error:
-        sys.exit(str(error))
+        return str(error)
+
+
+if __name__ == "__main__":
+    sys.exit(guarded())

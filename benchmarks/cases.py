@@ -3,6 +3,8 @@
 from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 
+from . import issues
+
 
 @dataclass(frozen=True)
 class Conv:
@@ -45,6 +47,14 @@ class Model:
     size: int = 224
 
 
+@dataclass(frozen=True)
+class Issue:
+    """A slow program that a user reported; `issues.py` has what it computes on, `issues_jax.py` and `issues_torch.py` how."""
+
+    title: str
+    small: bool = False
+
+
 CONVS = {
     "conv3x3_c64_s56": Conv("3×3, 64, 56²", 3, 64, 64, 56),
     "conv3x3_c256_s14": Conv("3×3, 256, 14²", 3, 256, 256, 14),
@@ -70,7 +80,19 @@ MODELS = {
 }
 # Its stages: expansion, features, blocks, stride of the first.
 MOBILENET_V2 = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
-KINDS = {"model": Model, "batch_norm": BatchNorm, "conv": Conv}
+# Titles as in the trackers of jax-ml/jax and openxla/xla. (name, task, dtype)
+ISSUES = {
+    ("jax#23713", "forward", "f32"): "Depthwise convolution in `flax.nnx.Conv` is significantly slower than PyTorch and TensorFlow",
+    ("jax#13800", "gradient", "f32"): "Slow conv_general_dilated backward pass for feature_group_count !=1",
+    ("jax#26266", "forward", "f32"): "Grouped convolutions are much slower than standard convolutions when increasing kernel dilation",
+    ("jax#12868", "forward", "f32"): "Convolution is significantly slower inside a loop body (CPU)",
+    ("jax#23783", "forward", "f32"): "Slow transpose convolutions (both cpu and cuda backends)",
+    ("jax#31662", "gradient", "bf16"): "Performance Issue with ConvTranpose3D (32x slower than Torch)",
+    ("xla#34273", "gradient", "bf16"): "Massive performance issue on Convolution with JAX",
+    ("jax#1606", "gradient", "f32"): "very slow compile: CNN, per sample gradient",
+    ("jax#13111", "gradient", "f32"): "Add support for RNNs using library calls",
+}
+KINDS = {"model": Model, "batch_norm": BatchNorm, "conv": Conv, "issue": Issue}
 
 
 @dataclass(frozen=True)
@@ -83,7 +105,7 @@ class Case:
     task: str
     dtype: str
     batch: int
-    shape: Conv | BatchNorm | Model
+    shape: Conv | BatchNorm | Model | Issue
 
     def to_json(self):
         return asdict(self)
@@ -105,6 +127,8 @@ def _table():
                 for dtype in ("f32", "bf16"):
                     for task in ("forward", "gradient"):
                         yield Case(f"{name}.b{batch}.{dtype}.{task}", kind, task, dtype, batch, shape)
+    for (name, task, dtype), title in ISSUES.items():
+        yield Case(name, "issue", task, dtype, issues.sizes(name)["batch"], Issue(f"{name}: {title}"))
 
 
 CASES = tuple(_table())
@@ -127,5 +151,7 @@ def select(names):
 
 def quick(case):
     """The case made small, to try the machinery: a result of it says nothing about speed."""
+    if case.kind == "issue":
+        return replace(case, batch=issues.sizes(case.name, True)["batch"], shape=replace(case.shape, small=True))
     size = 64 if case.kind == "model" else min(case.shape.size, 28)
     return replace(case, batch=min(case.batch, 2), shape=replace(case.shape, size=size))

@@ -4,12 +4,15 @@ from collections import defaultdict
 
 import numpy as np
 
+from .peers import PEERS
+
 # Below this a relative error is rounding of the output itself and nothing to compare: a few units of f32, half a unit of
 # bf16. A network repeats every rounding through tens of layers and relu decisions, so that two equally careful runs
 # differ by chance, the more so in a single number like the loss.
 _OP = {"f32": 4 * 2.0**-23, "bf16": 2.0**-8}
-FLOOR = {"conv": _OP, "batch_norm": _OP, "model": {"f32": 32 * 2.0**-23, "bf16": 2.0**-8}}
-FACTOR = {"conv": 1.0, "batch_norm": 1.0, "model": 2.0}
+FLOOR = {"conv": _OP, "batch_norm": _OP, "issue": _OP, "model": {"f32": 32 * 2.0**-23, "bf16": 2.0**-8}}
+FACTOR = {"conv": 1.0, "batch_norm": 1.0, "issue": 1.0, "model": 2.0}
+ANOTHER = 0.05  # relative rms error that no rounding makes
 NOT_FINITE = 1e30  # for the infinity that JSON has not
 
 
@@ -46,4 +49,16 @@ def worse(fused, unfused, kind, dtype):
         f"{name}: rms error {fused[name]['rms']:.2g} fused, {unfused[name]['rms']:.2g} unfused"
         for name in unfused
         if not fused[name]["rms"] <= max(FACTOR[kind] * unfused[name]["rms"], FLOOR[kind][dtype])
+    ]
+
+
+def astray(errors):
+    """A sentence for each output so far from the truth that it is that of another program; of PyTorch's peers, whose programs are
+    written twice."""
+    return [
+        f"{name}: {output}: rms error {error['rms']:.2g}: this is not the same program"
+        for name, outputs in errors.items()
+        if PEERS[name].framework == "torch"
+        for output, error in outputs.items()
+        if not error["rms"] < ANOTHER
     ]

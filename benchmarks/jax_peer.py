@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import inputs
+from . import inputs, issues
 from .peers import REFERENCE
 
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
@@ -65,6 +65,8 @@ class JaxPeer:
 
     def prepare(self, case, folder):
         jax.clear_caches()
+        if case.kind == "issue":
+            return self._issue(case)
         return self._model(case) if case.kind == "model" else self._op(case, folder)
 
     def _array(self, value, dtype):
@@ -101,6 +103,13 @@ class JaxPeer:
         compiled = jax.jit(function).lower(*arguments).compile()
         temp_bytes = compiled.memory_analysis().temp_size_in_bytes
         return Prepared(lambda: jax.block_until_ready(compiled(*arguments)), name_outputs, temp_bytes)
+
+    def _issue(self, case):
+        from . import issues_jax
+
+        arrays = {name: self._array(value, case.dtype) for name, value in issues.arrays(case).items()}
+        program = issues_jax.program(case, self.fuse)
+        return self._compiled(lambda *values: program(**dict(zip(arrays, values))), list(arrays.values()), dict)
 
     def _model(self, case):
         from . import models

@@ -12,28 +12,38 @@ SECTIONS = {
     "model": "Networks, 224×224",
     "batch_norm": "Batch norm in training, batch 8",
     "conv": "Convolution + bias + relu",
+    "issue": "Users' issues",
 }
 TASKS = {"forward": "forward", "gradient": "forward+backward", "inference": "inference", "training": "training step"}
 
 
+def fitting_rows(path, result):
+    """The rows of the file. Raises ValueError if it was measured on another machine or with other versions or settings."""
+    old, result = json.loads(path.read_text()), _as_read(result)
+    same = all(old[key] == result[key] for key in ("machine", "settings"))
+    both = old["peers"].keys() & result["peers"].keys()
+    if not same or any(old["peers"][name] != result["peers"][name] for name in both):
+        other = "was measured on another machine or with other versions or settings"
+        raise ValueError(f"benchmarks: {path} {other}; --json names another file")
+    return old["rows"]
+
+
 def merge(path, result):
     """Writes the result; rows of other cases that the file has from the same machine and the same versions stay."""
-    result = json.loads(json.dumps(result, allow_nan=False))  # as it will be read
+    result = _as_read(result)
     if path.exists():
-        old = json.loads(path.read_text())
-        same = all(old[key] == result[key] for key in ("machine", "settings"))
-        both = old["peers"].keys() & result["peers"].keys()
-        if not same or any(old["peers"][name] != result["peers"][name] for name in both):
-            other = "was measured on another machine or with other versions or settings"
-            raise ValueError(f"benchmarks: {path} {other}; --json names another file")
         measured = {_key(row) for row in result["rows"]}
-        rows = [row for row in old["rows"] if _key(row) not in measured] + result["rows"]
-        result = {**result, "peers": {**old["peers"], **result["peers"]}, "rows": rows}
+        rows = [row for row in fitting_rows(path, result) if _key(row) not in measured] + result["rows"]
+        result = {**result, "peers": {**json.loads(path.read_text())["peers"], **result["peers"]}, "rows": rows}
     order = {case.name: index for index, case in enumerate(CASES)}
     result = {**result, "rows": sorted(result["rows"], key=lambda row: (row["allocator"], order.get(row["case"], len(order))))}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     path.with_suffix(".md").write_text(markdown(result))
+
+
+def _as_read(result):
+    return json.loads(json.dumps(result, allow_nan=False))
 
 
 def _key(row):

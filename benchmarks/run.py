@@ -59,6 +59,7 @@ def measure(case, crew, count, seconds, advance=lambda: None):
     }
     with tempfile.TemporaryDirectory() as folder:
         prepared, row["errors"], row["unchecked"] = _check(case, crew, Path(folder), advance)
+    row["astray"] = checks.astray(row["errors"])
     if {"jaxfuse", "xla"} <= row["errors"].keys():
         fused, unfused = row["errors"]["jaxfuse"], row["errors"]["xla"]
         row["worse_than_xla"] = checks.worse(fused, unfused, case.kind, case.dtype)
@@ -89,7 +90,7 @@ def _check(case, crew, folder, advance):
 
 def failures(row):
     """What must not be in a row, as sentences."""
-    worse = [f"{row['case']}: {sentence}" for sentence in row.get("worse_than_xla", [])]
+    worse = [f"{row['case']}: {sentence}" for sentence in (*row.get("worse_than_xla", []), *row["astray"])]
     broken = [(name, answer["error"]) for name, answer in row["peers"].items() if "error" in answer]
     if row["unchecked"]:
         broken.append(("the float64 reference", row["unchecked"]))

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from . import inputs, torch_models
+from . import inputs, issues, torch_models
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
@@ -54,6 +54,8 @@ class TorchPeer:
 
     def prepare(self, case, folder):
         torch.compiler.reset()
+        if case.kind == "issue":
+            return self._issue(case)
         return self._model(case) if case.kind == "model" else self._op(case, folder)
 
     def _op(self, case, folder):
@@ -78,6 +80,21 @@ class TorchPeer:
             return {"y": result[0], **{f"d{name}": value for name, value in zip(tensors, result[1], strict=True)}}
 
         return Prepared(forward_and_gradients, named)
+
+    def _issue(self, case):
+        from . import issues_torch
+
+        program, to_torch, back = issues_torch.program(case)
+        function = self.compile(partial(program, of=issues.sizes(case.name, case.shape.small)))
+        tensors = []
+        for name, value in issues.arrays(case).items():
+            tensor = torch.from_numpy(value).to(DTYPES[case.dtype])
+            tensors.append(to_torch.get(name, lambda t: t)(tensor).contiguous())
+        with_gradients = torch.enable_grad if case.task == "gradient" else torch.no_grad
+        prepared = Prepared(with_gradients()(lambda: function(*tensors)), lambda outputs: {})
+        outputs = prepared.run()
+        prepared.outputs = {name: back.get(name, lambda t: t)(value.detach()).float().numpy() for name, value in outputs.items()}
+        return prepared
 
     def _model(self, case):
         torch.manual_seed(0)

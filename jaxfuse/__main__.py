@@ -32,8 +32,9 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="where the loss curves go (default: here)")
     demo.set_defaults(run=_demo)
 
-    # No option of its own, not even --help: whatever follows is the benchmark's. Hence a prefix that no argument has.
-    text = "measure ops and models against XLA and PyTorch; what follows goes to python -m benchmarks"
+    # No option of its own but --tune, not even --help: whatever follows is the benchmark's. Hence a prefix that no argument has.
+    text = "measure ops and models against XLA and PyTorch; what follows goes to python -m benchmarks. --tune: from which size on " \
+        "each fused kernel wins on this machine, kept for policy \"measured\" (a minute or two; --tune --quick tries it)"
     bench = commands.add_parser("bench", help=text, add_help=False, prefix_chars="\0")
     bench.add_argument("rest", nargs=argparse.REMAINDER)
     bench.set_defaults(run=_bench)
@@ -55,6 +56,12 @@ def _demo(arguments) -> int:
 
 
 def _bench(arguments) -> int:
+    if arguments.rest[:1] == ["--tune"]:
+        from jaxfuse import tune
+
+        if arguments.rest[1:] not in ([], ["--quick"]):
+            return _fail(f"bench --tune takes no option but --quick, not {' '.join(arguments.rest[1:])}")
+        return tune.run(quick=bool(arguments.rest[1:]))
     if not all((CHECKOUT / part).exists() for part in ("benchmarks/__main__.py", "pyproject.toml")):
         return _fail(NO_BENCHMARKS)
     path = os.pathsep.join(filter(None, [str(CHECKOUT), os.environ.get("PYTHONPATH")]))

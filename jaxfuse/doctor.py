@@ -7,18 +7,20 @@ import jaxlib
 from rich.console import Console
 from rich.table import Table
 
-from jaxfuse import ffi
+from jaxfuse import ffi, tuned
+from jaxfuse.rules import TABLE
 
 
 def doctor() -> str:
-    """A table, as text: versions, what the native module was built with and runs on, and each of its FFI targets.
+    """A table, as text: versions, what the native module was built with and runs on, each of its FFI targets, and the rules
+    by which policy "measured" goes.
 
     Never raises for a broken installation: the table says what is broken.
     """
     table = Table(show_header=False)
     table.add_column()
     table.add_column(overflow="fold")
-    for name, value in (*_versions(), *_native_module()):
+    for name, value in (*_versions(), *_native_module(), *_rules()):
         table.add_row(name, value)
     console = Console(width=110)
     with console.capture() as capture:
@@ -52,6 +54,22 @@ def _native_module() -> list[tuple[str, str]]:
         *targets,
         _CUDA,
     ]
+
+
+def _rules() -> list[tuple[str, str]]:
+    """Which rules are in force, since when, and from which size on each op is fused."""
+    try:
+        found = tuned.read()
+    except RuntimeError:  # the native module is broken, as its row says
+        return []
+    origin = f"measured on this machine, {found.date}: {tuned.path()}" if found.rules else "built in"
+    if found.ignored:
+        origin = f"built in; {tuned.path()} is ignored: {found.ignored}"
+    rows = []
+    for op, table in TABLE.items():
+        rules = (*found.rules.get(op, ()), *table.rules)
+        rows.append((f"  {op}", "\n".join(f"{rule.sites}: {rule.wins_from(table.unit)}; {rule.machine}" for rule in rules)))
+    return [('policy "measured"', f"{origin}; the fused kernel is used from this size on:"), *rows]
 
 
 _CUDA = ("CUDA", "not built in this version")

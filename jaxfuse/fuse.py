@@ -12,7 +12,7 @@ from jaxfuse.live import accept, circular
 from jaxfuse.match import Match, Refusal
 from jaxfuse.patterns import autodiff
 from jaxfuse.reasons import lacks_kernel
-from jaxfuse.signature import Call, Untraceable, compiled
+from jaxfuse.signature import Call, Untraceable, compiled, is_part_of_a_program
 
 CIRCULAR = "what it needs is computed from what it gives by another fused site"
 
@@ -148,6 +148,26 @@ def fuse(fn, *, policy: str = "measured", strict: bool = False):
             raise reports.FusionError(str(_untraceable(failure))) from failure
 
     return compiled(fn, functools.partial(_run, fn, judge, strict), give_up)
+
+
+def inline(fn, *, policy: str = "measured"):
+    """As `fuse(fn)`, but traced anew at every call and compiled with the caller: for a layer of a larger program.
+
+    Within a function that is itself being fused, fn as it is: the whole is fused.
+    """
+    judge = policies.judge(policy)
+
+    @functools.wraps(fn)
+    def call(*args, **kwargs):
+        if is_part_of_a_program():
+            return fn(*args, **kwargs)
+        try:
+            return _run(fn, judge, False, *args, **kwargs)
+        except Untraceable as failure:
+            reports.log(_untraceable(failure))
+            return fn(*args, **kwargs)
+
+    return call
 
 
 def explain(fn, *args, policy: str = "measured", **kwargs) -> reports.FusionReport:

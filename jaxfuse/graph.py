@@ -73,6 +73,10 @@ class Node:
         """file:line of the user's code that made this equation."""
         return user_line([eqn.source_info.traceback for eqn in (self.eqn, *self.callers)])
 
+    def scope(self) -> str:
+        """The `jax.named_scope`s, and transformations, that it was traced under; Flax linen names modules so."""
+        return str(self.name_stack + self.eqn.source_info.name_stack)
+
     def __str__(self):
         return f"{self.primitive} at {self.source()}"
 

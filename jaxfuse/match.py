@@ -31,7 +31,8 @@ class Activated(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """act((value₀ - center)·scale + offset + residual), as a list of steps from the anchor's value to `end`.
+    """act((value₀ - center)·scale + offset + residual), or act(…) + residual, as a list of steps from the anchor's value to
+    `end`.
 
     `layout` is how `end` lies compared with the anchor's value, `residual_layout` how it lay where the residual came in.
     """
@@ -42,6 +43,7 @@ class Chain:
     affine: tuple[tuple[str, Value], ...] = ()  # ("add" | "sub" | "mul" | "div", one number for each channel)
     residual: Value | None = None
     residual_layout: Layout | None = None
+    residual_last: bool = False  # it was added after the activation
     activation: Activated | None = None
     region: Region | None = None  # of the activation
 
@@ -59,8 +61,8 @@ class Chain:
         kinds = [kind for kind, _ in self.affine]
         scaled, shifted = {"mul", "div"} & set(kinds), {"add", "sub"} & set(kinds)
         parts = [anchor, *["bn" if shifted else "scale"] * bool(scaled), *["bias"] * bool(shifted and not scaled)]
-        parts += ["add"] * (self.residual is not None)
-        parts += [self.activation.name] if self.activation else []
+        added, activated = ["add"] * (self.residual is not None), [self.activation.name] if self.activation else []
+        parts += [*activated, *added] if self.residual_last else [*added, *activated]
         return "+".join(parts)
 
     def coefficients(self, vector: Callable[[Value], object]):
@@ -112,11 +114,13 @@ class Walk:
 
     `claimed` are indices of nodes that belong to other matches; `aside` those of nodes that may read inner values because
     the match serves them (batch statistics). `name_activation(region)` names an elementwise region, or says why not.
+    `adds_last`: a residual may come after the activation.
     """
 
-    def __init__(self, graph: Graph, axis: int, claimed: set[int], name_activation, aside: frozenset[int] = frozenset()):
+    def __init__(self, graph: Graph, axis: int, claimed: set[int], name_activation, aside: frozenset[int] = frozenset(),
+                 adds_last: bool = False):
         self.graph, self.axis, self.claimed, self.name_activation = graph, axis, claimed, name_activation
-        self.aside = aside
+        self.aside, self.adds_last = aside, adds_last
 
     def chains(self, start: Value, first: Node | None = None) -> tuple[list[Chain], Stop]:
         """Every chain from `start` (shortest first, the empty one included unless `first`, the step to begin with, is
@@ -165,17 +169,25 @@ class Walk:
             return self._after_activation(chain, node)
         return self._affine(chain, node)
 
-    def _after_activation(self, chain: Chain, node: Node) -> Stop:
+    def _after_activation(self, chain: Chain, node: Node) -> Chain | Stop:
         full_size = [v for v in node.inputs if v.shape == chain.end.shape and not repeats(v)]
-        if node.primitive in ADD and len(full_size) == 2 and full_size[0] is not full_size[1]:
+        if node.primitive not in ADD or len(full_size) != 2 or full_size[0] is full_size[1]:
+            return Stop("the activation ends it")
+        if not self.adds_last:
             return Stop(f"{node} adds after the activation: no kernel yet on cpu", "add")
-        return Stop("the activation ends it")
+        if chain.residual is not None:
+            return Stop(f"{node} adds a second full-size value", "add")
+        if chain.masks:  # the sum would not tell them
+            return Stop(f"{node} adds to a value that {chain.masks[0].producer} is told by", "add")
+        other = full_size[full_size[0] is chain.end]
+        return dataclasses.replace(chain, end=node.out, nodes=(*chain.nodes, node), residual=unwidened(other),
+                                   residual_layout=chain.layout, residual_last=True)
 
     def _activations(self, chain: Chain) -> list[Chain] | Stop | None:
         """The elementwise regions from here that have a name, shortest first; else why the longest has none."""
         named, stop = [], None
-        for region in regions(chain.end, self.graph.is_returned):
-            if any(n.index in self.claimed or n.index in self.aside for n in region.nodes):
+        for region in regions(chain.end, self.graph.is_returned, self.aside):
+            if any(n.index in self.claimed for n in region.nodes):
                 continue
             name = self.name_activation(region)
             if isinstance(name, Activated):

@@ -1,49 +1,43 @@
-"""Where a fused kernel is worth it. "measured" asks the rules below, which are data with the measurement beside them."""
+"""Where a fused kernel is worth it. "measured" asks the rules, which are measurements: those of `python -m jaxfuse bench
+--tune` on this machine where there are any, else those that come with the package (`rules/`)."""
 
 import math
 
 import jax
 
+from jaxfuse import tuned
 from jaxfuse.ops.errors import one_of
+from jaxfuse.rules import TABLE
 
 POLICIES = ("measured", "always", "never")
 
-# Smallest site, in floating-point operations (conv) or elements (the others), from which the fused kernel was measured
-# faster. Chains of ten ops in one jit, 2 cores of AMD Zen 5, microseconds per op, XLA / fused, forward and gradient:
-#   conv 3x3  8²x8     74 k operations   5.9 /  6.6    24 / 24        batch norm 2x4²x4    128 elements    2.6 / 1.5    8.5 / 5.5
-#   conv 3x3  8²x16   295 k              7.6 /  6.8    36 / 27        batch norm 8x4²x16   2 k              12 / 1.7     60 / 5.7
-#   conv 1x1 14²x32   401 k              8.6 /  6.7    27 / 26        batch norm 8x14²x64  100 k            72 / 30     322 / 47
-#   conv 3x3 14²x32   3.6 M               22 / 16      81 / 54        batch norm 8x28²x64  401 k           266 / 84    1129 / 298
-SMALLEST = {"conv": 200_000, "batch_norm": 0, "max_pool": 0}
-
 
 def judge(policy: str):
-    """A function (op name, config, argument types) -> reason to leave the site alone, or ""."""
+    """A function (op name, config, argument types, direction="forward") -> reason to leave the site alone, or ""."""
     one_of(policy, POLICIES, "policy")
     return dict(measured=_measured, always=_always, never=_never)[policy]
 
 
-def _always(op, config, types) -> str:
+def _always(op, config, types, direction="forward") -> str:
     return ""
 
 
-def _never(op, config, types) -> str:
+def _never(op, config, types, direction="forward") -> str:
     return 'policy "never"'
 
 
-def _measured(op, config, types) -> str:
+def _measured(op, config, types, direction="forward") -> str:
     platform = jax.default_backend()
     if platform != "cpu":
         return f"no kernel yet on {platform}"
-    size = _work(op, config, types)
-    if size < SMALLEST[op]:
-        return f"too small to gain: {size} {'operations' if op == 'conv' else 'elements'}, measured faster from {SMALLEST[op]}"
+    table = TABLE[op]
+    site = direction, str(types[0].dtype), table.shape_class(config, types), tuned.isa()
+    rule = next((rule for rule in (*tuned.rules(op), *table.rules) if rule.fits(*site)), None)
+    if rule is None:
+        return f"{op} {direction} of {site[1]} ({site[2]}) has not been measured; python -m jaxfuse bench --tune does it"
+    size = table.size(config, types)
+    if rule.smallest == math.inf:
+        return f"slower than XLA at every size that was measured, up to {max(p.size for p in rule.points)} {table.unit}"
+    if size < rule.smallest:
+        return f"too small to gain: {size} {table.unit}, measured faster from {rule.smallest}"
     return ""
-
-
-def _work(op, config, types) -> int:
-    x = math.prod(types[0].shape)
-    if op != "conv":
-        return x
-    positions = x // types[0].shape[config.lhs_spec[1]] // math.prod(config.window_strides)
-    return 2 * positions * math.prod(types[1].shape)

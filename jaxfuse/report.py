@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxfuse.match import Match, Refusal
+from jaxfuse.source import calling_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +19,8 @@ class Site:
     pattern: like "conv+bias+relu"; direction: "forward" or "backward"; shapes, dtypes: of the full-size operands;
     source: "file:line" of the user's code; kernel: what runs it ("onednn", "native", "reference"), "" if skipped;
     bytes_saved: an estimate of the memory traffic that the fused kernel avoids, in bytes;
-    reason: for a skipped site the first check that failed, with the value or the reader that failed it.
+    reason: for a skipped site the first check that failed, with the value or the reader that failed it;
+    scopes: the `jax.named_scope`s of its parts; those of Flax linen are modules: "jvp(ResNet)/Bottleneck_2/Conv_1".
     """
 
     pattern: str
@@ -29,6 +31,7 @@ class Site:
     kernel: str = ""
     bytes_saved: int = 0
     reason: str = ""
+    scopes: tuple[str, ...] = ()
 
     def __str__(self):
         shapes = " ".join(f"{d}{list(s)}" for d, s in zip(self.dtypes, self.shapes))
@@ -39,10 +42,12 @@ class Site:
 def site(found: Match | Refusal) -> Site:
     shapes = tuple(tuple(v.shape) for v in found.operands)
     dtypes = tuple(str(v.dtype) for v in found.operands)
-    if isinstance(found, Match):
-        kernel, saved = found.kernel, found.bytes_saved
-        return Site(found.pattern, found.direction, shapes, dtypes, found.anchor.source(), kernel, saved)
-    return Site(found.pattern, found.direction, shapes, dtypes, found.anchor.source(), reason=found.reason)
+    source = found.anchor.source()
+    if source == "unknown":
+        source = calling_line()
+    scopes = tuple(dict.fromkeys(node.scope() for node in found.nodes)) or (found.anchor.scope(),)
+    kernel, saved, reason = (found.kernel, found.bytes_saved, "") if isinstance(found, Match) else ("", 0, found.reason)
+    return Site(found.pattern, found.direction, shapes, dtypes, source, kernel, saved, reason, scopes)
 
 
 @dataclasses.dataclass(frozen=True)

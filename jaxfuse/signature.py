@@ -9,6 +9,8 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxfuse import private
 
+# Whether a function is being traced in order to be fused. JAX keeps traces that were made under another value apart.
+_being_fused = jax.make_user_context(False)
 STATIC = frozenset({bool, str, bytes, types.FunctionType, types.BuiltinFunctionType, types.MethodType})
 
 
@@ -46,7 +48,8 @@ class Call:
             return fn(*args, **kwargs)
 
         try:
-            closed, shapes = jax.make_jaxpr(of_leaves, return_shape=True)(*self.leaves)
+            with _being_fused(True):
+                closed, shapes = jax.make_jaxpr(of_leaves, return_shape=True)(*self.leaves)
         except Exception as error:
             raise Untraceable(f"{type(error).__name__}: {error}".splitlines()[0]) from error
         return closed, jax.tree.structure(shapes)
@@ -64,6 +67,11 @@ class Call:
         return tuple(i for i, flag in enumerate(flags) if flag) if len(flags) == len(self.leaves) else ()
 
 
+def is_part_of_a_program() -> bool:
+    """Whether a caller is being traced in order to be fused: what it calls stays plain, so that it sees it all."""
+    return _being_fused.value
+
+
 def compiled(fn, run, give_up):
     """fn, by way of `jax.jit(run)`; `run` takes fn's arguments and raises `Untraceable` where fn cannot be traced.
 
@@ -77,6 +85,8 @@ def compiled(fn, run, give_up):
     needs_numbers: set = set()  # signatures for which fn needs to know the numbers
 
     def call(*args, **kwargs):
+        if is_part_of_a_program():
+            return fn(*args, **kwargs)
         form = tuple([type(a) in STATIC for a in args]), tuple([(name, type(a) in STATIC) for name, a in kwargs.items()])
         if form not in at_once:
             at_once[form] = jax.jit(_without_bools(run) if options is None else run, **options or _static(form))

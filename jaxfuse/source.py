@@ -3,6 +3,7 @@
 import functools
 import os
 import pathlib
+import sys
 import sysconfig
 from collections.abc import Callable
 
@@ -23,6 +24,14 @@ def user_line(tracebacks: list) -> str:
         if line:
             return line
     return "unknown"
+
+
+def calling_line() -> str:
+    """file:line of the user's code that is being run: for equations that were traced for one layer, apart from its caller."""
+    frame = sys._getframe()
+    while frame is not None and _is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "unknown" if frame is None else f"{_relative(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 @functools.lru_cache(maxsize=65536)

@@ -68,25 +68,27 @@ _DRAW = dict(
 _STATISTICS = ("gamma", "beta", "mean", "var")  # float32 beside bfloat16 activations, as in Flax
 
 
-def _conv(x, w, bias=None, residual=None, *, scale=None, activation=None, alpha=0.0, window_strides=None,
-          padding="SAME", rhs_dilation=None, feature_group_count=1, dimension_numbers=None):
+def _conv(x, w, bias=None, residual=None, *, scale=None, activation=None, alpha=0.0, residual_last=False,
+          window_strides=None, padding="SAME", lhs_dilation=None, rhs_dilation=None, feature_group_count=1,
+          dimension_numbers=None):
     spatial = x.ndim - 2
     letters = "DHW"[3 - spatial :]
     names = dimension_numbers or (f"N{letters}C", f"{letters}IO", f"N{letters}C")
     y = lax.conv_general_dilated(
-        x, w, window_strides or (1,) * spatial, padding, rhs_dilation=rhs_dilation, dimension_numbers=names,
+        x, w, window_strides or (1,) * spatial, padding, lhs_dilation, rhs_dilation, dimension_numbers=names,
         feature_group_count=feature_group_count)
     per_channel = [-1 if letter == "C" else 1 for letter in names[2]]
     if scale is not None:
         y = y * scale.reshape(per_channel).astype(y.dtype)
     if bias is not None:
         y = y + bias.reshape(per_channel).astype(y.dtype)
-    if residual is not None:
+    if residual is not None and not residual_last:
         y = y + residual
-    return (ACTIVATIONS[activation or "none"].value(y, alpha),)
+    y = ACTIVATIONS[activation or "none"].value(y, alpha)
+    return (y + residual if residual_last and residual is not None else y,)
 
 
-def _batch_norm(x, gamma, beta, residual=None, *, activation=None, epsilon=1e-5, axis=-1, mean=None, var=None):
+def _batch_norm(x, gamma, beta, residual=None, *, activation=None, alpha=0.0, epsilon=1e-5, axis=-1, mean=None, var=None):
     """As Flax does it: statistics and arithmetic in at least float32, add and activation in x's dtype."""
     others = [d for d in range(x.ndim) if d != axis % x.ndim]
     wide, statistics = x.astype(jnp.promote_types(x.dtype, jnp.float32)), ()
@@ -97,7 +99,7 @@ def _batch_norm(x, gamma, beta, residual=None, *, activation=None, epsilon=1e-5,
     y = ((wide - mean) * scale + beta).astype(x.dtype)
     if residual is not None:
         y = y + residual
-    return ACTIVATIONS[activation or "none"].value(y, 0.0), *statistics
+    return ACTIVATIONS[activation or "none"].value(y, alpha), *statistics
 
 
 def _max_pool(x, *, window_shape, strides=None, padding="VALID"):
@@ -132,6 +134,9 @@ def max_pool(name, x, window_shape, **options):
     return Case(name, "max_pool", dict(x=x), dict(window_shape=window_shape) | options)
 
 
+def example(activation):
+    return {"alpha": 0.3} if activation.has_alpha else {}
+
 
 CONV = [
     conv("3x3", (2, 6, 6, 16), (3, 3, 16, 8), "bias", activation="relu"),
@@ -160,10 +165,32 @@ CONV = [
     conv("scale_bias_residual", (2, 5, 5, 8), (3, 3, 8, 8), "scale bias residual", activation="relu"),
     conv("float32_bias", (2, 5, 5, 8), (3, 3, 8, 8), "scale bias", activation="relu", float32=("scale", "bias")),
     conv("silu_residual", (2, 5, 5, 8), (3, 3, 8, 8), "bias residual", activation="silu"),
+    conv("relu_then_residual", (2, 5, 5, 8), (3, 3, 8, 8), "bias residual", activation="relu", residual_last=True),
+    conv("silu_then_residual", (2, 5, 5, 8), (1, 1, 8, 8), "scale bias residual", activation="silu", residual_last=True),
+    conv("transposed_4x4_stride2", (2, 5, 5, 16), (4, 4, 16, 8), "bias", activation="tanh", lhs_dilation=(2, 2),
+         padding=((2, 2), (2, 2))),
+    conv("transposed_residual", (2, 5, 4, 8), (3, 3, 8, 16), "scale bias residual", activation="silu", lhs_dilation=(2, 1),
+         padding=((1, 2), (2, -1))),
+    conv("transposed_groups", (2, 4, 4, 12), (3, 3, 3, 8), "bias", lhs_dilation=(2, 2), padding=((2, 1), (1, 2)),
+         feature_group_count=4),
+    conv("transposed_depthwise", (2, 4, 4, 8), (4, 4, 1, 8), activation="gelu", lhs_dilation=(2, 2), padding=((2, 2), (2, 2)),
+         feature_group_count=8),
+    conv("transposed_stride_beyond_window", (2, 5, 8), (2, 8, 16), "bias", lhs_dilation=(3,), padding=((1, 2),)),
+    conv("transposed_dilated", (1, 4, 4, 8), (3, 3, 8, 8), "bias", lhs_dilation=(2, 2), rhs_dilation=(2, 3),
+         padding=((4, 4), (3, 5))),
+    conv("transposed_3d", (1, 3, 3, 2, 8), (2, 3, 3, 8, 8), "bias", activation="relu", lhs_dilation=(2, 2, 2),
+         padding=((1, 1), (2, 1), (1, 1))),
+    conv("transposed_channels_first", (2, 8, 4, 4), (12, 8, 4, 4), "bias residual", activation="leaky_relu", alpha=0.2,
+         lhs_dilation=(2, 2), padding=((2, 2), (2, 2)), dimension_numbers=CHANNELS_FIRST),
+    conv("transposed_odd", (3, 3, 4, 5), (3, 2, 5, 7), "bias", lhs_dilation=(3, 2), padding=((2, 2), (1, 0))),
+    conv("transposed_and_strided", (2, 6, 6, 8), (3, 3, 8, 8), "bias", lhs_dilation=(2, 2), window_strides=(2, 2),
+         padding=((1, 1), (1, 1)), refused="window_strides (2, 2) with lhs_dilation"),
+    conv("transposed_padded_beyond", (2, 4, 4, 8), (2, 2, 8, 8), lhs_dilation=(2, 2), padding=((2, 1), (1, 1)),
+         refused="the filter reaches (1, 1) only"),
     conv("negative_padding", (2, 6, 6, 8), (3, 3, 8, 8), "bias", padding=((-1, 0), (0, 0)), refused="negative padding"),
     *[
         conv(f"activation_{name}", (2, 4, 4, 8), (1, 1, 8, 8), "bias", activation=name,
-             **{"alpha": 0.3} if activation.has_alpha else {})
+             **example(activation))
         for name, activation in ACTIVATIONS.items()
         if name != "none"
     ],
@@ -178,7 +205,12 @@ BATCH_NORM = [
     batch_norm("relu6", (3, 3, 3, 13), activation="relu6"),
     batch_norm("maximum0", (4, 5, 5, 16), activation="maximum0"),
     batch_norm("residual_maximum0", (4, 5, 5, 16), "residual", activation="maximum0"),
-    batch_norm("residual_silu", (4, 5, 5, 8), "residual", activation="silu"),
+    *[
+        batch_norm(f"{'residual_' if terms else ''}{name}", (4, 5, 5, 8), terms, activation=name, **example(activation))
+        for name, activation in ACTIVATIONS.items()
+        for terms in ("", "residual")
+        if name not in ("none", "relu", "relu6", "maximum0")
+    ],
     batch_norm("one_channel", (2, 5, 5, 1), "residual", activation="relu"),
     batch_norm("many_channels_rank2", (10, 67), "residual", activation="relu", epsilon=1e-3),
     batch_norm("rank3", (2, 9, 8), activation="relu"),
@@ -203,9 +235,12 @@ CASES = {f"{case.op}-{case.name}": case for case in (*CONV, *BATCH_NORM, *MAX_PO
 CORE = [
     "conv-3x3_stride2_asymmetric",  # relu from y, residual
     "conv-channels_first",  # activation that curves
+    "conv-transposed_4x4_stride2",
     "conv-scale_bias_residual",  # differentiated as several ops
+    "conv-silu_then_residual",  # what the activation is applied to is kept
     "batch_norm-residual_relu",  # mask bits, batch statistics
     "batch_norm-relu6",  # recomputed sign
+    "batch_norm-residual_gelu",  # recomputed with the residual
     "batch_norm-given_statistics",
     "max_pool-3x3_overlapping",
 ]

@@ -7,6 +7,14 @@ import pytest
 from jaxfuse import ffi, op
 
 
+@pytest.fixture(autouse=True, scope="session")
+def built_in_rules(tmp_path_factory):
+    """Not those that were measured on the developer's machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAXFUSE_CACHE", str(tmp_path_factory.getbasetemp() / "no rules"))
+        yield
+
+
 @pytest.fixture(scope="module", params=["installed", "reference"])
 def kernel(request):
     if request.param == "installed":

@@ -27,7 +27,8 @@ class Case:
     def attrs(self):
         low, high = zip(*self.padding)
         return dict(
-            window_strides=self.strides, padding_low=low, padding_high=high, rhs_dilation=self.dilation,
+            window_strides=self.strides, padding_low=low, padding_high=high, lhs_dilation=(1,) * len(self.strides),
+            rhs_dilation=self.dilation,
             feature_group_count=self.groups, lhs_spec=self.specs.lhs_spec, rhs_spec=self.specs.rhs_spec,
             out_spec=self.specs.out_spec,
         )  # fmt: skip
@@ -138,20 +139,25 @@ def random_filter(case, dtype=F32):
     return (random(case.w, seed=1) / np.sqrt(fan_in)).astype(dtype)
 
 
-def forward(case, x, w, scale=None, bias=None, residual=None, activation="none", shape=None):
+def forward(case, x, w, scale=None, bias=None, residual=None, activation="none", shape=None,
+            residual_last=False, save_z=False, **attrs):
+    """y, or (y, z); `attrs` in place of the case's."""
     extras = [extra for extra in (scale, bias, residual) if extra is not None]
-    return ffi.call(
-        "jaxfuse_conv_fwd", jax.ShapeDtypeStruct(shape or case.y, x.dtype), x, w, *extras, has_scale=scale is not None,
-        has_bias=bias is not None, has_residual=residual is not None, activation=activation, alpha=ALPHA, **case.attrs,
+    outs = ffi.call(
+        "jaxfuse_conv_fwd", [jax.ShapeDtypeStruct(shape or case.y, x.dtype)] * (1 + save_z), x, w, *extras,
+        has_scale=scale is not None, has_bias=bias is not None, has_residual=residual is not None, activation=activation,
+        alpha=ALPHA, residual_last=residual_last, save_z=save_z, **case.attrs | attrs,
     )  # fmt: skip
+    return outs if save_z else outs[0]
 
 
-def backward(case, x, w, dy, y, activation, want=("dx", "dw", "db", "dresidual"), dw_type=F32, db_type=F32):
+def backward(case, x, w, dy, y, activation, want=("dx", "dw", "db", "dresidual"), dw_type=F32, db_type=F32,
+             by_value=True):
     features = case.y[case.specs.out_spec[1]]
     types = {"dx": (x.shape, x.dtype), "dw": (w.shape, dw_type), "db": ((features,), db_type), "dresidual": (dy.shape, dy.dtype)}
     operands = [x] * ("dw" in want) + [w] * ("dx" in want) + [dy] + [y] * (activation != "none")
     found = ffi.call(
         "jaxfuse_conv_bwd", [jax.ShapeDtypeStruct(*types[name]) for name in want], *operands, activation=activation,
-        alpha=ALPHA, **{"want_" + name: name in want for name in types}, **case.attrs,
+        alpha=ALPHA, by_value=by_value, **{"want_" + name: name in want for name in types}, **case.attrs,
     )  # fmt: skip
     return dict(zip(want, found))

@@ -11,11 +11,14 @@ PACKAGE = ROOT / "jaxfuse"
 # Who may import whom; what is not listed may import nothing of the package.
 ALLOWED = {
     "__init__": {"ops", "fuse", "report"},
-    "__main__": {"demo", "doctor"},
+    "__main__": {"demo", "doctor", "tune"},
     "fuse": {"live", "loops", "patterns", "reasons", "policy", "report", "graph", "match", "signature"},
     "signature": {"private"},
-    "report": {"match"},
-    "policy": {"ops"},
+    "report": {"match", "source"},
+    "policy": {"ops", "reasons", "rules", "tuned"},
+    "rules": {"rules"},
+    "tuned": {"ffi", "rules"},
+    "tune": {"fuse", "policy", "rules", "tuned"},
     "patterns": {"patterns", "graph", "layout", "canonical", "elementwise", "forms", "moments", "live", "match", "ops", "op", "reasons"},
     "live": {"graph", "match"},
     "loops": {"graph"},
@@ -33,7 +36,8 @@ ALLOWED = {
     "batch": set(),
     "private": set(),
     "ffi": {"_native"},
-    "doctor": {"ffi", "__init__"},
+    "doctor": {"ffi", "__init__", "rules", "tuned"},
+    "flax": {"flax", "fuse", "report", "signature"},
     "demo": {"__init__", "demo", "report"},
 }
 

@@ -42,6 +42,23 @@ def test_against_float64(dtype, masked, shape, kernel):
     np.testing.assert_array_equal(np.asarray(made_g, np.float64), g)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize("activation", ["maximum0", "clip", "silu", "gelu"])
+def test_through_an_activation(activation, has_residual, dtype, kernel):
+    """The derivative at z, recomputed; in float64 the definition's own."""
+    (dy, x, mean, a, b, c), _, _ = arguments(dtype, False, (4, 5, 6, 16))
+    told = (mean, b, c, *[dy[::-1]] * has_residual)
+    config = GradientConfig(3, wants_g=True, activation=activation, alpha=1.5, has_residual=has_residual)
+    made = [*jax.jit(lambda *args: SUMS(config, *args))(dy, x, mean, *told), *DX(config, dy, x, mean, a, b, c, *told)]
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(v, np.float64)) for v in (dy, x, mean, a, b, c, *told)]
+        exact = [*SUMS.reference(config, *wide[:3], *wide[6:]), *DX.reference(config, *wide)]
+    for value, expected, of in zip(made, map(np.asarray, exact), ("float32", "float32", dtype, dtype)):
+        assert value.dtype == of
+        close(value, expected, of)
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_transformations(masked, kernel):
     """vmap is a loop over the items; derivatives are those of the definition."""

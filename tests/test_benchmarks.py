@@ -3,12 +3,14 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 
 import numpy as np
 import pytest
 
-from benchmarks import cases, checks, inputs, peer, peers, report, turns
+from benchmarks import cases, checks, inputs, peer, peers, plan, report, turns
+from benchmarks.__main__ import main
 
 
 def test_case_table_is_well_formed():
@@ -106,6 +108,24 @@ def test_a_real_worker_answers_and_its_end_is_an_error():
         worker.end()
 
 
+def test_every_issue_runs_small_with_the_right_numbers(tmp_path):
+    names = [case.name for case in cases.CASES if case.kind == "issue"]
+    path = tmp_path / "issues.json"
+    pytest.importorskip("flax")
+    assert main(["issue", "--quick", "--peers", "jaxfuse,xla", "--turns", "1", "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["case"] for row in rows] == names
+    for row in rows:
+        assert not row["unchecked"] and not row["worse_than_xla"]
+        assert row["peers"].keys() == {"jaxfuse", "xla"} and all(answer["ms"] > 0 for answer in row["peers"].values())
+
+
+def test_issues_is_the_benchmark_of_its_kind():
+    command = [sys.executable, "-m", "benchmarks.issues", "--small", "--list"]
+    listed = subprocess.run(command, cwd=turns.ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert listed == [case.name for case in cases.CASES if case.kind == "issue"]
+
+
 def test_environments_differ_only_in_the_peers_own_settings(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_of_the_shell")
     monkeypatch.setenv("MALLOC_PERTURB_", "1")
@@ -124,6 +144,12 @@ def test_errors_are_relative_and_trees_count_as_one(tmp_path):
     assert unfused["gradient"] == pytest.approx({"rms": 0.5, "max": 0.5})
     assert checks.worse(unfused, unfused, "conv", "f32") == []
     assert [sentence.partition(":")[0] for sentence in checks.worse(fused, unfused, "conv", "f32")] == ["y"]
+
+
+def test_a_program_written_twice_that_computes_something_else_is_a_failure():
+    right, wrong = {"y": {"rms": 1e-3, "max": 1e-3}}, {"y": {"rms": 1.4, "max": 2.0}}
+    assert checks.astray({"torch": right, "xla": wrong}) == []
+    assert checks.astray({"torch": right, "torch-compile": wrong}) == ["torch-compile: y: rms error 1.4: this is not the same program"]
 
 
 def _result(name="resnet50.b8.f32.training", ms=200.0):
@@ -156,6 +182,30 @@ def test_a_file_keeps_its_other_cases_but_not_those_of_another_machine(tmp_path)
     assert rows[1]["peers"]["jaxfuse"]["ms"] == 100.0 and path.with_suffix(".md").exists()
     with pytest.raises(ValueError, match="another machine"):
         report.merge(path, {**_result(), "machine": {"cpu": "another"}})
+
+
+def test_resuming_leaves_out_what_the_file_has_with_all_peers(tmp_path):
+    path, new = tmp_path / "result.json", {**_result(), "peers": {}, "rows": []}
+    chosen = cases.select(["resnet50.b8.f32"])
+    everything = [(case, "tuned") for case in chosen]
+    assert plan.left_to_do(chosen, ["tuned"], ["xla"], path, new) == everything
+    report.merge(path, _result())
+    (left,) = plan.left_to_do(chosen, ["tuned"], ["xla", "torch"], path, new)
+    assert left[0].name == "resnet50.b8.f32.inference"
+    assert plan.left_to_do(chosen, ["tuned"], ["xla", "torch-compile"], path, new) == everything
+    assert plan.left_to_do(chosen, ["default"], ["xla"], path, new) == [(case, "default") for case in chosen]
+    with pytest.raises(ValueError, match="another machine"):
+        plan.left_to_do(chosen, ["tuned"], ["xla"], path, {**new, "machine": {"cpu": "another"}})
+
+
+def test_the_plan_goes_by_what_was_measured_before():
+    row = _result()["rows"][0]
+    row["peers"] = {"xla": {"ms": 500.0, "prepare_s": 10.0}}
+    work = [(case, "tuned") for case in cases.select(["resnet50.b8.f32.training", "conv1x1_c256_c64_s56.b1.f32.forward"])]
+    found = plan.seconds(work, ["xla"], 3, 0.15, [row])
+    assert found == {"model": 10 + 1 + 3 * 1.5 + 20 / 4, "conv": 2 + 2 / 4}
+    words = plan.sentence(work, 7, ["xla"], found)
+    assert words == "2 cases and 1 peers, about 33 s: model 1 (20 s), conv 1 (2 s); 7 are in the file already"
 
 
 def test_readme_block_is_refreshed_between_its_markers(tmp_path):

@@ -129,6 +129,7 @@ LAYERS = {
     "keras, depthwise and dilated": (by_keras(lambda: [
         L.DepthwiseConv2D(3, dilation_rate=2), L.BatchNormalization(), L.ReLU(6.0)]),
         ["conv+bn+relu6"], ["conv+bias", "bn+relu6"]),
+    "keras, transposed": (by_keras(lambda: [L.Conv2DTranspose(16, 3, strides=2), L.BatchNormalization(), L.ReLU()]), *BLOCK),
     "keras, one dimension, causal": (by_keras(lambda: [
         L.Conv1D(16, 3, padding="causal", dilation_rate=2, activation="swish")], LINE), *2 * (["pad+conv+bias+silu"],)),
     "keras, three dimensions": (by_keras(lambda: [L.Conv3D(16, 3, padding="same"), L.BatchNormalization(), L.ReLU()], CUBE), *BLOCK),
@@ -156,11 +157,66 @@ def test_layer(name, training):
     assert found(training) == (expected[training], [])
 
 
+def keras_transposed(data_format="channels_last", x=X, layer=L.Conv2DTranspose, **options):
+    return lambda: by_keras(lambda: [layer(16, 4, strides=2, activation="relu", data_format=data_format, **options)], x)(False)
+
+
+def flax_transposed(**options):
+    def found():
+        layer = nn.ConvTranspose(16, (4, 4), strides=(2, 2), **options)
+        variables = jax.eval_shape(lambda: layer.init(jax.random.key(0), X))
+        return patterns(lambda v, x: nn.relu(layer.apply(v, x)), variables, X)
+
+    return found
+
+
+def nnx_transposed():
+    graph, state = nnx.split(nnx.ConvTranspose(16, 16, (4, 4), strides=(2, 2), rngs=nnx.Rngs(0)))
+    return patterns(lambda state, x: jax.nn.relu(nnx.merge(graph, state)(x)), state, X)
+
+
+def haiku_transposed(x=X, **options):
+    def found():
+        net = hk.without_apply_rng(hk.transform(lambda x: jax.nn.relu(hk.Conv2DTranspose(16, 4, stride=2, **options)(x))))
+        return patterns(net.apply, jax.eval_shape(net.init, jax.random.key(0), x), x)
+
+    return found
+
+
+def equinox_transposed(**options):
+    def found():
+        layer = eqx.nn.ConvTranspose2d(16, 16, 4, stride=2, padding=1, key=jax.random.key(0), **options)
+        return patterns(lambda x: jax.nn.relu(jax.vmap(layer)(x)), FIRST)
+
+    return found
+
+
+TRANSPOSED = {
+    "keras": keras_transposed(),
+    "keras, same": keras_transposed(padding="same"),
+    "keras, stride beyond the filter": lambda: by_keras(lambda: [L.Conv2DTranspose(16, 2, strides=3, activation="relu")])(False),
+    "keras, channels first": keras_transposed("channels_first", FIRST),
+    "keras, one dimension": keras_transposed(x=LINE, layer=L.Conv1DTranspose),
+    "keras, three dimensions": keras_transposed(x=CUBE, layer=L.Conv3DTranspose),
+    "flax": flax_transposed(),
+    "flax, valid": flax_transposed(padding="VALID"),
+    "flax, transpose_kernel": flax_transposed(transpose_kernel=True),
+    "nnx": nnx_transposed,
+    "haiku": haiku_transposed(),
+    "haiku, channels first": haiku_transposed(FIRST, data_format="NCHW"),
+    "equinox": equinox_transposed(),
+    "equinox, groups": equinox_transposed(groups=2, output_padding=1),
+}
+
+
+@pytest.mark.parametrize("name", TRANSPOSED)
+def test_transposed_convolution(name):
+    assert TRANSPOSED[name]() == (["conv+bias+relu"], [])
+
+
 # name -> (how, fused, skipped pattern, words of the reason), in training
 LEFT = {
     "flax, masked": (by_flax(mask=jnp.ones((4, 8, 8, 1), bool)), ["conv+bias"], "bn", "leaves elements out of the statistics"),
-    "keras, transposed": (by_keras(lambda: [L.Conv2DTranspose(16, 3, strides=2), L.BatchNormalization()]), ["bn"],
-                          "conv", "lhs_dilation (2, 2): no kernel yet on cpu"),
     "flax, over a spatial axis": (by_flax(axis=1), ["bn+relu", "conv+bias"], None, ""),
 }  # fmt: skip
 

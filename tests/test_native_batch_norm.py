@@ -57,13 +57,14 @@ def apply(x, affine, residual=None, activation="none", save_mask=False):
     extra = () if residual is None else (residual,)
     return run(
         "apply", [jax.ShapeDtypeStruct(x.shape, x.dtype), *[mask_type(x)] * save_mask], x, *affine, *extra,
-        activation=activation, has_residual=residual is not None, save_mask=save_mask,
+        activation=activation, alpha=np.float32(0), has_residual=residual is not None, save_mask=save_mask,
     )  # fmt: skip
 
 
 def backward(dy, x, mean, coefficients, slope_from=(), want_dresidual=True, **attrs):
     """[sum_g, sum_gx, dx, dresidual]"""
     full = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    attrs = dict(alpha=np.float32(0), has_residual=len(slope_from) == 4) | attrs
     sums = run("bwd_stats", [vector(x.shape[-1])] * 2, dy, x, mean, *slope_from, **attrs)
     return sums + run(
         "bwd_apply", [full] * (1 + want_dresidual), dy, x, mean, *coefficients, *slope_from, want_dresidual=want_dresidual,
@@ -316,8 +317,8 @@ def test_concurrent_calls_repeat_to_the_bit(own_digest):
 X = np.zeros((4, 6), np.float32)
 V = np.zeros(6, np.float32)
 FULL, MASK = jax.ShapeDtypeStruct((4, 6), np.float32), jax.ShapeDtypeStruct((4, 1), np.uint8)
-APPLY = dict(activation="relu", has_residual=False, save_mask=False)
-BACKWARD = dict(activation="relu", deriv="mask")
+APPLY = dict(activation="relu", alpha=np.float32(0), has_residual=False, save_mask=False)
+BACKWARD = dict(activation="relu", alpha=np.float32(0), deriv="mask", has_residual=False)
 
 
 @pytest.mark.parametrize(
@@ -332,9 +333,12 @@ BACKWARD = dict(activation="relu", deriv="mask")
         ("apply", [FULL], [X, V, V, V.astype(BF16)], APPLY, "offset has dtype bfloat16, expected float32"),
         ("apply", [FULL], [X, V, V, V, X[:2]], APPLY | {"has_residual": True}, r"residual has shape \(2, 6\), expected"),
         ("apply", [FULL, FULL], [X, V, V, V], APPLY | {"save_mask": True}, "mask has dtype float32, expected uint8"),
-        ("apply", [FULL], [X, V, V, V], APPLY | {"activation": "gelu"}, 'activation is "gelu", expected none, relu'),
+        ("apply", [FULL], [X, V, V, V], APPLY | {"activation": "sine"}, 'activation is "sine", expected one of'),
+        ("apply", [FULL, MASK], [X, V, V, V], APPLY | {"activation": "gelu", "save_mask": True}, "activation gelu is no mask"),
+        ("bwd_stats", [vector(6)] * 2, [X, X, V, V, V, V], BACKWARD | {"deriv": "recompute", "has_residual": True},
+         "got 6 operands, expected 7"),
         ("apply", [FULL], [X, V, V, V], {"activation": "relu", "has_residual": False}, "attribute save_mask is missing"),
-        ("apply", [FULL, MASK], [X, V, V, V], APPLY | {"activation": "none", "save_mask": True}, "needs no mask"),
+        ("apply", [FULL, MASK], [X, V, V, V], APPLY | {"activation": "none", "save_mask": True}, "activation none is no mask"),
         ("bwd_stats", [vector(6)] * 2, [X, X, V], BACKWARD, "got 3 operands, expected 4"),
         ("bwd_stats", [vector(6)] * 2, [X, X, V], BACKWARD | {"deriv": "none"}, "contradict each other"),
         ("bwd_stats", [vector(6)] * 2, [X, X, V], BACKWARD | {"deriv": "guess"}, 'deriv is "guess", expected none'),

@@ -28,8 +28,15 @@ VALUES = {
     "silu": lambda z, a: z / (1 + np.exp(-z)),
     "gelu": lambda z, a: np.float64(jax.nn.gelu(np.float32(z), approximate=False)),
     "gelu_tanh": lambda z, a: 0.5 * z * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3))),
+    "mish": lambda z, a: z * np.tanh(np.logaddexp(z, 0)),
     "hard_swish": lambda z, a: z * (np.minimum(np.maximum(z + 3, 0), 6) / 6),
     "softplus": lambda z, a: np.logaddexp(z, 0),
+    "clip": lambda z, a: np.minimum(np.maximum(z, 0), a),
+    "selu": lambda z, a: 1.0507009873554805 * np.where(z > 0, z, 1.6732632423543772 * np.expm1(np.minimum(z, 0))),
+    "celu": lambda z, a: np.where(z > 0, z, a * np.expm1(np.minimum(z, 0) / a)),
+    "hard_sigmoid": lambda z, a: np.minimum(np.maximum(z + 3, 0), 6) / 6,
+    "hard_tanh": lambda z, a: np.minimum(np.maximum(z, -1), 1),
+    "relu_squared": lambda z, a: np.maximum(z, 0) ** 2,
 }
 SLOPES = {  # of y
     "none": lambda y, a: 1,
@@ -38,6 +45,15 @@ SLOPES = {  # of y
     "elu": lambda y, a: np.where(y > 0, 1, y + a),
     "sigmoid": lambda y, a: y * (1 - y),
     "tanh": lambda y, a: 1 - y * y,
+    "selu": lambda y, a: np.where(y > 0, 1.0507009873554805, y + 1.0507009873554805 * 1.6732632423543772),
+    "celu": lambda y, a: np.where(y > 0, 1, y / a + 1),
+    "hard_sigmoid": lambda y, a: ((y > 0) & (y < 1)) / 6,
+    "softplus": lambda y, a: -np.expm1(-y),
+}
+ARGUMENT_SLOPES = {  # of z; the others' are checked by test_ops.py
+    "maximum0": lambda z, a: np.where(z > 0, 1, np.where(z == 0, 0.5, 0)),
+    "hard_tanh": lambda z, a: np.abs(z) <= 1,
+    "silu": lambda z, a: (lambda s: s * (1 + z * (1 - s)))(1 / (1 + np.exp(-z))),
 }
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["f32", "bf16"])
@@ -111,6 +127,37 @@ def test_activations(activation, pixels, dtype):
         found = backward(case, x, w, x, y, activation)
         assert_close(found["dresidual"], g)
         assert_close(found["db"], np.float64(found["dresidual"]).sum((0, 1, 2)))
+
+
+@each_dtype
+@pytest.mark.parametrize("activation", ARGUMENT_SLOPES)
+def test_slope_told_by_the_argument(activation, dtype):
+    case = Case((2, 8, 8, 16), (1, 1, 16, 16))
+    z, w = random(case.x, dtype).at[0, 0, 0, :3].set(jnp.array([0, 1, -1], dtype)), jnp.eye(16, dtype=dtype)[None, None]
+    g = np.float64(z) * ARGUMENT_SLOPES[activation](np.float64(z), ALPHA)
+    assert_close(backward(case, z, w, z, z, activation, by_value=False)["dresidual"], g)
+
+
+@each_dtype
+@pytest.mark.parametrize("name", ["3x3", "depthwise", "NCHW", "long sums"])
+@pytest.mark.parametrize("activation", ["relu", "silu", "relu_squared"])
+def test_residual_last_and_what_the_activation_is_applied_to(activation, name, dtype):
+    case = CASES[name]
+    x, w, residual = random(case.x, dtype), random_filter(case, dtype), random(case.y, dtype, 2)
+    bias = random(case.y[case.specs.out_spec[1]], dtype, 4)
+    z = convolve(case, x, w) + case.per_feature(bias)
+    together = forward(case, x, w, None, bias, residual, activation, residual_last=True)
+    assert_close(together, VALUES[activation](z, ALPHA) + np.float64(residual))
+    y, kept = forward(case, x, w, None, bias, residual, activation, residual_last=True, save_z=True)
+    assert_close(kept, z)
+    assert_close(y, VALUES[activation](np.float64(kept), ALPHA) + np.float64(residual))
+
+
+def test_nan_behind_a_residual_that_comes_last():
+    case = Case((2, 64, 64, 16), (1, 1, 16, 16))
+    x, w, residual = random(case.x).at[0, 1, 2, 3].set(jnp.nan), random(case.w), random(case.y).at[1, 1, 1, 1].set(jnp.nan)
+    y = forward(case, x, w, None, None, residual, "relu", residual_last=True)
+    assert np.argwhere(np.isnan(y)).tolist() == [*[[0, 1, 2, i] for i in range(16)], [1, 1, 1, 1]]
 
 
 WATCHED = ["3x3", "1x1", "stem", "depthwise", "depthwise, multiplier 2", "grouped", "odd", "1-D", "3-D", "NCHW", "long sums"]
@@ -210,9 +257,14 @@ def test_refusals_say_what_and_why():
         (lambda: forward(case, x, w.astype(BF16)), "w has dtype bfloat16, expected float32"),
         (lambda: forward(case, x, w, bias=bias[:5]), r"bias has shape \(5,\), expected \(64,\)"),
         (lambda: forward(case, x, w, residual=x[:1]), r"residual has shape \(1, .*expected \(2, "),
-        (lambda: forward(case, x, w, activation="cosine"), "activation is 'cosine'"),
+        (lambda: forward(case, x, w, activation="cosine"), 'activation is "cosine", expected one of'),
         (lambda: forward(case, x, w, shape=(2, 14, 14, 65)), r"y has shape .*65\), expected .*64\)"),
         (lambda: forward(Case(case.x, case.w, padding=(-1, 1)), x, w), r"padding_low is \(-1, -1\), expected .* at least 0"),
+        (lambda: forward(case, x, w, lhs_dilation=(2, 2)), r"y has shape \(2, 14, 14, 64\), expected \(2, 27, 27, 64\)"),
+        (lambda: forward(case, x, w, lhs_dilation=(2, 2), window_strides=(2, 2)),
+         "window_strides is .* with lhs_dilation"),
+        (lambda: forward(case, x, w, shape=(2, 29, 27, 64), lhs_dilation=(2, 2), padding_low=(3, 1)), 
+         "padding 3 and 1 with lhs_dilation, expected at most 2 and 3"),
         (lambda: backward(case, x, w, x, x, "silu"), "not a function of its value"),
     ]:  # fmt: skip
         with pytest.raises(jax.errors.JaxRuntimeError, match="jaxfuse_conv_(fwd|bwd): .*" + words):

@@ -229,3 +229,20 @@ def test_keras_hard_sigmoid_is_a_near_miss():
     apply, weights = keras_layer(keras.layers.LSTM(3, recurrent_activation="hard_sigmoid"))
     ((pattern, reason),) = rows(apply, weights, XS)
     assert pattern == "lstm" and "the forget gate of an LSTM is sigmoid" in reason
+
+
+def test_a_blend_with_constants_is_no_cell():
+    """As in random numbers that are drawn while tracing: a layer's initial parameters, made and replaced in one function."""
+
+    def blend(x):
+        z = jnp.cos(lax.iota(jnp.float32, 4))
+        return (1 - z) * jnp.sin(lax.iota(jnp.float32, 4)) + z * x
+
+    assert rows(blend, X) == []
+
+    def conv(x, w):
+        layer = nnx.Conv(4, 4, (3,), rngs=nnx.Rngs(0))
+        layer.kernel[...] = w
+        return layer(x)
+
+    assert "gru_cell" not in [pattern for pattern, _ in rows(conv, XS, randn(3, 4, 4))]

@@ -10,8 +10,10 @@ import jax.numpy as jnp  # noqa: E402
 import keras  # noqa: E402
 import pytest  # noqa: E402
 
-from jaxfuse.ops.activations import TABLE, WITHOUT_KERNEL  # noqa: E402
-from test_patterns import B, W, X, check_values, conv, patterns  # noqa: E402
+import jaxfuse  # noqa: E402
+from jaxfuse.ops.activations import TABLE  # noqa: E402
+from test_patterns import B, BETA, GAMMA, W, X, Z, ZR, check_values, conv, patterns  # noqa: E402
+from test_train_step import close, sites  # noqa: E402
 
 ACTIVATIONS = {
     "relu": [jax.nn.relu, nn.relu, keras.activations.relu, keras.ops.relu, keras.layers.ReLU(),
@@ -41,25 +43,52 @@ ACTIVATIONS = {
 
 
 def test_every_activation_is_spelled_here():
-    assert set(ACTIVATIONS) == {*TABLE, *WITHOUT_KERNEL} - {"none"}
+    assert set(ACTIVATIONS) == set(TABLE) - {"none"}
 
 
 @pytest.mark.parametrize("name, index", [(name, i) for name, spellings in ACTIVATIONS.items() for i in range(len(spellings))])
 def test_activation(name, index):
-    """One that the convolution's kernel does not know is named, and the bias is fused all the same."""
     activation = ACTIVATIONS[name][index]
     fused, skipped = patterns(lambda x, w, b: activation(conv(x, w) + b), X, W, B)
-    if name in WITHOUT_KERNEL:
-        parts = dict(clip="maximum0", relu_squared="relu", selu="elu").get(name)
-        assert fused == [f"conv+bias+{parts}" if parts else "conv+bias"]
-        assert skipped == [(f"conv+bias+{name}", f"activation {name}: no kernel yet on cpu")]
-    else:
-        assert (fused, skipped) == ([f"conv+bias+{name}"], [])
+    assert (fused, skipped) == ([f"conv+bias+{name}"], [])
 
 
-@pytest.mark.parametrize("name", WITHOUT_KERNEL)
-def test_values_without_kernel(name):
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_values(name):
     check_values(lambda x, w, b: ACTIVATIONS[name][0](conv(x, w) + b), X, W, B, tolerance=1e-4)
+
+
+def normalised(x, gamma, beta):
+    return (x - x.mean((0, 1, 2))) * jax.lax.rsqrt(x.var((0, 1, 2)) + 1e-5) * gamma + beta
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("name, index", [(name, i) for name, spellings in ACTIVATIONS.items() for i in range(len(spellings))])
+def test_activation_behind_batch_norm_in_a_train_step(name, index, residual):
+    """Autodiff has written its derivative; the passes of the gradient begin behind it."""
+
+    def loss(x, gamma, beta, added):
+        z = normalised(x, gamma, beta)
+        return jnp.sum(jnp.sin(ACTIVATIONS[name][index](z + added if residual else z)) * ZR)
+
+    step, args = jax.value_and_grad(loss, (0, 1, 2, *[3] * residual)), (Z, GAMMA, BETA, ZR)
+    report = jaxfuse.explain(step, *args, policy="always")
+    label = f"bn{'+add' * residual}+{name}"
+    assert sites(report, "forward") == sites(report, "backward") == {label: 1} and not report.skipped
+    close(jaxfuse.fuse(step, policy="always")(*args), jax.jit(step)(*args), 1e-4)
+
+
+def test_another_derivative_behind_batch_norm_is_not_the_activations():
+    """silu forward, the derivative of relu backward: the rule is the user's."""
+
+    @jax.custom_jvp
+    def odd(z):
+        return jax.nn.silu(z)
+
+    odd.defjvp(lambda primals, tangents: (jax.nn.silu(*primals), jnp.where(primals[0] > 0, tangents[0], 0)))
+    step, args = jax.value_and_grad(lambda *args: jnp.sum(jnp.sin(odd(normalised(*args)))), (0, 1, 2)), (Z, GAMMA, BETA)
+    assert sites(jaxfuse.explain(step, *args, policy="always"), "backward") == {"bn": 1}
+    close(jaxfuse.fuse(step, policy="always")(*args), jax.jit(step)(*args), 1e-4)
 
 
 def test_the_same_text_with_another_constant():

@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "activation_attr.h"
 #include "batch_norm_kernels.h"
 #include "batch_norm_tiles.h"
 #include "handler.h"
@@ -62,14 +63,9 @@ struct FoldedAffine {
   Affine view() const { return {center.data(), scale.data(), offset.data()}; }
 };
 
-Activation activation_attr(const Call& call) {
-  const auto name = call.attr<std::string_view>("activation");
-  if (name == "none") return Activation::none;
-  if (name == "relu") return Activation::relu;
-  if (name == "relu6") return Activation::relu6;
-  if (name == "maximum0") return Activation::maximum0;
-  if (name == "clip6") return Activation::clip6;
-  call.refuse("attribute activation is \"", name, "\", expected none, relu, relu6, maximum0 or clip6");
+bool has_mask(Activation activation) {
+  return activation == Activation::relu || activation == Activation::maximum0 || activation == Activation::relu6 ||
+         activation == Activation::clip6;
 }
 
 Derivative derivative_attr(const Call& call, Activation activation) {
@@ -117,8 +113,9 @@ void stats(const Call& call) {
 void apply(const Call& call) {
   const bool has_residual = call.attr<bool>("has_residual"), save_mask = call.attr<bool>("save_mask");
   const Activation activation = activation_attr(call);
-  if (save_mask && activation == Activation::none) {
-    call.refuse("attribute save_mask is true but activation is \"none\", which needs no mask");
+  if (save_mask && !has_mask(activation)) {
+    call.refuse("attribute save_mask is true but the derivative of activation ", call.attr<std::string_view>("activation"),
+                " is no mask");
   }
   call.expect_counts(4 + has_residual, 1 + save_mask);
   const Tensor x = full_size(call, 0, "x");
@@ -130,6 +127,7 @@ void apply(const Call& call) {
   const ApplyArgs args{x.dtype == DType::BF16,
                        folding.folded_channels(),
                        activation,
+                       call.attr<float>("alpha"),
                        x.data,
                        affine.view(),
                        has_residual ? like(call, call.operand(4, "residual"), x).data : nullptr,
@@ -140,7 +138,8 @@ void apply(const Call& call) {
   for_tiles(folding, cut(folding.rows, args.channels, 1), [&](const Tile& tile, int64_t) { run.apply(args, tile); });
 }
 
-// What both backward targets have: operands dy, x, mean, `coefficients` of a, b, c, then those of the derivative.
+// What both backward targets have: operands dy, x, mean, `coefficients` of a, b, c, then those of the derivative: the mask,
+// or center, scale, offset and the residual if there was one.
 struct Backward {
   Folding folding;
   std::vector<float> mean, a, b, c;
@@ -152,8 +151,9 @@ struct Backward {
     const Activation activation = activation_attr(call);
     const Derivative derivative = derivative_attr(call, activation);
     const bool has_mask = derivative == Derivative::mask, recomputes = derivative == Derivative::recompute;
+    const bool has_residual = recomputes && call.attr<bool>("has_residual");
     const size_t next = with_coefficients ? 6 : 3;
-    call.expect_counts(next + (has_mask ? 1 : recomputes ? 3 : 0), results);
+    call.expect_counts(next + (has_mask ? 1 : recomputes ? 3 + has_residual : 0), results);
     const auto [rows, channels] = rows_of(x);
     folding = fold(rows, std::max<int64_t>(channels, 1), has_mask);
     const auto folded = [&](size_t i, const char* name) {
@@ -165,12 +165,14 @@ struct Backward {
     args = {x.dtype == DType::BF16,
             folding.folded_channels(),
             activation,
+            call.attr<float>("alpha"),
             derivative,
             like(call, call.operand(0, "dy"), x).data,
             x.data,
             mean.data(),
             has_mask ? mask_for(call, call.operand(next, "mask"), x) : nullptr,
             affine.view(),
+            has_residual ? like(call, call.operand(next + 3, "residual"), x).data : nullptr,
             a.data(),
             b.data(),
             c.data(),

@@ -1,9 +1,9 @@
 // Normalisation, residual and activation, forward and backward. Both passes take z and activation' from here.
 #pragma once
 
+#include "activation_loops.h"
 #include "batch_norm_kernels.h"
 #include "batch_norm_stats_loops.h"
-#include "simd.h"
 
 namespace jaxfuse::batch_norm {
 namespace {
@@ -13,31 +13,17 @@ Floats normalised(Floats x, const Affine& affine, int64_t c, Lanes lanes) {
   return (x - load(affine.center + c, lanes)) * load(affine.scale + c, lanes) + load(affine.offset + c, lanes);
 }
 
-constexpr bool is_limited(Activation activation) {
-  return activation == Activation::relu6 || activation == Activation::clip6;
-}
-
-template <Activation activation>
-Floats activated(Floats z) {  // each comparison is false for NaN, which so stays
-  if constexpr (activation == Activation::none) return z;
-  z = z <= 0.0f ? Floats{} : z;
-  if constexpr (is_limited(activation)) z = z >= 6.0f ? Floats{} + 6.0f : z;
-  return z;
+// Whether the derivative is 1 or 0 (or half at a tie), told by z as well once it is rounded to x's dtype: so a mask, y and
+// what is recomputed agree.
+constexpr bool is_gate(Activation activation) {
+  return activation == Activation::relu || activation == Activation::maximum0 || activation == Activation::relu6 ||
+         activation == Activation::clip6;
 }
 
 // Where the derivative is 1.
 template <Activation activation>
 Ints passes(Floats z) {
-  if constexpr (is_limited(activation)) return (z > 0.0f) & (z < 6.0f);
-  return z > 0.0f;
-}
-
-// Where it is 0.5.
-template <Activation activation>
-Ints halves(Floats z) {
-  if constexpr (activation == Activation::clip6) return (z == 0.0f) | (z == 6.0f);
-  if constexpr (activation == Activation::maximum0) return z == 0.0f;
-  return Ints{};
+  return pulled_back<activation>(Floats{} + 1.0f, z, 0) == 1.0f;
 }
 
 template <class T, class Lanes>
@@ -56,9 +42,9 @@ void apply(const ApplyArgs args, const Tile tile) {
     for_vectors(tile.channel_begin, tile.channel_end, [&](int64_t c, auto lanes) {
       Floats z = normalised(load(x + c, lanes), args.affine, c, lanes);
       if constexpr (has_residual) z += load(residual + c, lanes);
-      z = round_to<T>(z);  // before the mask is taken, so that mask and y agree
+      if constexpr (is_gate(activation)) z = round_to<T>(z);
       if constexpr (save_mask) store_lane_bits(mask + c / 8, to_bits(passes<activation>(z)), lanes);
-      put(y + c, activated<activation>(z), lanes, args.stream);
+      put(y + c, round_to<T>(activated<activation>(z, args.alpha)), lanes, args.stream);
     });
   }
   finish_streaming();
@@ -69,11 +55,13 @@ template <class T, Derivative derivative, Activation activation>
 struct Gradient {
   const BackwardArgs& args;
   const T* dy;
+  const T* residual;
   const uint8_t* mask;
 
   Gradient(const BackwardArgs& args, int64_t row)
       : args(args),
         dy(static_cast<const T*>(args.dy) + row * args.channels),
+        residual(args.residual ? static_cast<const T*>(args.residual) + row * args.channels : nullptr),
         mask(derivative == Derivative::mask ? args.mask + row * ((args.channels + 7) / 8) : nullptr) {}
 
   template <class Lanes>
@@ -84,9 +72,9 @@ struct Gradient {
       return from_bits(load_lane_bits(mask + c / 8, lanes)) ? g : Floats{};
     }
     Floats z = normalised(x, args.affine, c, lanes);  // bit for bit what apply() had
-    if constexpr (is_limited(activation)) z = round_to<T>(z);  // can reach 6, but never crosses 0
-    const Floats at_ties = halves<activation>(z) ? 0.5f * g : Floats{};
-    return passes<activation>(z) ? g : at_ties;
+    if (residual) z += load(residual + c, lanes);
+    if constexpr (is_gate(activation)) z = round_to<T>(z);
+    return pulled_back<activation>(g, z, args.alpha);
   }
 };
 

@@ -4,10 +4,10 @@
 
 #include <cstdint>
 
+#include "activation.h"
+
 namespace jaxfuse::batch_norm {
 
-// maximum0 and clip6 have the values of relu and relu6; at a tie (0; 0 and 6) their derivative is 0.5, there 0.
-enum class Activation { none, relu, relu6, maximum0, clip6 };
 enum class Derivative { none, mask, recompute };
 
 struct Tile {
@@ -34,6 +34,7 @@ struct ApplyArgs {
   bool bf16;
   int64_t channels;
   Activation activation;
+  float alpha;
   const void* x;
   Affine affine;
   const void* residual;  // or null
@@ -46,11 +47,13 @@ struct BackwardArgs {
   bool bf16;
   int64_t channels;
   Activation activation;
+  float alpha;
   Derivative derivative;
   const void *dy, *x;
   const float* mean;
-  const uint8_t* mask;  // for Derivative::mask
-  Affine affine;        // for Derivative::recompute
+  const uint8_t* mask;   // for Derivative::mask
+  Affine affine;         // for Derivative::recompute
+  const void* residual;  // for Derivative::recompute, or null
   const float *a, *b, *c;  // from here on for backward_apply only
   void* dx;
   void* dresidual;  // or null

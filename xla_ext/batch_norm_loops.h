@@ -9,17 +9,6 @@ namespace jaxfuse::batch_norm {
 namespace {
 
 template <class F>
-void with_activation(Activation activation, F f) {
-  switch (activation) {
-    case Activation::none: return f(Constant<Activation::none>{});
-    case Activation::relu: return f(Constant<Activation::relu>{});
-    case Activation::relu6: return f(Constant<Activation::relu6>{});
-    case Activation::maximum0: return f(Constant<Activation::maximum0>{});
-    case Activation::clip6: return f(Constant<Activation::clip6>{});
-  }
-}
-
-template <class F>
 void with_gradient(const BackwardArgs& args, F f) {
   using None = Constant<Activation::none>;
   switch (args.derivative) {
@@ -40,7 +29,9 @@ constexpr Kernels kernels = {
         with_activation(args.activation, [&](auto act) {
           with_bool(args.residual, [&](auto residual) {
             with_bool(args.mask, [&](auto mask) {
-              apply<decltype(t), act.value, residual.value, mask.value>(args, tile);
+              if constexpr (is_gate(act.value) || !mask.value) {
+                apply<decltype(t), act.value, residual.value, mask.value>(args, tile);
+              }
             });
           });
         });

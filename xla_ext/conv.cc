@@ -1,11 +1,12 @@
-// jaxfuse_conv_fwd: y = activation(scale·conv(x, w) + bias + residual) in one pass over y.
+// jaxfuse_conv_fwd: y = activation(z), z = scale·conv(x, w) + bias + residual, in one pass over y; or the residual is added
+// after the activation. With `save_z` z is a second result.
 #include "conv.h"
 
 #include <cstring>
 #include <optional>
 #include <string>
-#include <string_view>
 
+#include "activation_attr.h"
 #include "conv_epilogue.h"
 #include "conv_slices.h"
 #include "nan_watch.h"
@@ -15,27 +16,38 @@ namespace {
 
 using dnnl::algorithm;
 
-struct Eltwise {
-  algorithm kind;
-  float alpha, beta;
-};
-
-Eltwise eltwise(Activation activation, float alpha) {
+// The activation as oneDNN's post-ops.
+void append(dnnl::post_ops& ops, Activation activation, float alpha) {
   switch (activation) {
-    case Activation::relu: return {algorithm::eltwise_relu, 0, 0};
-    case Activation::relu6: return {algorithm::eltwise_clip, 0, 6};
-    case Activation::leaky_relu: return {algorithm::eltwise_relu, alpha, 0};
-    case Activation::elu: return {algorithm::eltwise_elu, alpha, 0};
-    case Activation::sigmoid: return {algorithm::eltwise_logistic, 0, 0};
-    case Activation::tanh: return {algorithm::eltwise_tanh, 0, 0};
-    case Activation::silu: return {algorithm::eltwise_swish, 1, 0};
-    case Activation::gelu: return {algorithm::eltwise_gelu_erf, 0, 0};
-    case Activation::gelu_tanh: return {algorithm::eltwise_gelu_tanh, 0, 0};
-    case Activation::hard_swish: return {algorithm::eltwise_hardswish, 1.0f / 6, 0.5f};
-    case Activation::softplus: return {algorithm::eltwise_soft_relu, 1, 0};
-    case Activation::none: break;
+    case Activation::none: return;
+    case Activation::relu:
+    case Activation::maximum0: return ops.append_eltwise(algorithm::eltwise_relu, 0, 0);
+    case Activation::relu6:
+    case Activation::clip6: return ops.append_eltwise(algorithm::eltwise_clip, 0, 6);
+    case Activation::clip: return ops.append_eltwise(algorithm::eltwise_clip, 0, alpha);
+    case Activation::hard_tanh: return ops.append_eltwise(algorithm::eltwise_clip, -1, 1);
+    case Activation::leaky_relu: return ops.append_eltwise(algorithm::eltwise_relu, alpha, 0);
+    case Activation::elu: return ops.append_eltwise(algorithm::eltwise_elu, alpha, 0);
+    case Activation::selu:
+      ops.append_eltwise(algorithm::eltwise_elu, 1.67326324f, 0);
+      return ops.append_eltwise(algorithm::eltwise_linear, 1.05070099f, 0);
+    case Activation::celu:
+      ops.append_eltwise(algorithm::eltwise_linear, 1 / alpha, 0);
+      ops.append_eltwise(algorithm::eltwise_elu, 1, 0);
+      return ops.append_eltwise(algorithm::eltwise_linear, alpha, 0);
+    case Activation::sigmoid: return ops.append_eltwise(algorithm::eltwise_logistic, 0, 0);
+    case Activation::tanh: return ops.append_eltwise(algorithm::eltwise_tanh, 0, 0);
+    case Activation::silu: return ops.append_eltwise(algorithm::eltwise_swish, 1, 0);
+    case Activation::gelu: return ops.append_eltwise(algorithm::eltwise_gelu_erf, 0, 0);
+    case Activation::gelu_tanh: return ops.append_eltwise(algorithm::eltwise_gelu_tanh, 0, 0);
+    case Activation::mish: return ops.append_eltwise(algorithm::eltwise_mish, 0, 0);
+    case Activation::hard_swish: return ops.append_eltwise(algorithm::eltwise_hardswish, 1.0f / 6, 0.5f);
+    case Activation::hard_sigmoid: return ops.append_eltwise(algorithm::eltwise_hardsigmoid, 1.0f / 6, 0.5f);
+    case Activation::softplus: return ops.append_eltwise(algorithm::eltwise_soft_relu, 1, 0);
+    case Activation::relu_squared:
+      ops.append_eltwise(algorithm::eltwise_relu, 0, 0);
+      return ops.append_eltwise(algorithm::eltwise_square, 0, 0);
   }
-  return {algorithm::undef, 0, 0};
 }
 
 struct Forward {
@@ -45,15 +57,17 @@ struct Forward {
   Tensor y;
   Activation activation;
   float alpha;
-  bool adds = false;  // to what y holds
+  bool residual_last = false;  // added after the activation
+  std::optional<Tensor> z{};   // where to keep what the activation is applied to
+  bool adds = false;           // to what y holds
 };
 
 Forward checked(const Call& call) {
   const bool has_scale = call.attr<bool>("has_scale"), has_bias = call.attr<bool>("has_bias"),
-             has_residual = call.attr<bool>("has_residual");
-  call.expect_counts(2 + has_scale + has_bias + has_residual, 1);
+             has_residual = call.attr<bool>("has_residual"), save_z = call.attr<bool>("save_z");
+  call.expect_counts(2 + has_scale + has_bias + has_residual, 1 + save_z);
   Forward f{Geometry(call), call.operand(0, "x"), call.operand(1, "w"), {}, {}, {}, call.result(0, "y"),
-            activation_named(call, call.attr<std::string_view>("activation")), call.attr<float>("alpha")};
+            activation_attr(call), call.attr<float>("alpha"), call.attr<bool>("residual_last")};
   call.expect_dtype(f.x, {DType::F32, DType::BF16});
   call.expect_dtype(f.w, {f.x.dtype});
   call.expect_dtype(f.y, {f.x.dtype});
@@ -75,6 +89,11 @@ Forward checked(const Call& call) {
     call.expect_dtype(*f.residual, {f.x.dtype});
     call.expect_shape(*f.residual, f.y.shape);
   }
+  if (save_z) {
+    f.z = call.result(1, "z");
+    call.expect_dtype(*f.z, {f.y.dtype});
+    call.expect_shape(*f.z, f.y.shape);
+  }
   return f;
 }
 
@@ -82,12 +101,12 @@ constexpr int post_op(int i) { return DNNL_ARG_ATTR_MULTIPLE_POST_OP(i) | DNNL_A
 
 // What oneDNN is asked for, and the user's buffers that it will read.
 struct Request {
-  dnnl::convolution_forward::primitive_desc descriptor;
+  dnnl::primitive_desc descriptor;
   onednn::Primitive::Layouts inputs;
 };
 
-// Post-ops in order: what y holds, scale (then the bias, which must come after it), residual, activation. x, w, y and the
-// residual are taken as `type` inside.
+// Post-ops in order: what y holds, scale (then the bias, which must come after it), residual, activation; or the residual
+// last. x, w, y and the residual are taken as `type` inside.
 Request request(const Forward& f, ElementType type) {
   const Geometry& g = f.geometry;
   const auto x = g.data(f.x, g.lhs_spec), w = g.filter(f.w), y = g.data(f.y, g.out_spec);
@@ -109,23 +128,29 @@ Request request(const Forward& f, ElementType type) {
     bias = {{f.bias->shape[0]}, wanted, dnnl::memory::format_tag::a};
     inputs.emplace_back(DNNL_ARG_BIAS, dnnl::memory::desc({f.bias->shape[0]}, given, dnnl::memory::format_tag::a));
   }
-  if (f.residual) binary(algorithm::binary_add, y, channels_last(y, type));
-  if (f.activation != Activation::none) {
-    const Eltwise e = eltwise(f.activation, f.alpha);
-    ops.append_eltwise(e.kind, e.alpha, e.beta);
-  }
+  if (f.residual && !f.residual_last) binary(algorithm::binary_add, y, channels_last(y, type));
+  append(ops, f.activation, f.alpha);
+  if (f.residual && f.residual_last) binary(algorithm::binary_add, y, channels_last(y, type));
   dnnl::primitive_attr attr = attributes();
   attr.set_post_ops(ops);
-  return {{onednn::engine(), dnnl::prop_kind::forward_inference, algorithm::convolution_direct, channels_last(x, type),
-           any_layout(w, type), bias, channels_last(y, type), g.strides, g.onednn_dilation(), g.padding_low,
-           g.padding_high, attr},
+  const auto inner_x = channels_last(x, type), inner_w = any_layout(w, type), inner_y = channels_last(y, type);
+  if (g.transposed()) {
+    const Geometry a = g.adjoint(f.w);
+    return {dnnl::deconvolution_forward::primitive_desc(
+                onednn::engine(), dnnl::prop_kind::forward_inference, algorithm::deconvolution_direct, inner_x, inner_w, bias,
+                inner_y, a.strides, a.onednn_dilation(), a.padding_low, a.padding_high, attr),
+            inputs};
+  }
+  return {dnnl::convolution_forward::primitive_desc(
+              onednn::engine(), dnnl::prop_kind::forward_inference, algorithm::convolution_direct, inner_x, inner_w, bias,
+              inner_y, g.strides, g.onednn_dilation(), g.padding_low, g.padding_high, attr),
           inputs};
 }
 
 // oneDNN's bf16 matrix kernels take input features two at a time. Where their number is odd they multiply the last one's
 // neighbour in memory, which belongs to another pixel or group, by a zero weight: an Inf or NaN there becomes a NaN here.
 bool takes_in_a_neighbour(const Forward& f, const Request& request) {
-  const int64_t features = f.w.shape[f.geometry.rhs_spec[1]];
+  const int64_t features = f.geometry.inputs_per_group(f.w);
   const std::string implementation = request.descriptor.impl_info_str();
   return f.x.dtype == DType::BF16 && features % 2 && implementation.find("brgconv") != std::string::npos;
 }
@@ -142,13 +167,14 @@ onednn::SharedPrimitive make(const Forward& f) {
   if (has_extras && implementation.substr(0, 3) == "ref") return nullptr;
   if (is_slice(f) && implementation.find("brgconv") == std::string::npos) return nullptr;
   const onednn::Primitive::Layouts outputs{{DNNL_ARG_DST, f.geometry.data(f.y, f.geometry.out_spec)}};
-  return std::make_shared<onednn::Primitive>(r.descriptor, dnnl::convolution_forward(r.descriptor), r.inputs, outputs);
+  return std::make_shared<onednn::Primitive>(r.descriptor, dnnl::primitive(r.descriptor), r.inputs, outputs);
 }
 
 onednn::SharedPrimitive primitive(const Forward& f) {
   int32_t alpha_bits;
   std::memcpy(&alpha_bits, &f.alpha, sizeof alpha_bits);
-  onednn::Key key{0, int64_t(f.activation), alpha_bits, f.adds, f.scale.has_value(), f.residual.has_value(),
+  onednn::Key key{0, int64_t(f.activation), alpha_bits, f.adds, f.residual_last, f.scale.has_value(),
+                  f.residual.has_value(),
                   f.bias ? int64_t(f.bias->dtype) : -1};
   for (const Tensor* t : {&f.x, &f.w, &f.y}) append_to(key, *t);
   f.geometry.append_to(key);
@@ -161,6 +187,11 @@ void run(const onednn::Primitive& primitive, const Forward& f, void* y) {
   int op = f.adds;
   if (f.scale) buffers.emplace_back(post_op(op++), f.scale->data);
   if (f.bias) buffers.emplace_back(f.scale ? post_op(op++) : DNNL_ARG_BIAS, f.bias->data);
+  if (f.residual_last) {
+    dnnl::post_ops before;
+    append(before, f.activation, f.alpha);
+    op += before.len();
+  }
   if (f.residual) buffers.emplace_back(post_op(op), f.residual->data);
   primitive.run(buffers);
 }
@@ -195,7 +226,7 @@ bool run(const Forward& f, void* y) {
   return whole != nullptr;
 }
 
-// y = activation(scale·in + bias + residual), by our own loops.
+// y = activation(scale·in + bias + residual), or the residual last, by our own loops.
 void finish(const Forward& f, const void* in, DType in_dtype) {
   std::vector<float> bias(f.bias ? f.bias->shape[0] : 0);
   for (size_t i = 0; i < bias.size(); ++i) {
@@ -203,20 +234,28 @@ void finish(const Forward& f, const void* in, DType in_dtype) {
   }
   run_epilogue(f.y, f.geometry.out_spec[1],
                {f.activation, f.alpha, in, in_dtype, f.scale ? f.scale->as<float>() : nullptr,
-                f.bias ? bias.data() : nullptr, f.residual ? f.residual->data : nullptr});
+                f.bias ? bias.data() : nullptr, f.residual ? f.residual->data : nullptr, f.residual_last});
 }
 
-Forward without_activation(Forward f) {
+// z, into y.
+Forward up_to_activation(Forward f) {
   f.activation = Activation::none;
+  if (f.residual_last) f.residual.reset();
   return f;
+}
+
+// y from z.
+void activate(const Forward& f, const void* z) {
+  Forward rest = bare(f, f.y);
+  rest.activation = f.activation, rest.alpha = f.alpha, rest.residual_last = f.residual_last;
+  if (f.residual_last) rest.residual = f.residual;
+  finish(rest, z, f.y.dtype);
 }
 
 // The convolution with whatever oneDNN can add to it at full speed, and the rest by us.
 void run_apart(const Forward& f) {
-  if (run(without_activation(f), f.y.data)) {
-    Forward rest = bare(f, f.y);
-    rest.activation = f.activation, rest.alpha = f.alpha;
-    if (f.activation != Activation::none) finish(rest, f.y.data, f.y.dtype);
+  if (run(up_to_activation(f), f.y.data)) {
+    if (f.activation != Activation::none || f.residual_last) activate(f, f.y.data);
   } else {  // into f32, to be rounded once
     const onednn::Scratch z(f.y.size() * sizeof(float));
     run(bare(f, {f.y.name, z.data(), DType::F32, f.y.shape}), z.data());
@@ -230,7 +269,10 @@ bool better_apart(const Forward& f) {
   switch (f.activation) {
     case Activation::none: return true;
     case Activation::elu:
+    case Activation::selu:
+    case Activation::celu:
     case Activation::gelu:
+    case Activation::mish:
     case Activation::softplus:  // oneDNN is off by 1e-6, which is all of a small value, but does not show in bf16
       return f32;
     default: return false;
@@ -243,14 +285,30 @@ void run_fused(const Forward& f) {
   if (!watch.perhaps_nan()) return;
   // The numbers that are right stay: whether a false alarm brought us here must not show in them.
   const onednn::Scratch z(f.y.bytes());
-  if (!run(without_activation(f), z.data())) return run_apart(f);
-  restore_not_finite(f.y, f.geometry.out_spec[1], z.data(), f.activation, f.alpha);
+  if (!run(up_to_activation(f), z.data())) return run_apart(f);
+  const void* added = f.residual_last ? f.residual->data : nullptr;
+  restore_not_finite(f.y, f.geometry.out_spec[1], z.data(), f.activation, f.alpha, added);
+}
+
+void run_saving(const Forward& f) {
+  Forward z = up_to_activation(f);
+  z.y = *f.z;
+  run_apart(z);
+  activate(f, f.z->data);
 }
 
 void conv_fwd(const Call& call) {
   const Forward f = checked(call);
   if (f.y.size() == 0) return;
-  if (f.x.size() == 0 || f.w.size() == 0) return finish(f, nullptr, f.y.dtype);  // no products to sum
+  if (f.x.size() == 0 || f.w.size() == 0) {  // no products to sum
+    if (f.z) {
+      Forward z = up_to_activation(f);
+      z.y = *f.z;
+      finish(z, nullptr, f.y.dtype);
+    }
+    return finish(f, nullptr, f.y.dtype);
+  }
+  if (f.z) return run_saving(f);
   better_apart(f) ? run_apart(f) : run_fused(f);
 }
 

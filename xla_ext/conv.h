@@ -26,12 +26,20 @@ struct Geometry {
   // One number per output feature, to be broadcast over y.
   dnnl::memory::desc per_feature(const Tensor& v, dnnl::memory::data_type type) const;
 
+  // A convolution of x with zeros between its elements (`lhs_dilation`), with the filter turned around: the gradient of a
+  // strided convolution from y to x, its adjoint.
+  bool transposed() const;
+  Geometry adjoint(const Tensor& w) const;
+
+  int64_t inputs_per_group(const Tensor& w) const { return filter_swapped ? w.shape[rhs_spec[0]] / groups : w.shape[rhs_spec[1]]; }
+
   size_t spatial_rank() const { return strides.size(); }
   dnnl::memory::dims onednn_dilation() const;  // oneDNN counts the holes: 0 is dense
 
-  Shape strides, padding_low, padding_high, dilation;
+  Shape strides, padding_low, padding_high, dilation, lhs_dilation;
   int64_t groups;
   Spec lhs_spec, rhs_spec, out_spec;
+  bool filter_swapped = false;  // within each group the filter's output features are the convolution's inputs
   int64_t filter_features = 0;  // input features of the filter's buffer, where w is a slice of it; 0: as many as w's
 };
 

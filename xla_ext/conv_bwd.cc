@@ -1,10 +1,10 @@
-// jaxfuse_conv_bwd: the gradients of y = activation(conv(x, w) + bias + residual), from y instead of what is inside:
-//   g = dy·activation'(y)     db = Σ g     dresidual = g     dx, dw = the convolution's own gradients at g
+// jaxfuse_conv_bwd: the gradients of y = activation(z), z = conv(x, w) + bias + residual, the derivative told by y or by z:
+//   g = dy·activation'(z)     db = Σ g     dresidual = g     dx, dw = the convolution's own gradients at g
 #include <cstring>
 #include <memory>
 #include <optional>
-#include <string_view>
 
+#include "activation_attr.h"
 #include "conv.h"
 #include "conv_epilogue.h"
 #include "conv_slices.h"
@@ -17,13 +17,14 @@ using dnnl::algorithm;
 
 struct Backward {
   Geometry geometry;
-  std::optional<Tensor> x, w, y, dx, dw, db, dresidual;
+  std::optional<Tensor> x, w, told, dx, dw, db, dresidual;  // told: y if by_value, else z
   Tensor dy;
   Activation activation;
   float alpha;
+  bool by_value;
 };
 
-// The derivative as a function of the value; there is none for the other activations.
+// Whether the derivative is a function of the value.
 bool told_by_value(Activation activation) {
   switch (activation) {
     case Activation::none:
@@ -31,8 +32,12 @@ bool told_by_value(Activation activation) {
     case Activation::relu6:
     case Activation::leaky_relu:
     case Activation::elu:
+    case Activation::selu:
+    case Activation::celu:
     case Activation::sigmoid:
-    case Activation::tanh: return true;
+    case Activation::tanh:
+    case Activation::hard_sigmoid:
+    case Activation::softplus: return true;
     default: return false;
   }
 }
@@ -46,10 +51,10 @@ void check(const Call& call, const Backward& b) {
   for (const auto* t : {&b.x, &b.w, &b.dx, &b.dresidual}) {
     if (*t) call.expect_dtype(**t, {dtype});
   }
-  for (const auto* t : {&b.y, &b.dresidual}) {
+  for (const auto* t : {&b.told, &b.dresidual}) {
     if (*t) call.expect_shape(**t, b.dy.shape);
   }
-  if (b.y) call.expect_dtype(*b.y, {dtype});
+  if (b.told) call.expect_dtype(*b.told, {dtype});
   for (const auto* t : {&b.dw, &b.db}) {
     if (*t) call.expect_dtype(**t, {DType::F32, dtype});
   }
@@ -61,8 +66,9 @@ void check(const Call& call, const Backward& b) {
 Backward checked(const Call& call) {
   const bool want_dx = call.attr<bool>("want_dx"), want_dw = call.attr<bool>("want_dw"),
              want_db = call.attr<bool>("want_db"), want_dresidual = call.attr<bool>("want_dresidual");
-  const Activation activation = activation_named(call, call.attr<std::string_view>("activation"));
-  if (!told_by_value(activation)) call.refuse("activation's derivative is not a function of its value");
+  const Activation activation = activation_attr(call);
+  const bool by_value = call.attr<bool>("by_value");
+  if (by_value && !told_by_value(activation)) call.refuse("activation's derivative is not a function of its value");
   call.expect_counts(want_dw + want_dx + 1 + (activation != Activation::none),
                      want_dx + want_dw + want_db + want_dresidual);
   size_t operand = 0, result = 0;
@@ -73,10 +79,10 @@ Backward checked(const Call& call) {
     return present ? std::optional(call.result(result++, name)) : std::nullopt;
   };
   auto x = next_operand(want_dw, "x"), w = next_operand(want_dx, "w"), dy = next_operand(true, "dy"),
-       y = next_operand(activation != Activation::none, "y");
+       told = next_operand(activation != Activation::none, by_value ? "y" : "z");
   auto dx = next_result(want_dx, "dx"), dw = next_result(want_dw, "dw"), db = next_result(want_db, "db"),
        dresidual = next_result(want_dresidual, "dresidual");
-  Backward b{Geometry(call), x, w, y, dx, dw, db, dresidual, *dy, activation, call.attr<float>("alpha")};
+  Backward b{Geometry(call), x, w, told, dx, dw, db, dresidual, *dy, activation, call.attr<float>("alpha"), by_value};
   check(call, b);
   return b;
 }
@@ -169,6 +175,12 @@ void weights_gradient(const Geometry& geometry, const Tensor& x, const Tensor& d
       ->run({{DNNL_ARG_SRC, x.data}, {DNNL_ARG_DIFF_DST, g}, {DNNL_ARG_DIFF_WEIGHTS, dw.data}});
 }
 
+// The adjoint's own forward and weight gradient, from g to x.
+void transposed_gradients(const Backward& b, const Tensor& g) {
+  if (b.dx && b.dx->size() > 0) convolve(b.geometry.adjoint(*b.w), g, *b.w, *b.dx);
+  if (b.dw) weights_gradient(b.geometry.adjoint(*b.dw), g, *b.dw, *b.x, b.x->data);
+}
+
 void store_bias_gradient(const Tensor& db, const std::vector<float>& sums) {
   for (size_t i = 0; i < sums.size(); ++i) {
     if (db.dtype == DType::F32) {
@@ -188,11 +200,12 @@ void conv_bwd(const Call& call) {
   void* written = b.dresidual ? b.dresidual->data : g_in_scratch ? scratch.data() : nullptr;
   if (written || b.db) {
     std::vector<float> sums(b.db ? b.dy.shape[feature] : 0);
-    run_gradient(b.dy, feature, {b.activation, b.alpha, b.y ? b.y->data : nullptr, written},
+    run_gradient(b.dy, feature, {b.activation, b.alpha, b.told ? b.told->data : nullptr, b.by_value, written},
                  b.db ? sums.data() : nullptr);
     if (b.db) store_bias_gradient(*b.db, sums);
   }
   void* g = g_is_dy ? b.dy.data : written;
+  if (b.geometry.transposed()) return transposed_gradients(b, {b.dy.name, g, b.dy.dtype, b.dy.shape});
   if (b.dx) data_gradient(b.geometry, *b.dx, *b.w, b.dy, g);
   if (b.dw) weights_gradient(b.geometry, *b.x, *b.dw, b.dy, g);
 }

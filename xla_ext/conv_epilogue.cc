@@ -35,24 +35,10 @@ struct Chunks {
 
 EpilogueArgs arguments(const Tensor& y, const Chunks& chunks, const Epilogue& e) {
   return {y.dtype == DType::BF16, chunks.features, chunks.inner, e.activation, e.alpha, e.in, e.in_dtype == DType::F32,
-          e.scale, e.bias, e.residual, y.data};
+          e.scale, e.bias, e.residual, e.residual_last, y.data};
 }
 
 }  // namespace
-
-Activation activation_named(const Call& call, std::string_view name) {
-  static const std::map<std::string_view, Activation> table = {
-      {"none", Activation::none},             {"relu", Activation::relu},
-      {"relu6", Activation::relu6},           {"leaky_relu", Activation::leaky_relu},
-      {"elu", Activation::elu},               {"sigmoid", Activation::sigmoid},
-      {"tanh", Activation::tanh},             {"silu", Activation::silu},
-      {"gelu", Activation::gelu},             {"gelu_tanh", Activation::gelu_tanh},
-      {"hard_swish", Activation::hard_swish}, {"softplus", Activation::softplus},
-  };
-  auto found = table.find(name);
-  if (found == table.end()) call.refuse("activation is '", name, "', which this kernel does not know");
-  return found->second;
-}
 
 void run_epilogue(const Tensor& y, int64_t feature_position, const Epilogue& e) {
   const Chunks chunks(y.shape, feature_position);
@@ -61,9 +47,10 @@ void run_epilogue(const Tensor& y, int64_t feature_position, const Epilogue& e) 
   parallel_for(chunks.count, [&](int64_t chunk) { loop(args, chunks.begin(chunk), chunks.end(chunk)); });
 }
 
-void restore_not_finite(const Tensor& y, int64_t feature_position, const void* z, Activation activation, float alpha) {
+void restore_not_finite(const Tensor& y, int64_t feature_position, const void* z, Activation activation, float alpha,
+                        const void* added) {
   const Chunks chunks(y.shape, feature_position);
-  const EpilogueArgs args = arguments(y, chunks, {activation, alpha, z, y.dtype, nullptr, nullptr, nullptr});
+  const EpilogueArgs args = arguments(y, chunks, {activation, alpha, z, y.dtype, nullptr, nullptr, added, true});
   auto* loop = kernels().restore;
   parallel_for(chunks.count, [&](int64_t chunk) { loop(args, chunks.begin(chunk), chunks.end(chunk)); });
 }
@@ -71,7 +58,7 @@ void restore_not_finite(const Tensor& y, int64_t feature_position, const void* z
 void run_gradient(const Tensor& dy, int64_t feature_position, const Gradient& gradient, float* db) {
   const Chunks chunks(dy.shape, feature_position);
   const GradientArgs args{dy.dtype == DType::BF16, chunks.features, chunks.inner, gradient.activation, gradient.alpha,
-                          dy.data, gradient.y, gradient.g};
+                          dy.data, gradient.told, gradient.by_value, gradient.g};
   const int64_t per_chunk = chunks.inner == 1 ? chunks.features : chunks.step;
   std::vector<float> sums(db ? chunks.count * per_chunk : 0);
   auto* loop = kernels().gradient;

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <limits>
 #include <string>
 
 #include "conv.h"
@@ -43,8 +44,10 @@ Geometry::Geometry(const Call& call) {
   const size_t n = call.int_array("window_strides").size();
   if (n < 1 || n > 3) call.refuse("window_strides has ", n, " entries, expected 1 to 3 spatial dimensions");
   strides = checked_extents(call, "window_strides", n, 1);
-  padding_low = checked_extents(call, "padding_low", n, 0);
-  padding_high = checked_extents(call, "padding_high", n, 0);
+  lhs_dilation = checked_extents(call, "lhs_dilation", n, 1);
+  const int64_t least = transposed() ? std::numeric_limits<int64_t>::min() : 0;  // see check()
+  padding_low = checked_extents(call, "padding_low", n, least);
+  padding_high = checked_extents(call, "padding_high", n, least);
   dilation = checked_extents(call, "rhs_dilation", n, 1);
   lhs_spec = checked_spec(call, "lhs_spec", n + 2);
   rhs_spec = checked_spec(call, "rhs_spec", n + 2);
@@ -72,15 +75,48 @@ void Geometry::check(const Call& call, const Tensor& x, const Tensor& w, const T
   out[out_spec[1]] = kernel[0];
   for (size_t i = 0; i < strides.size(); ++i) {
     const int64_t window = kernel[i + 2] == 0 ? 0 : (kernel[i + 2] - 1) * dilation[i] + 1;
-    const int64_t room = in[i + 2] + padding_low[i] + padding_high[i] - window;
+    const int64_t dilated = in[i + 2] == 0 ? 0 : (in[i + 2] - 1) * lhs_dilation[i] + 1;
+    const int64_t room = dilated + padding_low[i] + padding_high[i] - window;
     out[out_spec[i + 2]] = room < 0 ? 0 : room / strides[i] + 1;
   }
   call.expect_shape(y, out);
+  if (!transposed()) return;
+  const Shape ones(strides.size(), 1);
+  if (strides != ones) call.refuse("window_strides is ", to_string(strides), " with lhs_dilation, expected ", to_string(ones));
+  for (size_t i = 0; i < strides.size(); ++i) {
+    const int64_t reach = (kernel[i + 2] - 1) * dilation[i];
+    if (padding_low[i] > reach || padding_high[i] >= reach + lhs_dilation[i]) {
+      call.refuse("padding ", padding_low[i], " and ", padding_high[i], " with lhs_dilation, expected at most ", reach,
+                  " and ", reach + lhs_dilation[i] - 1);
+    }
+  }
+}
+
+bool Geometry::transposed() const {
+  return std::any_of(lhs_dilation.begin(), lhs_dilation.end(), [](int64_t d) { return d != 1; });
+}
+
+// y[o] = Σ x[i]·w[t] over i·d + low = o + t·r is, with t' = k - 1 - t, one over o + (k - 1)·r - low = i·d + t'·r.
+Geometry Geometry::adjoint(const Tensor& w) const {
+  Geometry a = *this;
+  std::swap(a.lhs_spec, a.out_spec);
+  std::swap(a.strides, a.lhs_dilation);
+  if (groups == 1) {
+    std::swap(a.rhs_spec[0], a.rhs_spec[1]);
+  } else {
+    a.filter_swapped = !filter_swapped;
+  }
+  for (size_t i = 0; i < strides.size(); ++i) {
+    const int64_t reach = (w.shape[rhs_spec[i + 2]] - 1) * dilation[i];
+    a.padding_low[i] = reach - padding_low[i];
+    a.padding_high[i] = std::max<int64_t>(0, reach - padding_high[i]);  // pixels that no window reaches need no padding
+  }
+  return a;
 }
 
 void Geometry::append_to(onednn::Key& key) const {
-  key.insert(key.end(), {groups, filter_features});
-  for (const Shape* part : {&strides, &padding_low, &padding_high, &dilation, &lhs_spec, &rhs_spec, &out_spec}) {
+  key.insert(key.end(), {groups, filter_features, filter_swapped});
+  for (const Shape* part : {&strides, &lhs_dilation, &padding_low, &padding_high, &dilation, &lhs_spec, &rhs_spec, &out_spec}) {
     key.insert(key.end(), part->begin(), part->end());
   }
 }
@@ -97,6 +133,10 @@ dnnl::memory::desc Geometry::filter(const Tensor& w) const {
     dims[0] /= groups;
     dims.insert(dims.begin(), groups);
     strides.insert(strides.begin(), dims[1] * strides[0]);
+  }
+  if (filter_swapped) {
+    std::swap(dims[groups > 1], dims[1 + (groups > 1)]);
+    std::swap(strides[groups > 1], strides[1 + (groups > 1)]);
   }
   return {dims, element_type(w.dtype), strides};
 }

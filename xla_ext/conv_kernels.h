@@ -4,11 +4,9 @@
 
 #include <cstdint>
 
-namespace jaxfuse::conv {
+#include "activation.h"
 
-enum class Activation {
-  none, relu, relu6, leaky_relu, elu, sigmoid, tanh, silu, gelu, gelu_tanh, hard_swish, softplus
-};
+namespace jaxfuse::conv {
 
 // A tensor seen as (outer, features, inner), row-major; f32 or bf16. Channels-last is inner == 1.
 struct EpilogueArgs {
@@ -21,6 +19,7 @@ struct EpilogueArgs {
   const float* scale;    // or null: ones
   const float* bias;     // or null: zeros
   const void* residual;  // or null: zeros
+  bool residual_last;    // added after the activation
   void* y;               // may be `in`
 };
 
@@ -29,17 +28,19 @@ struct GradientArgs {
   int64_t features, inner;
   Activation activation;
   float alpha;
-  const void *dy, *y;  // y is not read for Activation::none
+  const void* dy;
+  const void* told;  // y if by_value, else z: what tells the derivative; not read for Activation::none
+  bool by_value;
   void* g;             // or null
 };
 
 struct Kernels {
-  // y = activation(scale·in + bias + residual) for rows [begin, end) of `inner` elements; row = outer·features + feature.
+  // y = activation(scale·in + bias + residual), or the residual last, for rows [begin, end) of `inner` elements; row = outer·features + feature.
   // For inner == 1 begin and end are multiples of `features`.
   void (*epilogue)(const EpilogueArgs&, int64_t begin, int64_t end);
-  // y = activation(in) where `in` is not finite, for such rows; `in` is like y, nothing else is read.
+  // y = activation(in) + residual where `in`, which is like y, is not finite, for such rows; nothing else is read.
   void (*restore)(const EpilogueArgs&, int64_t begin, int64_t end);
-  // g = dy·activation'(y) for such rows. sums (or null) receives Σg: per feature for inner == 1, else one per row.
+  // g = dy·activation'(z) for such rows. sums (or null) receives Σg: per feature for inner == 1, else one per row.
   void (*gradient)(const GradientArgs&, int64_t begin, int64_t end, float* sums);
 };
 

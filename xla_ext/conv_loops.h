@@ -1,41 +1,13 @@
 // The loops of conv_kernels.h, for the ISA that the including conv_<isa>.cc file is compiled for.
 #pragma once
 
+#include "activation_loops.h"
 #include "conv_kernels.h"
-#include "simd_math.h"
 
 namespace jaxfuse::conv {
 namespace {
 
 // ---- forward
-
-// The formulas of jax.nn. Every comparison is written so that NaN takes the branch that keeps it.
-template <Activation activation>
-Floats activated(Floats z, float alpha) {
-  switch (activation) {
-    case Activation::none: return z;
-    case Activation::relu: return z < 0.0f ? Floats{} : z;
-    case Activation::relu6: {
-      const Floats positive = z < 0.0f ? Floats{} : z;
-      return positive > 6.0f ? Floats{} + 6.0f : positive;
-    }
-    case Activation::leaky_relu: return z < 0.0f ? alpha * z : z;
-    case Activation::elu: return z < 0.0f ? alpha * expm1_of_negative(z) : z;
-    case Activation::sigmoid: return 1.0f / (1.0f + exp(-z));
-    case Activation::tanh: return tanh(z);
-    case Activation::silu: return z / (1.0f + exp(-z));
-    case Activation::gelu: return z * normal_cdf(z);
-    case Activation::gelu_tanh: {  // z·(1 + tanh u)/2 = z/(1 + e^(-2u))
-      const Floats u = 0.797884561f * (z + 0.044715f * z * z * z);
-      return z / (1.0f + exp(-2.0f * u));
-    }
-    case Activation::hard_swish: return z * (activated<Activation::relu6>(z + 3.0f, 0) / 6.0f);
-    case Activation::softplus: {
-      const Floats positive = z < 0.0f ? Floats{} : z;
-      return positive + log1p_up_to_1(exp(z < 0.0f ? z : -z));
-    }
-  }
-}
 
 // What belongs to the features of a vector's lanes: consecutive ones if features are last, else one for all lanes.
 template <class Lanes>
@@ -57,8 +29,11 @@ void epilogue_vector(const EpilogueArgs& args, int64_t at, int64_t feature, Feat
   }
   if (args.scale) z *= load_feature(args.scale, feature, last, lanes);
   if (args.bias) z += load_feature(args.bias, feature, last, lanes);
-  if (args.residual) z += load(static_cast<const T*>(args.residual) + at, lanes);
-  store(static_cast<T*>(args.y) + at, round_to<T>(activated<activation>(z, args.alpha)), lanes);
+  const Floats residual = args.residual ? load(static_cast<const T*>(args.residual) + at, lanes) : Floats{};
+  if (args.residual && !args.residual_last) z += residual;
+  Floats y = activated<activation>(z, args.alpha);
+  if (args.residual && args.residual_last) y += residual;
+  store(static_cast<T*>(args.y) + at, round_to<T>(y), lanes);
 }
 
 template <class T, Activation activation>
@@ -83,32 +58,21 @@ void restore(const EpilogueArgs& args, int64_t begin, int64_t end) {
   T* y = static_cast<T*>(args.y);
   for_vectors(begin * args.inner, end * args.inner, [&](int64_t at, auto lanes) {
     const Floats z = load(static_cast<const T*>(args.in) + at, lanes), kept = load(y + at, lanes);
-    store(y + at, z - z == 0.0f ? kept : round_to<T>(activated<activation>(z, args.alpha)), lanes);
+    Floats restored = activated<activation>(z, args.alpha);
+    if (args.residual) restored += load(static_cast<const T*>(args.residual) + at, lanes);
+    store(y + at, z - z == 0.0f ? kept : round_to<T>(restored), lanes);
   });
 }
 
 // ---- backward
 
-// dy·activation'(y), the derivative told by the value.
-template <Activation activation>
-Floats gradient_of(Floats dy, Floats y, float alpha) {
-  switch (activation) {
-    case Activation::relu: return y > 0.0f ? dy : Floats{};
-    case Activation::relu6: return (y > 0.0f) & (y < 6.0f) ? dy : Floats{};
-    case Activation::leaky_relu: return y >= 0.0f ? dy : alpha * dy;
-    case Activation::elu: return y > 0.0f ? dy : dy * (y + alpha);
-    case Activation::sigmoid: return dy * y * (1.0f - y);
-    case Activation::tanh: return dy * (1.0f - y * y);
-    default: return dy;
-  }
-}
-
 template <class T, Activation activation, class Lanes>
 Floats gradient_vector(const GradientArgs& args, int64_t at, Lanes lanes) {
   const Floats dy = load(static_cast<const T*>(args.dy) + at, lanes);
   if constexpr (activation == Activation::none) return dy;
-  const Floats y = load(static_cast<const T*>(args.y) + at, lanes);
-  return round_to<T>(gradient_of<activation>(dy, y, args.alpha));
+  const Floats told = load(static_cast<const T*>(args.told) + at, lanes);
+  return round_to<T>(args.by_value ? pulled_back_by_value<activation>(dy, told, args.alpha)
+                                   : pulled_back<activation>(dy, told, args.alpha));
 }
 
 // Rows whose sum is taken in registers.
@@ -144,26 +108,6 @@ void gradient_inner(const GradientArgs& args, int64_t begin, int64_t end, float*
     float total = 0;
     for (int i = 0; i < kLanes; ++i) total += sum[i];
     if (sums) sums[row - begin] = total;
-  }
-}
-
-// ---- from run-time choices to template arguments
-
-template <class F>
-void with_activation(Activation activation, F f) {
-  switch (activation) {
-    case Activation::none: return f(Constant<Activation::none>{});
-    case Activation::relu: return f(Constant<Activation::relu>{});
-    case Activation::relu6: return f(Constant<Activation::relu6>{});
-    case Activation::leaky_relu: return f(Constant<Activation::leaky_relu>{});
-    case Activation::elu: return f(Constant<Activation::elu>{});
-    case Activation::sigmoid: return f(Constant<Activation::sigmoid>{});
-    case Activation::tanh: return f(Constant<Activation::tanh>{});
-    case Activation::silu: return f(Constant<Activation::silu>{});
-    case Activation::gelu: return f(Constant<Activation::gelu>{});
-    case Activation::gelu_tanh: return f(Constant<Activation::gelu_tanh>{});
-    case Activation::hard_swish: return f(Constant<Activation::hard_swish>{});
-    case Activation::softplus: return f(Constant<Activation::softplus>{});
   }
 }
 

@@ -21,7 +21,7 @@ int64_t row_major_stride(const Shape& shape, int64_t dimension) {
 int64_t slice_count(const Geometry& geometry, const Tensor& x, const Tensor& w, const Tensor& y) {
   const int64_t features = w.shape[geometry.rhs_spec[1]];
   const int64_t products = w.size() / w.shape[geometry.rhs_spec[0]];
-  if (x.dtype != DType::F32 || geometry.groups > 1 || products <= kLongestSum) return 1;
+  if (x.dtype != DType::F32 || geometry.groups > 1 || geometry.transposed() || products <= kLongestSum) return 1;
   if (!is_channels_last(geometry.data(x, geometry.lhs_spec))) return 1;
   if (!is_channels_last(geometry.data(y, geometry.out_spec))) return 1;
   int64_t count = 1;

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 class Activation:
     """value(x, alpha): the activation. pullback(y, g, alpha): g · value'(x) from the *output* y, where that determines it.
 
-    An activation without `pullback` is fused in inference; under autodiff the op is split before it.
+    Without `pullback` the backward pass needs x: an op keeps it, or computes it again from what it keeps.
     A `pullback` selects where JAX's own derivative does: 0 · g would be NaN for an infinite g.
     """
 
@@ -19,6 +19,16 @@ class Activation:
     pullback: Callable | None = None
     has_alpha: bool = False
 
+    def pullback_for(self, alpha: float) -> Callable | None:
+        """`pullback`, None too where this alpha does not let y determine the derivative."""
+        return self.pullback if not self.has_alpha or alpha > 0 else None
+
+    def slope_times(self, x, g, alpha: float):
+        """g · value'(x)"""
+        return jax.jvp(lambda x: self.value(x, alpha), (x,), (g,))[1]
+
+
+_SELU_SCALE, _SELU_ALPHA = 1.0507009873554805, 1.6732632423543772
 
 TABLE: dict[str, Activation] = {
     "none": Activation(lambda x, alpha: x, lambda y, g, alpha: g),
@@ -27,6 +37,7 @@ TABLE: dict[str, Activation] = {
     "maximum0": Activation(lambda x, alpha: jnp.maximum(x, 0)),
     "relu6": Activation(lambda x, alpha: jax.nn.relu6(x), lambda y, g, alpha: jnp.where((y > 0) & (y < 6), g, 0)),
     "clip6": Activation(lambda x, alpha: jnp.minimum(jnp.maximum(x, 0), 6)),
+    "clip": Activation(lambda x, alpha: jnp.minimum(jnp.maximum(x, 0), alpha), has_alpha=True),
     "leaky_relu": Activation(
         lambda x, alpha: jax.nn.leaky_relu(x, alpha),
         # jax.nn.leaky_relu takes x >= 0 as the linear side; y has the sign of x only for alpha > 0
@@ -38,25 +49,26 @@ TABLE: dict[str, Activation] = {
         lambda y, g, alpha: g * jnp.where(y > 0, 1, y + alpha),
         has_alpha=True,
     ),
+    "selu": Activation(
+        lambda x, alpha: jax.nn.selu(x),
+        lambda y, g, alpha: g * jnp.where(y > 0, _SELU_SCALE, y + _SELU_SCALE * _SELU_ALPHA),
+    ),
+    "celu": Activation(
+        lambda x, alpha: jax.nn.celu(x, alpha),
+        lambda y, g, alpha: g * jnp.where(y > 0, 1, y / alpha + 1),
+        has_alpha=True,
+    ),
     "sigmoid": Activation(lambda x, alpha: jax.nn.sigmoid(x), lambda y, g, alpha: g * (y * (1 - y))),
     "tanh": Activation(lambda x, alpha: jnp.tanh(x), lambda y, g, alpha: g * (1 - y * y)),
     "silu": Activation(lambda x, alpha: jax.nn.silu(x)),
     "gelu": Activation(lambda x, alpha: jax.nn.gelu(x, approximate=False)),
     "gelu_tanh": Activation(lambda x, alpha: jax.nn.gelu(x, approximate=True)),
-    "hard_swish": Activation(lambda x, alpha: jax.nn.hard_swish(x)),
-    "softplus": Activation(lambda x, alpha: jax.nn.softplus(x)),
-}
-
-# Recognised in programs, for the report; no op takes them yet.
-WITHOUT_KERNEL: dict[str, Activation] = {
-    "clip": Activation(lambda x, alpha: jnp.minimum(jnp.maximum(x, 0), alpha), has_alpha=True),
-    "selu": Activation(lambda x, alpha: jax.nn.selu(x)),
-    "celu": Activation(lambda x, alpha: jax.nn.celu(x, alpha), has_alpha=True),
     "mish": Activation(lambda x, alpha: jax.nn.mish(x)),
-    "hard_sigmoid": Activation(lambda x, alpha: jax.nn.hard_sigmoid(x)),
-    "hard_tanh": Activation(lambda x, alpha: jax.nn.hard_tanh(x)),
+    "hard_swish": Activation(lambda x, alpha: jax.nn.hard_swish(x)),
+    "hard_sigmoid": Activation(
+        lambda x, alpha: jax.nn.hard_sigmoid(x), lambda y, g, alpha: jnp.where((y > 0) & (y < 1), g / 6, 0)
+    ),
+    "hard_tanh": Activation(lambda x, alpha: jax.nn.hard_tanh(x)),  # its derivative is 1 at ±1, 0 beyond
+    "softplus": Activation(lambda x, alpha: jax.nn.softplus(x), lambda y, g, alpha: g * -jnp.expm1(-y)),
     "relu_squared": Activation(lambda x, alpha: jnp.square(jax.nn.relu(x))),
 }
-
-# The kernels' names of values that two activations share; these differ in their derivatives only.
-SAME_VALUE = {"maximum0": "relu", "clip6": "relu6"}

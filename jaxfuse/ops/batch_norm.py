@@ -36,6 +36,9 @@ class Standard:
         return mean, gamma * lax.rsqrt(var + self.epsilon), beta
 
 
+_MASKED = ("relu", "relu6")  # one bit for each element is their derivative
+
+
 @dataclasses.dataclass(frozen=True)
 class BatchNormConfig:
     """Everything static. Arguments are x, the residual if there is one, then the parameters of `per_channel`."""
@@ -45,15 +48,21 @@ class BatchNormConfig:
     batch_statistics: bool = True
     has_residual: bool = False
     activation: str = "none"
+    alpha: float = 0.0
     saving: bool = False  # also return center, scale, offset and, where that is the derivative, the activation's mask
     keeps_mask: bool = False  # a mask of bits, also where the derivative can be had without
 
     @property
     def derivative(self) -> str:
-        """Where the backward pass takes act'(z) from: the sign is recomputed from x where no residual went into z."""
+        """Where the backward pass takes act'(z) from: z is recomputed from x and the residual; a bit for each element is
+        less to keep than a residual, where it says all."""
         if self.activation == "none":
             return "none"
-        return "mask" if self.has_residual or self.keeps_mask else "recompute"
+        return "mask" if self.keeps_mask or self.has_residual and self.activation in _MASKED else "recompute"
+
+    @property
+    def keeps_residual(self) -> bool:
+        return self.has_residual and self.derivative == "recompute"
 
     @property
     def saves(self) -> int:
@@ -65,16 +74,17 @@ class BatchNormConfig:
         return x, rest[0] if self.has_residual else None, tuple(rest[self.has_residual :])
 
     def unpack_kept(self, kept):
-        """(x, parameters, statistics, (center, scale, offset), mask as a tuple of at most one)"""
+        """(x, residual as a tuple of at most one, parameters, statistics, (center, scale, offset), mask likewise)"""
         x, *rest = kept
+        residual, rest = tuple(rest[: self.keeps_residual]), rest[self.keeps_residual :]
         masks = 1 if self.derivative == "mask" else 0
         small, mask = rest[: len(rest) - masks], tuple(rest[len(rest) - masks :])
         statistics = 2 * self.batch_statistics
         n = len(small) - 3 - statistics
-        return x, tuple(small[:n]), tuple(small[n : n + statistics]), tuple(small[n + statistics :]), mask
+        return x, residual, tuple(small[:n]), tuple(small[n : n + statistics]), tuple(small[n + statistics :]), mask
 
 
-def batch_norm(x, gamma, beta, residual=None, *, activation=None, epsilon=1e-5, axis=-1, mean=None, var=None):
+def batch_norm(x, gamma, beta, residual=None, *, activation=None, alpha=0.0, epsilon=1e-5, axis=-1, mean=None, var=None):
     """Batch normalisation, residual add and activation in one op.
 
     y = activation((x - mean) · gamma / sqrt(var + epsilon) + beta + residual)
@@ -83,7 +93,7 @@ def batch_norm(x, gamma, beta, residual=None, *, activation=None, epsilon=1e-5, 
       x: float array of rank 2 or more; `axis` is its channel axis.
       gamma, beta: `[channels]`.
       residual: like x; added before the activation.
-      activation: a name in `jaxfuse.ops.activations.TABLE` or None.
+      activation: a name in `jaxfuse.ops.activations.TABLE` or None; `alpha` is the parameter of those that have one.
       epsilon: added to the variance.
       mean, var: `[channels]` statistics to use (inference); by default those of x over every other axis, the variance
         biased, in float32 and without E[x²]-E[x]².
@@ -104,7 +114,7 @@ def batch_norm(x, gamma, beta, residual=None, *, activation=None, epsilon=1e-5, 
     arguments.like(x, "x", **added)
     config = BatchNormConfig(
         int(axis) % x.ndim, Standard(arguments.number("epsilon", epsilon, at_least=0)), not given, bool(added),
-        arguments.one_of("activation", activation or "none", ACTIVATIONS))
+        arguments.one_of("activation", activation or "none", ACTIVATIONS), arguments.number("alpha", alpha))
     outs = OP(config, x, *added.values(), *given.values(), gamma, beta)
     return (outs[0], mean, var) if given else tuple(outs)
 
@@ -146,7 +156,7 @@ def _reference(config: BatchNormConfig, *args):
     z = (wide - center) * scale + offset
     if residual is not None:
         z = z + residual
-    y = ACTIVATIONS[config.activation].value(z, 0.0).astype(x.dtype)
+    y = ACTIVATIONS[config.activation].value(z, config.alpha).astype(x.dtype)
     saved = coefficients if config.saving else ()
     if config.saving and config.derivative == "mask":
         rows = _rows(config, y)
@@ -155,25 +165,14 @@ def _reference(config: BatchNormConfig, *args):
     return (y, *statistics, *saved)
 
 
-def _differentiable(config: BatchNormConfig) -> bool:
-    """One bit per element holds the derivative of relu and relu6, not one with a tie rule of one half."""
-    bits = "none", "relu", "relu6"
-    return config.activation in (bits if config.has_residual else (*bits, "maximum0", "clip6"))
-
-
-def _decompose(config: BatchNormConfig, *args):
-    y, *statistics = OP(dataclasses.replace(config, activation="none"), *args)
-    return (ACTIVATIONS[config.activation].value(y, 0.0), *statistics)
-
-
 def _keep(config: BatchNormConfig, args, outs):
-    x, _, parameters = config.unpack(args)
-    return (x, *parameters, *outs[1:])
+    x, residual, parameters = config.unpack(args)
+    return (x, *[residual] * config.keeps_residual, *parameters, *outs[1:])
 
 
 def _through_activation(config: BatchNormConfig, kept, dz):
     """dz · act'(z)"""
-    x, _, _, coefficients, mask = config.unpack_kept(kept)
+    x, residual, _, _, coefficients, mask = config.unpack_kept(kept)
     if config.derivative == "none" or not dz.size:  # unpackbits takes no empty array
         return dz
     if mask:
@@ -181,12 +180,12 @@ def _through_activation(config: BatchNormConfig, kept, dz):
         channels_last = jnp.moveaxis(x, config.axis, -1).shape
         return jnp.where(jnp.moveaxis(bits.reshape(channels_last), -1, config.axis), dz, 0)
     center, scale, offset = _expand(config, x, *coefficients)
-    z = (_wide(x) - center) * scale + offset
-    return jax.jvp(functools.partial(ACTIVATIONS[config.activation].value, alpha=0.0), (z,), (dz,))[1]
+    z = sum(residual, (_wide(x) - center) * scale + offset)
+    return ACTIVATIONS[config.activation].slope_times(z, dz, config.alpha)
 
 
 def _tangent(config: BatchNormConfig, kept, tangents):
-    x, parameters, statistics, coefficients, _ = config.unpack_kept(kept)
+    x, _, parameters, statistics, coefficients, _ = config.unpack_kept(kept)
     dx, dresidual, dparameters = config.unpack(tangents)
     wide = _wide(x)
     dwide = jnp.zeros_like(wide) if dx is None else dx.astype(wide.dtype)
@@ -232,7 +231,8 @@ def _backward_axes(linear: Linear, ranks) -> BatchAxes:
     config, n = linear.config, _batch_axis(linear.config)
     mask = config.derivative == "mask"
     cotangents = (n, *[None] * (2 * config.batch_statistics))
-    inputs = (n, *[None] * (linear.n_kept - 1 - mask), *[0] * mask, *cotangents)
+    full = 1 + config.keeps_residual
+    inputs = (*[n] * full, *[None] * (linear.n_kept - full - mask), *[0] * mask, *cotangents)
     own = (*[n] * (1 + config.has_residual), *[None] * len(linear.active))
     return BatchAxes(inputs, tuple(ax for ax, active in zip(own, linear.active) if active))
 
@@ -240,7 +240,6 @@ def _backward_axes(linear: Linear, ranks) -> BatchAxes:
 # --- CPU kernels: our own, channels-last -------------------------------------------------------------------------
 
 _DTYPES = ("float32", "bfloat16")
-_ACTIVATIONS = ("none", "relu", "relu6", "maximum0", "clip6")
 
 
 def refuse_array(x, axis: int) -> str | None:
@@ -255,8 +254,6 @@ def refuse_array(x, axis: int) -> str | None:
 def _refuse(config: BatchNormConfig, args) -> str | None:
     if reason := refuse_array(args[0], config.axis):
         return reason
-    if config.activation not in _ACTIVATIONS:
-        return f"activation {config.activation}: the kernel takes {', '.join(_ACTIVATIONS)}"
     return ffi.unavailable("jaxfuse_batch_norm_stats")
 
 
@@ -290,7 +287,8 @@ def _run_forward(config: BatchNormConfig, args, mesh_axes):
         "jaxfuse_batch_norm_apply",
         [jax.ShapeDtypeStruct(x.shape, x.dtype), *[_mask_type(x)] * save_mask],
         x, *coefficients, *(() if residual is None else (residual,)),
-        activation=config.activation, has_residual=config.has_residual, save_mask=save_mask,
+        activation=config.activation, alpha=np.float32(config.alpha), has_residual=config.has_residual,
+        save_mask=save_mask,
     )
     return (y, *statistics, *(coefficients if config.saving else ()), *mask)
 
@@ -298,11 +296,12 @@ def _run_forward(config: BatchNormConfig, args, mesh_axes):
 def _run_backward(linear: Linear, args, mesh_axes):
     config = linear.config
     kept, (dy, *dstatistics) = args[: linear.n_kept], args[linear.n_kept :]
-    x, parameters, statistics, coefficients, mask = config.unpack_kept(kept)
+    x, residual, parameters, statistics, coefficients, mask = config.unpack_kept(kept)
     center, scale, _ = coefficients
     channels, mean = x.shape[-1], statistics[0]
-    slope_from = dict(none=(), mask=mask, recompute=coefficients)[config.derivative]
-    attrs = dict(activation=config.activation, deriv=config.derivative)
+    slope_from = dict(none=(), mask=mask, recompute=(*coefficients, *residual))[config.derivative]
+    attrs = dict(activation=config.activation, alpha=np.float32(config.alpha), deriv=config.derivative,
+                 has_residual=config.keeps_residual)
     sum_g, sum_gx = ffi.call(
         "jaxfuse_batch_norm_bwd_stats", [_vector(channels)] * 2, dy, x, mean, *slope_from, **attrs
     )
@@ -334,8 +333,8 @@ OP = FusedOp(
     reference=_reference,
     keep=_keep,
     tangent=_tangent,
-    decompose=_decompose,
-    differentiable=_differentiable,
+    decompose=None,
+    differentiable=lambda config: True,
     for_autodiff=lambda config: dataclasses.replace(config, saving=True),
     forward_kernels=(Kernel("native", _refuse, _run_forward),),
     backward_kernels=(Kernel("native", _refuse_backward, _run_backward),),

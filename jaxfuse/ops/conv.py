@@ -1,4 +1,4 @@
-"""conv: y = act(scale · conv(x, w) + bias + residual) as one op, and its gradients."""
+"""conv: y = act(scale · conv(x, w) + bias + residual), or act(…) + residual, as one op, and its gradients."""
 
 import dataclasses
 import functools
@@ -11,7 +11,6 @@ from jax import lax
 
 from jaxfuse import ffi
 from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear
-from jaxfuse.ops.activations import SAME_VALUE
 from jaxfuse.ops.activations import TABLE as ACTIVATIONS
 from jaxfuse.ops.errors import Arguments
 
@@ -29,13 +28,30 @@ class ConvConfig:
     lhs_spec: tuple[int, ...]
     rhs_spec: tuple[int, ...]
     out_spec: tuple[int, ...]
+    lhs_dilation: tuple[int, ...]
     has_scale: bool = False
     has_bias: bool = False
     has_residual: bool = False
     activation: str = "none"
     alpha: float = 0.0
     precision: Any = None
-    saves: int = 0  # nothing beyond inputs and outputs is kept for the backward pass
+    residual_last: bool = False  # added after the activation
+    saves: int = 0  # 1: also return z, what the activation is applied to
+
+    @property
+    def transposed(self) -> bool:
+        return any(d != 1 for d in self.lhs_dilation)
+
+    @property
+    def derivative(self) -> str:
+        """What the activation's derivative is taken from: "none", "y" or "z".
+
+        z is kept where y does not tell: writing and reading it costs less than the convolution again.
+        """
+        if self.activation == "none":
+            return "none"
+        told = ACTIVATIONS[self.activation].pullback_for(self.alpha) and not self.residual_last
+        return "y" if told else "z"
 
     def unpack(self, args):
         """(x, w, scale, bias, residual) from the op's argument list, None for what is absent."""
@@ -52,6 +68,7 @@ class ConvConfig:
             padding_low=ints([low for low, _ in self.padding]),
             padding_high=ints([high for _, high in self.padding]),
             rhs_dilation=ints(self.rhs_dilation),
+            lhs_dilation=ints(self.lhs_dilation),
             feature_group_count=np.int64(self.feature_group_count),
             lhs_spec=ints(self.lhs_spec),
             rhs_spec=ints(self.rhs_spec),
@@ -61,20 +78,21 @@ class ConvConfig:
         )
 
 
-def conv(x, w, bias=None, residual=None, *, scale=None, activation=None, alpha=0.0, window_strides=None, padding="SAME",
-         rhs_dilation=None, feature_group_count=1, dimension_numbers=None, precision=None):
+def conv(x, w, bias=None, residual=None, *, scale=None, activation=None, alpha=0.0, residual_last=False, window_strides=None,
+         padding="SAME", lhs_dilation=None, rhs_dilation=None, feature_group_count=1, dimension_numbers=None, precision=None):
     """y = activation(scale · conv(x, w) + bias + residual), one kernel where there is one.
 
     Args:
       x: input, float, rank 3 to 5; channels-last by default (NWC, NHWC, NDHWC).
       w: filter of x's dtype; spatial dims, then input channels per group, then output channels by default (HWIO).
       bias, scale: `[output channels]`, x's dtype or float32.
-      residual: like the output, in shape and dtype; added before the activation.
-      activation: a name in `jaxfuse.ops.activations.TABLE` or None; `alpha` is the parameter of leaky_relu and elu.
-      window_strides, padding ("SAME", "VALID" or pairs), rhs_dilation, feature_group_count, dimension_numbers, precision:
-        as in `jax.lax.conv_general_dilated`.
+      residual: like the output, in shape and dtype; added before the activation, or after it if `residual_last`.
+      activation: a name in `jaxfuse.ops.activations.TABLE` or None; `alpha` is the parameter of those that have one.
+      window_strides, padding ("SAME", "VALID" or pairs), lhs_dilation, rhs_dilation, feature_group_count, dimension_numbers,
+        precision: as in `jax.lax.conv_general_dilated`; a transposed convolution is one with lhs_dilation, padded by pairs.
 
-    Returns: y in x's dtype. Autodiff keeps x, w and y.
+    Returns: y in x's dtype. Autodiff keeps x, w and y, or in place of y what the activation is applied to, where y does not
+      tell its derivative.
     Raises: OpError (a ValueError), at trace time, for shapes, dtypes or options that do not fit.
     """
     arguments = Arguments("conv")
@@ -83,7 +101,8 @@ def conv(x, w, bias=None, residual=None, *, scale=None, activation=None, alpha=0
     arguments.check(3 <= x.ndim <= 5, "x", f"of rank {x.ndim}", "rank 3, 4 or 5", "add the missing axis")
     arguments.check(w.ndim == x.ndim, "w", f"of rank {w.ndim}", f"rank {x.ndim}, as x has", "reshape it")
     arguments.check(w.dtype == x.dtype, "w", str(w.dtype), f"{x.dtype}, as x is", "cast one of them")
-    geometry = _geometry(arguments, x, w, window_strides, padding, rhs_dilation, feature_group_count, dimension_numbers)
+    geometry = _geometry(
+        arguments, x, w, window_strides, padding, lhs_dilation, rhs_dilation, feature_group_count, dimension_numbers)
     out = jax.eval_shape(functools.partial(_convolve, ConvConfig(*geometry)), x, w)
     features = w.shape[geometry[5][0]]
     residual_only = {name: optional.pop(name) for name in ("residual",) if name in optional}
@@ -92,11 +111,12 @@ def conv(x, w, bias=None, residual=None, *, scale=None, activation=None, alpha=0
     config = ConvConfig(
         *geometry, *[a is not None for a in (scale, bias, residual)],
         arguments.one_of("activation", activation or "none", ACTIVATIONS), arguments.number("alpha", alpha),
-        tuple(precision) if isinstance(precision, list) else precision)
+        tuple(precision) if isinstance(precision, list) else precision,
+        bool(residual_last) and residual is not None and activation not in (None, "none"))
     return OP(config, x, w, *[a for a in (scale, bias, residual) if a is not None])[0]
 
 
-def _geometry(arguments, x, w, window_strides, padding, rhs_dilation, feature_group_count, dimension_numbers):
+def _geometry(arguments, x, w, window_strides, padding, lhs_dilation, rhs_dilation, feature_group_count, dimension_numbers):
     """The first fields of ConvConfig."""
     spatial = x.ndim - 2
     letters = "DHW"[3 - spatial :]
@@ -109,7 +129,10 @@ def _geometry(arguments, x, w, window_strides, padding, rhs_dilation, feature_gr
     ones = (1,) * spatial
     strides = arguments.positive_integers("window_strides", ones if window_strides is None else window_strides, spatial)
     dilation = arguments.positive_integers("rhs_dilation", ones if rhs_dilation is None else rhs_dilation, spatial)
+    spread = arguments.positive_integers("lhs_dilation", ones if lhs_dilation is None else lhs_dilation, spatial)
     if isinstance(padding, str):
+        arguments.check(spread == ones, "padding", f"{padding!r} with lhs_dilation {spread}", "a pair for each spatial axis",
+                        "compute them as jax.lax.conv_transpose does")
         arguments.one_of("padding", padding, ("SAME", "VALID"))
         reach = [(w.shape[d] - 1) * r + 1 for d, r in zip(dn.rhs_spec[2:], dilation)]
         padding = lax.padtype_to_pads([x.shape[d] for d in dn.lhs_spec[2:]], reach, strides, padding)
@@ -120,13 +143,13 @@ def _geometry(arguments, x, w, window_strides, padding, rhs_dilation, feature_gr
         channels == per_group * groups and features % groups == 0, "w", f"of shape {w.shape}",
         f"{channels}/{groups} input channels per group and a multiple of {groups} output channels",
         "check w, feature_group_count and dimension_numbers")
-    return strides, padding, dilation, groups, dn.lhs_spec, dn.rhs_spec, dn.out_spec
+    return strides, padding, dilation, groups, dn.lhs_spec, dn.rhs_spec, dn.out_spec, spread
 
 
 def _convolve(config: ConvConfig, x, w):
     dn = lax.ConvDimensionNumbers(config.lhs_spec, config.rhs_spec, config.out_spec)
     return lax.conv_general_dilated(
-        x, w, config.window_strides, config.padding, rhs_dilation=config.rhs_dilation, dimension_numbers=dn,
+        x, w, config.window_strides, config.padding, config.lhs_dilation, config.rhs_dilation, dimension_numbers=dn,
         feature_group_count=config.feature_group_count, precision=config.precision)
 
 
@@ -143,42 +166,31 @@ def _reference(config: ConvConfig, *args):
         z = z * _per_channel(config, scale.astype(wide), z)
     if bias is not None:
         z = z + _per_channel(config, bias.astype(wide), z)
-    if residual is not None:
+    if residual is not None and not config.residual_last:
         z = z + residual.astype(wide)
-    return (ACTIVATIONS[config.activation].value(z, config.alpha).astype(y.dtype),)
-
-
-def _differentiable(config: ConvConfig) -> bool:
-    """From x, w and y alone: no scale (its gradient needs the product), and an activation known from its output."""
-    activation = ACTIVATIONS[config.activation]
-    same_sign = not activation.has_alpha or config.alpha > 0  # of x and y
-    return not config.has_scale and activation.pullback is not None and same_sign
+    value = ACTIVATIONS[config.activation].value(z, config.alpha)
+    if config.residual_last:
+        value = value + residual.astype(wide)
+    return (value.astype(y.dtype), *[z.astype(y.dtype)] * config.saves)
 
 
 def _decompose(config: ConvConfig, *args):
-    """The same value by ops that are differentiable: scale goes into w (scale·conv(x, w) = conv(x, w·scale)), and the
-    activation comes after the op, so that autodiff keeps what it needs."""
+    """The same value by an op that is differentiable: scale, whose gradient needs the product, goes into w
+    (scale·conv(x, w) = conv(x, w·scale))."""
     x, w, scale, bias, residual = config.unpack(args)
-    if scale is not None:
-        features = [d for d in range(w.ndim) if d != config.rhs_spec[0]]
-        w = (w * jnp.expand_dims(scale, features)).astype(w.dtype)
-    activation = ACTIVATIONS[config.activation]
-    inner = dataclasses.replace(config, has_scale=False)
-    split = not _differentiable(inner)
-    if split:
-        inner = dataclasses.replace(inner, activation="none", alpha=0.0)
-    (y,) = OP(inner, x, w, *[a for a in (bias, residual) if a is not None])
-    return (activation.value(y, config.alpha) if split else y,)
+    features = [d for d in range(w.ndim) if d != config.rhs_spec[0]]
+    w = (w * jnp.expand_dims(scale, features)).astype(w.dtype)
+    return OP(dataclasses.replace(config, has_scale=False), x, w, *[a for a in (bias, residual) if a is not None])
 
 
 def _keep(config: ConvConfig, args, outs):
     x, w, *_ = args
-    return (x, w) if config.activation == "none" else (x, w, outs[0])
+    return (x, w, *dict(none=(), y=outs[:1], z=outs[1:])[config.derivative])
 
 
 def _tangent(config: ConvConfig, kept, tangents):
-    """dy = act'(y) · (conv(dx, w) + conv(x, dw) + dbias + dresidual)."""
-    x, w, *y = kept
+    """dy = act'(z) · (conv(dx, w) + conv(x, dw) + dbias + dresidual), or dresidual outside of the product."""
+    x, w, *told = kept
     dx, dw, dscale, dbias, dresidual = config.unpack(tangents)
     assert dscale is None, "a conv with scale is decomposed before it is differentiated"
     out_type = jax.eval_shape(functools.partial(_convolve, config), x, w)
@@ -189,15 +201,22 @@ def _tangent(config: ConvConfig, kept, tangents):
         total = total + _convolve(config, x, dw)
     if dbias is not None:
         total = total + _per_channel(config, dbias.astype(total.dtype), total)
-    if dresidual is not None:
+    if dresidual is not None and not config.residual_last:
         total = total + dresidual
-    return (ACTIVATIONS[config.activation].pullback(y[0], total, config.alpha) if y else total,)
+    if told:
+        activation = ACTIVATIONS[config.activation]
+        through = activation.pullback if config.derivative == "y" else activation.slope_times
+        total = through(told[0], total, config.alpha)
+    if dresidual is not None and config.residual_last:
+        total = total + dresidual
+    return (total,)
 
 
 def _forward_axes(config: ConvConfig, ranks) -> BatchAxes:
     residual = (config.out_spec[0],) if config.has_residual else ()
     return BatchAxes(
-        (config.lhs_spec[0], None, *[None] * (config.has_scale + config.has_bias), *residual), (config.out_spec[0],)
+        (config.lhs_spec[0], None, *[None] * (config.has_scale + config.has_bias), *residual),
+        (config.out_spec[0],) * (1 + config.saves),
     )
 
 
@@ -213,22 +232,40 @@ def _backward_axes(linear: Linear, ranks) -> BatchAxes:
 _DTYPES = ("float32", "bfloat16")
 
 
-def _refuse_geometry(config: ConvConfig, *arrays) -> str | None:
-    for array in arrays:
+def _refuse_geometry(config: ConvConfig, w, *arrays) -> str | None:
+    for array in (w, *arrays):
         if str(array.dtype) not in _DTYPES:
             return f"dtype {array.dtype}: the kernel takes {' and '.join(_DTYPES)}"
         if 0 in array.shape:
             return f"empty array of shape {tuple(array.shape)}"
+    if config.transposed:
+        return _refuse_transposed(config, w)
     if min(min(pair) for pair in config.padding) < 0:
         return f"negative padding {config.padding}"
     return None
+
+
+def _refuse_transposed(config: ConvConfig, w) -> str | None:
+    """It must be the gradient of a strided convolution, whose padding is the reach of the filter less this padding."""
+    if any(s != 1 for s in config.window_strides):
+        return f"window_strides {config.window_strides} with lhs_dilation {config.lhs_dilation}: the kernel takes one of them"
+    reaches = [(w.shape[d] - 1) * r for d, r in zip(config.rhs_spec[2:], config.rhs_dilation)]
+    for (low, high), reach, spread in zip(config.padding, reaches, config.lhs_dilation):
+        if low > reach or high >= reach + spread:
+            return f"padding {config.padding} with lhs_dilation {config.lhs_dilation}: the filter reaches {tuple(reaches)} only"
+    return None
+
+
+def _turned(config: ConvConfig, w):
+    """The filter as the kernels of a transposed convolution take it: that of the strided one whose gradient it is."""
+    return lax.rev(w, config.rhs_spec[2:]) if config.transposed else w
 
 
 def _refuse_forward(config: ConvConfig, args) -> str | None:
     x, w, scale, bias, residual = config.unpack(args)
     if bias is not None and bias.dtype not in (x.dtype, jnp.float32):
         return f"bias of dtype {bias.dtype} with {x.dtype} input"
-    return ffi.unavailable("jaxfuse_conv_fwd") or _refuse_geometry(config, x, w)
+    return ffi.unavailable("jaxfuse_conv_fwd") or _refuse_geometry(config, w, x)
 
 
 def _run_forward(config: ConvConfig, args, mesh_axes):
@@ -236,30 +273,33 @@ def _run_forward(config: ConvConfig, args, mesh_axes):
     y = jax.eval_shape(functools.partial(_convolve, config), x, w)
     if scale is not None:
         scale = scale.astype(jnp.float32)
-    operands = [a for a in (x, w, scale, bias, residual) if a is not None]
-    name = SAME_VALUE.get(config.activation, config.activation)
+    operands = [a for a in (x, _turned(config, w), scale, bias, residual) if a is not None]
     attrs = config.geometry_attrs() | dict(
-        has_scale=config.has_scale, has_bias=config.has_bias, has_residual=config.has_residual, activation=name
-    )
-    return ffi.call("jaxfuse_conv_fwd", [jax.ShapeDtypeStruct(y.shape, y.dtype)], *operands, **attrs)
+        has_scale=config.has_scale, has_bias=config.has_bias, has_residual=config.has_residual,
+        residual_last=config.residual_last, save_z=bool(config.saves))
+    return ffi.call("jaxfuse_conv_fwd", [jax.ShapeDtypeStruct(y.shape, y.dtype)] * (1 + config.saves), *operands, **attrs)
 
 
 def _refuse_backward(linear: Linear, args) -> str | None:
-    return ffi.unavailable("jaxfuse_conv_bwd") or _refuse_geometry(linear.config, *args)
+    x, w, *others = args
+    return ffi.unavailable("jaxfuse_conv_bwd") or _refuse_geometry(linear.config, w, x, *others)
 
 
 def _run_backward(linear: Linear, args, mesh_axes):
     config = linear.config
-    x, w, *y, dy = args
-    types = OP._types_here(linear, args)
+    x, w, *told, dy = args
+    types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t, a in zip(OP._types_here(linear, args), linear.active) if a]
     wants = config.unpack(linear.active)
     want_dx, want_dw, _, want_db, want_dresidual = [bool(want) for want in wants]
-    operands = [*[x] * want_dw, *[w] * want_dx, dy, *y]
-    results = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t, active in zip(types, linear.active) if active]
+    is_dy = config.residual_last and want_dresidual  # the residual's gradient
+    results = types[: len(types) - is_dy]
+    operands = [*[x] * want_dw, *[_turned(config, w)] * want_dx, dy, *told]
     attrs = config.geometry_attrs() | dict(
-        want_dx=want_dx, want_dw=want_dw, want_db=want_db, want_dresidual=want_dresidual
-    )
-    found = ffi.call("jaxfuse_conv_bwd", results, *operands, **attrs)
+        want_dx=want_dx, want_dw=want_dw, want_db=want_db, want_dresidual=want_dresidual and not is_dy,
+        by_value=config.derivative == "y")
+    found = (*(ffi.call("jaxfuse_conv_bwd", results, *operands, **attrs) if results else ()), *[dy] * is_dy)
+    if want_dw:
+        found = (*found[:want_dx], _turned(config, found[want_dx]), *found[want_dx + 1 :])
     if not mesh_axes:
         return found
     whole = _backward_axes(linear, [a.ndim for a in args]).outputs
@@ -272,8 +312,8 @@ OP = FusedOp(
     keep=_keep,
     tangent=_tangent,
     decompose=_decompose,
-    differentiable=_differentiable,
-    for_autodiff=lambda config: config,
+    differentiable=lambda config: not config.has_scale,
+    for_autodiff=lambda config: dataclasses.replace(config, saves=int(config.derivative == "z")),
     forward_kernels=(Kernel("onednn", _refuse_forward, _run_forward),),
     backward_kernels=(Kernel("onednn", _refuse_backward, _run_backward),),
     forward_axes=_forward_axes,

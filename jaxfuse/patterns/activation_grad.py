@@ -4,16 +4,31 @@ Autodiff writes it as many nodes. They are found from z, the activation's input,
 """
 
 import heapq
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.canonical import ADD, CAST, constant
+from jaxfuse.canonical import ADD, CAST, constant, scaled
 from jaxfuse.elementwise import FINITE, is_elementwise, values_of
 from jaxfuse.graph import Graph, Node, Value
 from jaxfuse.match import Activated, Refusal
 from jaxfuse.patterns.activations import known_table
 from jaxfuse.patterns.autodiff import backward, no_kernel
+
+
+class Slope(NamedTuple):
+    """dz = dy·act'(z) for some function act, as computed by `nodes`."""
+
+    z: Value
+    dy: Value
+    dz: Value
+    nodes: tuple[Node, ...]
+
+    def is_of(self, activated: Activated) -> bool:
+        return _is_slope(self.z, self.dy, self.nodes, self.dz.producer, activated)
+
 
 LARGEST = 80  # nodes: the activation, its derivative, and their product with dy
 LINEAR = (*ADD, "sub", "neg", "mul", "div", "select_n", CAST)
@@ -36,6 +51,18 @@ def activation_grad(graph: Graph, preactivation: Value, activated: Activated):
             if outside and _is_slope(z, dy, (*functions, *products), last, activated):
                 yield _row(z, dy, products, last, outside, activated.name)
                 return
+
+
+def slopes_at(graph: Graph, z: Value, dz: Value) -> Iterator[Slope]:
+    """The ways in which dz comes from a cotangent and functions of z: through the most of them first."""
+    back, functions = backward(graph), _functions_of(z)
+    values = {id(z)} | {id(n.out) for n in functions}
+    combined = _cotangents(functions, z, values, back)
+    unscaled = [known[0] for v in combined if v.producer and (known := scaled(v.producer))]  # of selu, of hard_sigmoid
+    for dy in sorted((*unscaled, *combined), key=lambda v: v.producer.index if v.producer else -1):
+        products = _products(dy, values, back)
+        if dy is not dz and any(n is dz.producer for n in products):
+            yield Slope(z, dy, dz, (*functions, *products))
 
 
 def _row(z: Value, dy: Value, products: list[Node], last: Node, outside: list[Node], name: str) -> Refusal:

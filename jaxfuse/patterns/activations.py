@@ -10,9 +10,7 @@ from jaxfuse.canonical import Region, constant, mask_tables, region_table
 from jaxfuse.elementwise import FINITE, same, same_limits, table_of
 from jaxfuse.graph import Value
 from jaxfuse.match import Activated, Stop
-from jaxfuse.ops.activations import TABLE, WITHOUT_KERNEL
-
-_RECOGNISED = TABLE | WITHOUT_KERNEL
+from jaxfuse.ops.activations import TABLE
 
 # bf16 programs round the constants of gelu and its like to eight bits
 _TOLERANCE = {jnp.dtype(jnp.bfloat16): 1e-2, jnp.dtype(jnp.float16): 2e-3}
@@ -47,7 +45,7 @@ def _candidates(table):
     """Names with their parameter: a slope, a depth, a height is read off the table."""
     at = dict(zip(FINITE, table[0]))
     parameters = {"leaky_relu": -at[-1.0], "elu": -at[-40.0], "celu": -at[-40.0], "clip": at[40.0]}
-    for name, activation in _RECOGNISED.items():
+    for name, activation in TABLE.items():
         alpha = float(np.float32(parameters.get(name, 0)))
         known = not activation.has_alpha or 0 < alpha < (1 if name == "leaky_relu" else 20)
         if name != "none" and known:
@@ -77,7 +75,7 @@ def _near_miss(region, table, candidates) -> Stop:
 
 @functools.cache
 def known_table(name: str, alpha: float) -> np.ndarray:
-    return table_of(functools.partial(_RECOGNISED[name].value, alpha=alpha), jax.ShapeDtypeStruct((2,), np.float32))
+    return table_of(functools.partial(TABLE[name].value, alpha=alpha), jax.ShapeDtypeStruct((2,), np.float32))
 
 
 _tables: dict = {}

@@ -10,8 +10,8 @@ from jaxfuse.layout import Layout, channels_last, laid, transposed
 from jaxfuse.match import Chain, Match, Refusal, Walk, as_vector, depends_on, longest
 from jaxfuse.moments import Moments, reductions, shared_over
 from jaxfuse.op import equally_varying
-from jaxfuse.ops.activations import WITHOUT_KERNEL
 from jaxfuse.ops.batch_norm import OP, BatchNormConfig
+from jaxfuse.ops.batch_norm_grad import GradientConfig
 from jaxfuse.patterns import batch_norm_grad
 from jaxfuse.patterns.activations import name_activation
 from jaxfuse.reasons import no_kernel
@@ -65,18 +65,21 @@ def match(graph, node: Node, claimed: set[int], measured):
         shared = no_kernel(f"its statistics are shared over the mesh axis {name!r}")
         yield Refusal("bn", node, (x,), shared if name else "its sums are not made into a mean and a variance")
         return
-    gradient = batch_norm_grad.find(graph, moments)
-    aside = frozenset(moments.nodes) | (gradient.nodes if gradient else frozenset())
-    start, first = _first_step(graph, moments, aside)
-    if first is None:
-        yield Refusal("bn", node, (x,), "nothing normalises it: no step on it uses its statistics")
-        return
-    chains, stop = Walk(graph, axis, claimed, name_activation, aside).chains(start, first)
-    found, chain, refused = longest(chains, x.dtype, lambda chain: _fused(graph, node, moments, gradient, chain, measured))
+    plain = batch_norm_grad.find(graph, moments)
+    for gradient in (*(batch_norm_grad.through_activation(graph, plain) if plain else ()), plain):
+        aside = frozenset(moments.nodes) | (gradient.nodes if gradient else frozenset())
+        start, first = _first_step(graph, moments, aside)
+        if first is None:
+            yield Refusal("bn", node, (x,), "nothing normalises it: no step on it uses its statistics")
+            return
+        chains, stop = Walk(graph, axis, claimed, name_activation, aside).chains(start, first)
+        found, chain, refused = longest(chains, x.dtype, lambda chain: _fused(graph, node, moments, gradient, chain, measured))
+        if gradient and gradient.slope and found and _is_slope_of(gradient.slope, chain):
+            break
     if found:
         yield found
         if gradient:
-            yield _backward(graph, node, gradient, found, measured)
+            yield _backward(graph, node, gradient, found, chain, measured)
     if refused and _label(refused[0]) != _label(chain) * bool(found):
         unscaled = stop.reason if refused[1] is _UNSCALED else refused[1]
         yield Refusal(_label(refused[0]), node, (x,), unscaled)
@@ -110,9 +113,25 @@ def _since(moments: Moments) -> int:
     return min(value.producer.index for value, _ in moments.known.values())
 
 
-def _backward(graph, node: Node, gradient, forward: Match, measured) -> Match | Refusal:
-    bits = next((v for v in forward.emissions[0].defines if v.producer is None), None)
-    result = batch_norm_grad.fused(graph, gradient, forward.pattern, node, bits, measured)
+def _is_slope_of(slope, chain: Chain) -> bool:
+    return chain.activation is not None and chain.region.start is slope.z and slope.is_of(chain.activation)
+
+
+def _told(gradient, chain: Chain) -> GradientConfig | None:
+    """How the passes of the gradient are told the activation's derivative, if they can begin before the activation."""
+    if gradient is None or chain.activation is None:
+        return None
+    if gradient.slope and _is_slope_of(gradient.slope, chain):
+        return GradientConfig(0, False, False, *chain.activation, chain.residual is not None)
+    return GradientConfig(0, True) if batch_norm_grad.mask_of(gradient, chain) is not None else None
+
+
+def _backward(graph, node: Node, gradient, forward: Match, chain: Chain, measured) -> Match | Refusal:
+    emission, config = forward.emissions[0], _told(gradient, chain)
+    kept = tuple(v for v in emission.defines if v.producer is None)
+    residual = emission.needs[1:2] if config and config.has_residual else ()
+    told = batch_norm_grad.Told(config, (*kept, *residual)) if config else None
+    result = batch_norm_grad.fused(graph, gradient, forward.pattern, node, told, measured)
     return Refusal(forward.pattern, node, (gradient.g, gradient.moments.x), result, "backward") if isinstance(result, str) else result
 
 
@@ -121,8 +140,6 @@ def _fused(graph, node: Node, moments: Moments, gradient, chain: Chain, measured
     x, known = moments.x, set(moments.known)
     if not any(kind in ("mul", "div") for kind, _ in chain.affine):
         return _UNSCALED
-    if chain.activation and chain.activation.name in WITHOUT_KERNEL:
-        return f"activation {chain.activation.name}: no kernel yet on cpu"
     if chain.residual is not None:
         if chain.residual.dtype != x.dtype:
             return f"residual {chain.residual!r} is of another dtype than {x!r}"
@@ -132,15 +149,16 @@ def _fused(graph, node: Node, moments: Moments, gradient, chain: Chain, measured
     if isinstance(program, str):
         return program
     per_channel_program, parameters = program
-    name = chain.activation.name if chain.activation else "none"
-    saving = gradient is not None and batch_norm_grad.mask_of(gradient, chain) is not None
+    name, alpha = chain.activation or ("none", 0.0)
+    told = _told(gradient, chain)
     # The kernels are channels-last, and so is what the fused ops around it give and take: transposes between them vanish.
     order = channels_last(x.ndim, moments.axis)
     full, undo = (transposed(graph, x, order),), None
     if chain.residual is not None:
         added, undo = laid(graph, chain.residual, chain.residual_layout, order)
         full = *full, added
-    config = BatchNormConfig(x.ndim - 1, per_channel_program, True, chain.residual is not None, name, saving, saving)
+    config = BatchNormConfig(x.ndim - 1, per_channel_program, True, chain.residual is not None, name, alpha,
+                             told is not None, told is not None and told.masked)
     types = [jax.ShapeDtypeStruct([x.shape[d] for d in order], x.dtype)] * len(full)
     types = (*types, *[jax.ShapeDtypeStruct(v.shape, v.dtype) for v in parameters])
     kernel, reason = OP.forward.kernel(config, types)
@@ -149,15 +167,14 @@ def _fused(graph, node: Node, moments: Moments, gradient, chain: Chain, measured
         return reason
     twin = transposed(graph, chain.end, order) if chain.layout == Layout.of(x.shape) else None
 
-    rows = size(x) // max(1, x.shape[moments.axis])
-    bits = [Value(jax.ShapeDtypeStruct((rows, -(-x.shape[moments.axis] // 8)), jnp.uint8))] * saving
+    kept = _kept_for(told, size(x), x.shape[moments.axis])
 
     def run(read):
         first, *residual = map(read, full)
         y, mean, var, *saved = OP(config, first, *map(undo, residual), *map(read, parameters))
         yield chain.end, chain.layout.place(y, order)
         yield from chain.masks_from(chain.layout.place(y, order))
-        yield from zip(bits, saved[3:])
+        yield from zip(kept, saved[3:] if config.keeps_mask else saved)
         if twin:
             yield twin, y
         for value, formula in moments.known.values():
@@ -166,8 +183,17 @@ def _fused(graph, node: Node, moments: Moments, gradient, chain: Chain, measured
     bytes_saved = np.dtype(x.dtype).itemsize * size(x) * (1 + 2 * len([n for n in chain.nodes if n.primitive != CAST]) // 2)
     operands = (x, chain.residual) if chain.residual is not None else (x,)
     served = (value for value, _ in moments.known.values())
-    emission = Emission((*full, *parameters), (chain.end, *[twin] * bool(twin), *served, *chain.masks, *bits), run)
+    emission = Emission((*full, *parameters), (chain.end, *[twin] * bool(twin), *served, *chain.masks, *kept), run)
     return Match(_label(chain), node, chain.nodes, (emission,), kernel.name, operands, bytes_saved)
+
+
+def _kept_for(told: GradientConfig | None, elements: int, channels: int) -> list[Value]:
+    """What the forward pass saves for it: the bits of the mask, or center, scale and offset."""
+    if told is None:
+        return []
+    if told.masked:
+        return [Value(jax.ShapeDtypeStruct((elements // max(1, channels), -(-channels // 8)), jnp.uint8))]
+    return [Value(jax.ShapeDtypeStruct((channels,), jnp.float32)) for _ in range(3)]
 
 
 def _per_channel_program(moments: Moments, chain: Chain):

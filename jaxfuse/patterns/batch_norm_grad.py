@@ -1,12 +1,14 @@
 """What autodiff has made of a training batch norm: sums over the batch, and the gradient of x. See forms.py."""
 
+import dataclasses
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.canonical import constant, size
+from jaxfuse.canonical import constant, size, unwidened
 from jaxfuse.forms import Form, Forms, Product, Vector
 from jaxfuse.graph import Emission, Graph, Value
 from jaxfuse.layout import channels_last, inverse, transposed
@@ -14,7 +16,15 @@ from jaxfuse.live import unneeded
 from jaxfuse.match import Chain, Match, depends_on
 from jaxfuse.moments import Moments
 from jaxfuse.ops.batch_norm_grad import DX, SUMS, GradientConfig
+from jaxfuse.patterns.activation_grad import Slope, slopes_at
 from jaxfuse.patterns.activations import is_derivative
+
+
+class Told(NamedTuple):
+    """What the activation's derivative is told by: `values` are the last operands of the gradient's passes."""
+
+    config: GradientConfig
+    values: tuple[Value, ...]
 
 
 class Gradient(NamedTuple):
@@ -29,6 +39,7 @@ class Gradient(NamedTuple):
     zeros: list[tuple[Value, Form]]
     results: list[tuple[Value, Form]]
     nodes: frozenset[int]
+    slope: Slope | None = None  # through which g comes from the cotangent of an activation's value
 
     @property
     def defines(self) -> tuple[Value, ...]:
@@ -53,6 +64,17 @@ def find(graph: Graph, moments: Moments) -> Gradient | None:
     results = _results(graph, forms, x, g)
     gone = unneeded(graph, tuple(value for value, _ in (*sums, *zeros, *results)), kept=g)
     return Gradient(moments, forms, g, sums, zeros, results, frozenset(gone))
+
+
+def through_activation(graph: Graph, gradient: Gradient) -> Iterator[Gradient]:
+    """The same gradient from the cotangent of an activation's value, where g is that times a function of a value which is
+    computed from x, per channel and with other tensors added."""
+    arguments = [(value, form) for value, form in gradient.forms.of.values() if isinstance(form, Form) and value.producer
+                 and id(gradient.moments.x) in form.terms and id(gradient.g) not in form.terms]
+    for z, _ in sorted(arguments, key=lambda known: -known[0].producer.index):
+        for slope in slopes_at(graph, z, gradient.g):
+            gone = unneeded(graph, (*gradient.defines, gradient.g), kept=slope.dy)
+            yield gradient._replace(nodes=frozenset(gone), slope=slope)
 
 
 def _tensors(form: Form | Product) -> list[Value]:
@@ -102,17 +124,19 @@ def mask_of(gradient: Gradient, chain: Chain) -> Value | None:
     return mask if any(m is mask for m in chain.masks) and is_derivative(chain.region, mask, chain.activation) else None
 
 
-def fused(graph: Graph, gradient: Gradient, label: str, anchor, bits: Value | None, measured) -> Match | str:
-    """The match, or why not; `bits` are the activation's mask if the forward pass saves it."""
+def fused(graph: Graph, gradient: Gradient, label: str, anchor, told: Told | None, measured) -> Match | str:
+    """The match, or why not; `told` is what the forward pass keeps of the activation's derivative."""
     moments, g, x = gradient.moments, gradient.g, gradient.moments.x
-    dy = g if bits is None else g.producer.inputs[2]
-    masks = () if bits is None else (bits,)
     order = channels_last(x.ndim, moments.axis)
-    config, dy_last, x_last = GradientConfig(x.ndim - 1, bool(masks)), transposed(graph, dy, order), transposed(graph, x, order)
+    dy, config = g, GradientConfig(x.ndim - 1)
+    if told:
+        dy = unwidened(gradient.slope.dy) if gradient.slope else g.producer.inputs[2]
+        config = dataclasses.replace(told.config, axis=x.ndim - 1)
+    dy_last, x_last, masks = transposed(graph, dy, order), transposed(graph, x, order), told.values if told else ()
     vector = jax.ShapeDtypeStruct((x.shape[moments.axis],), jnp.float32)
     full = [jax.ShapeDtypeStruct([v.shape[d] for d in order], v.dtype) for v in (dy, x)]
     kernel, reason = SUMS.kernel(config, (*full, vector, *masks))
-    reason = reason or measured("batch_norm", config, full)
+    reason = reason or measured("batch_norm", config, full, "backward")
     if reason:
         return reason
     factors = [need for _, form in gradient.sums for need in _needs(form)]
@@ -128,7 +152,7 @@ def fused(graph: Graph, gradient: Gradient, label: str, anchor, bits: Value | No
     full_needs = (dy_last, x_last, gradient.forms.mean, *masks)
     emissions = [Emission((*full_needs, *factors), tuple(value for value, _ in gradient.sums), run_sums)]
     emissions += [_zero(moments, *zero) for zero in gradient.zeros]
-    emissions += [_result(graph, gradient, config, operands, full_needs, *result, bits is not None and i == 0)
+    emissions += [_result(graph, gradient, config, operands, full_needs, *result, told is not None and i == 0)
                   for i, result in enumerate(gradient.results)]
     bytes_saved = np.dtype(x.dtype).itemsize * size(x) * 4
     return Match(label, anchor, (), tuple(emissions), kernel.name, (dy, x), bytes_saved, "backward")
@@ -152,7 +176,7 @@ def _result(graph, gradient: Gradient, config, operands, full_needs, value: Valu
     if gated and _is_read(graph, gradient, g):
         sums = {id(v) for v, _ in gradient.sums}
         if not depends_on(list(needs[len(full_needs):]), {id(g)}, g.producer.index, behind=sums):
-            config = GradientConfig(config.axis, config.masked, wants_g=True)
+            config = dataclasses.replace(config, wants_g=True)
     given = (value, g) if config.wants_g else (value,)
     defines = (*given, *[transposed(graph, v, order) for v in given]) if axis != x.ndim - 1 else given
 

@@ -12,7 +12,6 @@ from jaxfuse.canonical import constant
 from jaxfuse.graph import Emission, Node, Value
 from jaxfuse.layout import channels_last, inverse, laid, only_moved, transposed
 from jaxfuse.match import Chain, Match, Refusal, Walk, as_vector, longest
-from jaxfuse.ops.activations import WITHOUT_KERNEL
 from jaxfuse.ops.conv import OP, ConvConfig
 from jaxfuse.patterns.activations import name_activation
 from jaxfuse.reasons import no_kernel
@@ -31,7 +30,7 @@ def match(graph, node: Node, claimed: set[int], measured):
         yield Refusal("conv", node, tuple(node.inputs), config)
         return
     head = _head(graph, node, config)
-    chains, stop = Walk(graph, config.out_spec[1], claimed, name_activation).chains(node.out)
+    chains, stop = Walk(graph, config.out_spec[1], claimed, name_activation, adds_last=True).chains(node.out)
     found, chain, refused = longest(chains, node.out.dtype, lambda chain: _fused(graph, node, head, chain, measured))
     if found:
         yield found
@@ -49,8 +48,6 @@ def config_of(node: Node) -> ConvConfig | str:
     x, w = node.inputs
     if params["batch_group_count"] != 1:
         return no_kernel(f"batch_group_count {params['batch_group_count']}")
-    if any(d != 1 for d in params["lhs_dilation"]):
-        return no_kernel(f"lhs_dilation {params['lhs_dilation']}")
     if not (x.dtype == w.dtype == node.out.dtype):
         return f"dtypes {x.dtype}, {w.dtype} -> {node.out.dtype}: the kernel takes and gives one dtype"
     dn = params["dimension_numbers"]
@@ -58,7 +55,8 @@ def config_of(node: Node) -> ConvConfig | str:
         return no_kernel(f"batch at axis {dn.lhs_spec[0]} -> {dn.out_spec[0]}, a weight gradient")
     return ConvConfig(
         tuple(params["window_strides"]), tuple(map(tuple, params["padding"])), tuple(params["rhs_dilation"]),
-        params["feature_group_count"], dn.lhs_spec, dn.rhs_spec, dn.out_spec, precision=params["precision"])
+        params["feature_group_count"], dn.lhs_spec, dn.rhs_spec, dn.out_spec, tuple(params["lhs_dilation"]),
+        precision=params["precision"])
 
 
 # --- before it ---------------------------------------------------------------------------------------------------
@@ -111,7 +109,8 @@ def _with_pad(config: ConvConfig, pad: Node):
         if (low or high) and axis in config.lhs_spec[:2]:
             return f"{pad} pads along axis {axis}, which is not spatial"
     added = [pads[axis] for axis in config.lhs_spec[2:]]
-    return tuple((low + more, high + beyond) for (low, high), (more, beyond, _) in zip(config.padding, added))
+    return tuple((low + more * spread, high + beyond * spread)  # a pixel of a dilated x is `spread` wide
+                 for (low, high), (more, beyond, _), spread in zip(config.padding, added, config.lhs_dilation))
 
 
 # --- the whole ---------------------------------------------------------------------------------------------------
@@ -129,7 +128,8 @@ def _configured(config: ConvConfig, chain: Chain, permutation) -> ConvConfig:
     moved = inverse(permutation)
     return dataclasses.replace(
         config, out_spec=tuple(moved[d] for d in config.out_spec), has_scale=bool(kinds & {"mul", "div"}),
-        has_bias=bool(kinds & {"add", "sub"}), has_residual=chain.residual is not None, activation=name, alpha=alpha)
+        has_bias=bool(kinds & {"add", "sub"}), has_residual=chain.residual is not None, activation=name, alpha=alpha,
+        residual_last=chain.residual_last)
 
 
 def _target(graph, chain: Chain, channel_axis: int):
@@ -148,8 +148,6 @@ def _fused(graph, node: Node, head: Head, chain: Chain, measured) -> Match | str
     x, w = head.operands
     if chain.residual is not None and chain.residual.dtype != x.dtype:
         return f"residual {chain.residual!r} is of another dtype than {node.out!r}"
-    if chain.activation and chain.activation.name in WITHOUT_KERNEL:
-        return f"activation {chain.activation.name}: no kernel yet on cpu"
     channel_axis, has_residual = head.config.out_spec[1], chain.residual is not None
     permutation, twin = _target(graph, chain, channel_axis)
     config = _configured(head.config, chain, permutation)

@@ -182,7 +182,7 @@ def _fused(graph: Graph, node: Node, gradients: Gradients, config: ConvConfig, m
     active = (dx is not None, dw is not None, *[True] * (config.has_bias + config.has_residual))
     linear = Linear(config, active, types, len(needs) - 1)
     kernel, reason = OP.backward.kernel(linear, _types(needs))
-    reason = reason or measured("conv", config, types)
+    reason = reason or measured("conv", config, types, "backward")
     if reason:
         return reason
     if depends_on(list(needs), set(map(id, made)), min(v.producer.index for v in made)):

@@ -182,7 +182,7 @@ def _before(value: Value) -> tuple[Value, tuple[Node, ...]] | None:
     """(x, nodes) if the value is a function of x alone, element by element; x is the nearest such value."""
     nodes: dict[int, Node] = {}
     frontier = {id(value): value}
-    while len(nodes) < LONGEST_SPELLING:
+    while frontier and len(nodes) < LONGEST_SPELLING:  # empty: it is computed from constants alone
         last = max(frontier.values(), key=lambda v: v.producer.index if v.producer else -1)
         node = last.producer
         if node is None or not (is_elementwise(node) or _is_unknown_function(node)):

@@ -1,0 +1,119 @@
+"""Flax linen's layers, fused: `import jaxfuse.flax.linen as fnn`, then `fnn.Conv` where it said `nn.Conv`.
+
+Each layer is a subclass of Flax's own and computes what that computes, through `jaxfuse.fuse`: constructor arguments,
+parameters, collections, initialisers, RNG use, masks, dtypes and errors are Flax's, so that checkpoints load both ways.
+Beyond that, most take `activation`, any function of one array, and, when called, `residual`, of the shape of the result:
+
+    y = activation(layer(x) + residual)                       in one pass over memory, where a kernel can
+
+Whatever no kernel takes runs as Flax's own layer would. Inside a function that is fused as a whole, and inside `fused` methods,
+the layers are plain and the whole is fused: a network built of them is not cut into pieces.
+"""
+
+import functools
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+from flax.core import lift
+from flax.linen.transforms import lift_transform
+
+from jaxfuse.fuse import inline
+
+
+def fused(method):
+    """Decorates a method of a `flax.linen.Module`: what it computes, layers and all, is fused as one program.
+
+    Variables, mutable collections and RNG streams behave as under `flax.linen.remat`. While parameters are initialised the
+    method runs as it is.
+    """
+    through = lift_transform(_lifted, method)
+
+    @functools.wraps(method)
+    def call(self, *args, **kwargs):
+        return (method if self.is_initializing() else through)(self, *args, **kwargs)
+
+    return call
+
+
+def _lifted(fn):
+    """`inline` for a function of Flax scopes, as `flax.core.lift.checkpoint` is `jax.checkpoint` for one."""
+
+    def of_groups(scope_of, groups_of, variables, rngs, *args, **kwargs):
+        def pure(variables, rngs, *args, **kwargs):
+            scope = scope_of(variables, rngs)
+            return fn(scope, *args, **kwargs), groups_of(scope)
+
+        return inline(pure)(variables, rngs, *args, **kwargs)
+
+    return lift.pack(of_groups, (True,), (True,), (True,), name="fuse", enable_kwargs=True)
+
+
+class Fused(nn.Module):
+    """Mixed into a module: its call is fused."""
+
+    @fused
+    def __call__(self, *args, **kwargs):
+        return super().__call__(*args, **kwargs)
+
+
+class Epilogue(nn.Module):
+    """Mixed into a layer: `activation(layer(x) + residual)`, fused."""
+
+    activation: Callable[[jax.Array], jax.Array] | None = None
+
+    @fused
+    def __call__(self, x, *args, residual=None, **kwargs):
+        y = super().__call__(x, *args, **kwargs)
+        if residual is not None:
+            y = y + residual
+        return y if self.activation is None else self.activation(y)
+
+
+class Conv(Epilogue, nn.Conv):
+    """`flax.linen.Conv`, and after it a residual add and an activation."""
+
+
+class ConvTranspose(Epilogue, nn.ConvTranspose):
+    """`flax.linen.ConvTranspose`, and after it a residual add and an activation."""
+
+
+class Dense(Epilogue, nn.Dense):
+    """`flax.linen.Dense`, and after it a residual add and an activation."""
+
+
+class BatchNorm(Epilogue, nn.BatchNorm):
+    """`flax.linen.BatchNorm`, and after it a residual add and an activation."""
+
+
+class LayerNorm(Epilogue, nn.LayerNorm):
+    """`flax.linen.LayerNorm`, and after it a residual add and an activation."""
+
+
+class RMSNorm(Epilogue, nn.RMSNorm):
+    """`flax.linen.RMSNorm`, and after it a residual add and an activation."""
+
+
+class GroupNorm(Epilogue, nn.GroupNorm):
+    """`flax.linen.GroupNorm`, and after it a residual add and an activation."""
+
+
+class LSTMCell(Fused, nn.LSTMCell):
+    """`flax.linen.LSTMCell`, fused."""
+
+
+class OptimizedLSTMCell(Fused, nn.OptimizedLSTMCell):
+    """`flax.linen.OptimizedLSTMCell`, fused."""
+
+
+class GRUCell(Fused, nn.GRUCell):
+    """`flax.linen.GRUCell`, fused."""
+
+
+class RNN(Fused, nn.RNN):
+    """`flax.linen.RNN`, the whole sequence fused."""
+
+
+# Flax's layer -> ours
+EXCHANGE = {layer.__bases__[1]: layer for layer in (
+    Conv, ConvTranspose, Dense, BatchNorm, LayerNorm, RMSNorm, GroupNorm, LSTMCell, OptimizedLSTMCell, GRUCell, RNN)}

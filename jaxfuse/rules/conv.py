@@ -1,0 +1,68 @@
+"""When a fused convolution is worth it."""
+
+import math
+
+import jax
+from jax import lax
+
+from jaxfuse.rules.rule import Ladder, OpRules, Rule, points
+
+
+def size(config, types) -> int:
+    """2 · output positions · filter elements; `x // strides` stands for the positions, whatever the padding."""
+    x, w = (t.shape for t in types[:2])
+    positions = math.prod(x) // x[config.lhs_spec[1]] // math.prod(config.window_strides)
+    return 2 * positions * math.prod(w)
+
+
+def shape_class(config, types) -> str:
+    return "full" if config.feature_group_count == 1 else "grouped"
+
+
+def _conv_bias_relu(x, w, b):
+    groups = x.shape[-1] // w.shape[2]
+    y = lax.conv_general_dilated(
+        x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups)
+    return jax.nn.relu(y + b.astype(y.dtype))
+
+
+def _shapes(*rows):
+    """(batch, image size, kernel, channels in a group, channels)"""
+    return tuple(((n, s, s, c), (k, k, per_group, c), (c,)) for n, s, k, per_group, c in rows)
+
+
+LADDERS = {
+    "full": Ladder(_conv_bias_relu, _shapes(
+        (1, 4, 3, 4, 4), (1, 8, 3, 8, 8), (1, 8, 3, 16, 16), (1, 14, 1, 32, 32), (1, 14, 3, 32, 32), (1, 14, 3, 64, 64),
+        (8, 14, 3, 64, 64))),
+    "grouped": Ladder(_conv_bias_relu, _shapes((1, 4, 3, 1, 8), (1, 8, 3, 1, 16), (1, 14, 3, 1, 64))),
+}
+RULES = OpRules(
+    "operations", size, ladders=LADDERS, shape_class=shape_class,
+    rules=(
+        Rule(points(
+            (4_608, (6.29, 9.15), (17, 25.5)),
+            (73_728, (11.7, 10.6), (47.6, 33.6)),
+            (294_912, (13.3, 11.5), (79.5, 33.7)),
+            (401_408, (15.7, 11.8), (43.2, 35.7)),
+            (3_612_672, (48.4, 27.8), (144, 88.5)),
+            (14_450_688, (154, 80.6), (490, 251)),
+            (115_605_504, (1150, 525), (2666, 1601))), dtype="float32", shape="full"),
+        Rule(points(
+            (4_608, (7.58, 8.18), (21.4, 28.5)),
+            (73_728, (13.2, 15.4), (49.1, 35.3)),
+            (294_912, (14.8, 11.1), (86.4, 42.9)),
+            (401_408, (20.8, 10.3), (61, 32.6)),
+            (3_612_672, (55.6, 21.5), (163, 83.1)),
+            (14_450_688, (166, 49.5), (541, 186)),
+            (115_605_504, (1206, 266), (3958, 918))), dtype="bfloat16", shape="full"),
+        Rule(points(
+            (2_304, (35.5, 8.34), (49.2, 28.9)),
+            (18_432, (57.7, 8.72), (147, 25.2)),
+            (225_792, (361, 14), (809, 47.2))), dtype="float32", shape="grouped"),
+        Rule(points(
+            (2_304, (32.6, 11.9), (51.3, 26.1)),
+            (18_432, (57.2, 9.65), (182, 27.4)),
+            (225_792, (375, 12.4), (894, 37.5))), dtype="bfloat16", shape="grouped"),
+    ),
+)  # fmt: skip

@@ -1,0 +1,256 @@
+"""Whole Flax models with their layers exchanged: the same parameters and numbers, the sites of a fused function."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+
+import jaxfuse
+import jaxfuse.flax.linen as fused_linen
+import jaxfuse.flax.nnx as fused_nnx
+from test_flax_layers import close
+from test_networks import SmallNet
+from test_patterns import patterns
+
+X = jax.random.normal(jax.random.key(0), (4, 16, 16, 3))
+
+
+class Own(nnx.BatchNorm):
+    """A user's own variant of a layer."""
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.stem = nnx.Conv(3, 16, (3, 3), rngs=rngs)
+        self.layers = nnx.List([nnx.Conv(16, 16, (3, 3), use_bias=False, rngs=rngs), nnx.BatchNorm(16, rngs=rngs)])
+        self.own = Own(16, rngs=rngs)
+        self.again = self.layers[0]  # shared
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.head = nnx.Linear(16, 10, rngs=rngs)
+
+    def __call__(self, x):
+        x = nnx.relu(self.stem(x))
+        y = self.layers[1](self.layers[0](x))
+        x = nnx.relu(y + x)
+        x = nnx.relu(self.own(self.again(x)))
+        return self.head(self.dropout(x.mean((1, 2))))
+
+
+def equal(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def linen_loss(model, params, state, x):
+    y, updates = model.apply({"params": params, **state}, x, True, mutable=["batch_stats"])
+    return jnp.sum(y**2), updates
+
+
+def test_linen_model_made_in_compact_methods():
+    flax, ours = SmallNet(), fused_linen.replace(SmallNet())
+    variables = flax.init(jax.random.key(1), X, True)
+    equal(variables, ours.init(jax.random.key(1), X, True))
+    state = {"batch_stats": variables["batch_stats"]}
+    theirs, mine = (jax.jit(jax.value_and_grad(functools.partial(linen_loss, m), has_aux=True))(variables["params"], state, X)
+                    for m in (flax, ours))
+    close(mine, theirs, "f32")
+    loss = functools.partial(linen_loss, flax)
+    assert patterns(jaxfuse.explain(functools.partial(linen_loss, ours), variables["params"], state, X)) == patterns(
+        jaxfuse.explain(loss, variables["params"], state, X))
+    assert isinstance(ours, SmallNet) and fused_linen.replace(ours).__class__ is ours.__class__
+
+
+def test_linen_says_what_became_of_each_module():
+    model = SmallNet()
+    variables = model.init(jax.random.key(1), X, True)
+    became = {e.path: e for e in fused_linen.exchanged(model, variables, X, False, policy="always")}
+    assert became["Bottleneck_0/norm1"].now is fused_linen.BatchNorm
+    assert became["Conv_0"].now is fused_linen.Conv and became["Conv_0"].reason == ""
+    assert "no layer that has a drop-in" in became["Bottleneck_0"].reason
+    never = {e.path: e for e in fused_linen.exchanged(model, variables, X, False, policy="never")}
+    assert never["Conv_0"] == ("Conv_0", nn.Conv, nn.Conv, 'policy "never"')
+
+
+def test_nnx_model_in_place_shared_layers_and_dropout():
+    flax, ours = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
+    kernel = ours.stem.kernel
+    assert fused_nnx.replace(ours) is ours and isinstance(ours, Net)
+    assert ours.stem.kernel is kernel and ours.again is ours.layers[0]
+    for _ in range(2):  # statistics and the dropout's count move on
+        close(ours(X), flax(X), "f32")
+    kept = nnx.Any(nnx.Param, nnx.BatchStat, nnx.RngCount)
+    close(*[nnx.to_pure_dict(nnx.state(m, kept)) for m in (ours, flax)], "f32")
+    for m in (flax, ours):
+        m.eval()
+    close(ours(X), flax(X), "f32")
+
+
+def test_nnx_says_what_was_exchanged():
+    became = {e.path: e for e in fused_nnx.exchanged(fused_nnx.replace(Net(nnx.Rngs(0))))}
+    assert became["stem"][1:] == (nnx.Conv, fused_nnx.Conv, "")
+    assert became["layers.1"].now is fused_nnx.BatchNorm
+    assert became["own"].now is Own and "a subclass of BatchNorm, whose call may differ" in became["own"].reason
+    assert "no layer that has a drop-in" in became["dropout"].reason
+
+
+def test_nnx_report_is_that_of_the_function():
+    model = Net(nnx.Rngs(0))
+    graphdef, state = nnx.split(model)
+    plain = jaxfuse.explain(lambda state, x: nnx.merge(graphdef, state)(x), state, X, policy="always")
+    assert patterns(fused_nnx.explain(fused_nnx.replace(model), X, policy="always")) == patterns(plain)
+
+
+def test_nnx_trains_with_an_optimizer():
+    optax = pytest.importorskip("optax")
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        loss, grads = nnx.value_and_grad(lambda m: jnp.mean(m(x) ** 2))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    losses = []
+    for model in (Net(nnx.Rngs(0)), fused_nnx.replace(Net(nnx.Rngs(0)))):
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1, 0.9), wrt=nnx.Param)
+        losses.append([float(step(model, optimizer, X)) for _ in range(4)])
+    np.testing.assert_allclose(*losses, rtol=1e-4)
+
+
+class Sowing(nnx.Module):
+    def __init__(self, rngs):
+        self.conv = nnx.Conv(3, 16, (3, 3), rngs=rngs)
+
+    @fused_nnx.fused
+    def __call__(self, x):
+        y = nnx.relu(self.conv(x))
+        self.sow(nnx.Intermediate, "y", y)
+        return y
+
+
+def test_nnx_method_that_makes_variables_runs_as_it_is():
+    model = Sowing(nnx.Rngs(0))
+    y = model(X)
+    np.testing.assert_array_equal(jax.tree.leaves(nnx.state(model, nnx.Intermediate))[0], y)
+
+
+@pytest.mark.parametrize("writer, reader", [(nn.Conv, fused_linen.Conv), (fused_linen.Conv, nn.Conv)])
+def test_linen_checkpoints_cross_load(tmp_path, writer, reader):
+    variables = writer(16, (3, 3)).init(jax.random.key(4), X)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", variables)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", reader(16, (3, 3)).init(jax.random.key(5), X))
+    equal(restored, variables)
+    close(reader(16, (3, 3)).apply(restored, X), writer(16, (3, 3)).apply(variables, X), "f32")
+
+
+@pytest.mark.parametrize("exchange", ["before", "after"])
+def test_nnx_checkpoints_cross_load(tmp_path, exchange):
+    written, read = Net(nnx.Rngs(1)), Net(nnx.Rngs(2))
+    fused_nnx.replace(written if exchange == "before" else read)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", nnx.to_pure_dict(nnx.state(written, nnx.Param, nnx.BatchStat)[0]))
+        checkpointer.wait_until_finished()
+        state = nnx.state(read, nnx.Param, nnx.BatchStat)[0]
+        nnx.replace_by_pure_dict(state, checkpointer.restore(tmp_path / "state", nnx.to_pure_dict(state)))
+    nnx.update(read, state)
+    for model in (written, read):
+        model.eval()
+    close(read(X), written(X), "f32")
+
+
+def test_batch_norm_over_a_named_axis():
+    def run(layer):
+        norm = layer(use_running_average=False, axis_name="batch")
+        variables = norm.init(jax.random.key(0), X[0])
+        return jax.vmap(lambda x: norm.apply(variables, x, mutable=["batch_stats"]), axis_name="batch")(X)
+
+    close(run(fused_linen.BatchNorm), run(nn.BatchNorm), "f32")
+
+
+def test_partitioning_metadata_stays():
+    init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, None, None, "model"))
+    layers = [layer(16, (3, 3), kernel_init=init) for layer in (nn.Conv, fused_linen.Conv)]
+    theirs, mine = (nn.get_partition_spec(layer.init(jax.random.key(0), X)) for layer in layers)
+    assert theirs == mine
+    nnx_layers = [layer(3, 16, (3, 3), rngs=nnx.Rngs(0), kernel_metadata={"mine": 1})
+                  for layer in (nnx.Conv, fused_nnx.Conv)]
+    assert nnx_layers[0].kernel.get_metadata() == nnx_layers[1].kernel.get_metadata()
+
+
+@pytest.mark.parametrize("lift", [nn.remat, nn.jit], ids=["remat", "jit"])
+def test_lifted_by_flax(lift):
+    theirs, mine = lift(nn.Conv)(16, (3, 3)), lift(fused_linen.Conv)(16, (3, 3))
+    variables = theirs.init(jax.random.key(0), X)
+    equal(jax.tree.leaves(variables), jax.tree.leaves(mine.init(jax.random.key(0), X)))
+    gradients = [jax.grad(lambda v, m=m: jnp.sum(m.apply(v, X) ** 2))(variables) for m in (mine, theirs)]
+    close(*gradients, "f32")
+
+
+def test_scanned_over_layers():
+    def stack(layer):
+        return nn.scan(lambda block, x: (block(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+
+    x = jax.random.normal(jax.random.key(0), (2, 16, 16, 8))
+
+    class Stack(nn.Module):
+        layer: type
+
+        @nn.compact
+        def __call__(self, x):
+            return stack(self.layer)(self.layer(8, (3, 3), name="block"), x)[0]
+
+    variables = Stack(nn.Conv).init(jax.random.key(0), x)
+    equal(variables, Stack(fused_linen.Conv).init(jax.random.key(0), x))
+    close(Stack(fused_linen.Conv).apply(variables, x), Stack(nn.Conv).apply(variables, x), "f32")
+
+
+def test_recurrent_layers():
+    x = jax.random.normal(jax.random.key(0), (2, 5, 8))
+    for name in ("LSTMCell", "OptimizedLSTMCell", "GRUCell"):
+        theirs, mine = nn.RNN(getattr(nn, name)(16)), fused_linen.RNN(getattr(fused_linen, name)(16))
+        variables = theirs.init(jax.random.key(1), x)
+        equal(variables, mine.init(jax.random.key(1), x))
+        close(mine.apply(variables, x), theirs.apply(variables, x), "f32")
+        pair = [module.RNN(getattr(module, name)(8, 16, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0)) for module in (nnx, fused_nnx)]
+        close(pair[1](x), pair[0](x), "f32")
+
+
+BLOCKS = {"ConvNorm": (8, 16), "Residual": (8, 16), "Bottleneck": (8, 4), "InvertedResidual": (8, 8), "ConvNeXt": (8,),
+          "MLP": (8, 32)}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_compute_what_they_say(name):
+    """In both halves of Flax, with and without the policy's kernels, forward and backward."""
+    x = jax.random.normal(jax.random.key(0), (2, 16, 16, 8))
+    block = getattr(fused_linen, name)(*([BLOCKS[name][1]] if len(BLOCKS[name]) > 1 else []))
+    train = {} if name in ("ConvNeXt", "MLP") else {"train": True}
+    variables = block.init(jax.random.key(1), x, **train)
+    state = {k: v for k, v in variables.items() if k != "params"}
+
+    def loss(params, x):
+        y = block.apply({"params": params, **state}, x, **train, mutable=["batch_stats"])[0]
+        return jnp.vdot(y, jax.random.normal(jax.random.key(2), y.shape))
+
+    plain = jaxfuse.fuse(jax.grad(loss, (0, 1)), policy="never")  # within it the layers are Flax's
+    close(jax.grad(loss, (0, 1))(variables["params"], x), plain(variables["params"], x), "f32")
+    model = getattr(fused_nnx, name)(*BLOCKS[name], rngs=nnx.Rngs(0))
+    twin = nnx.clone(model)
+    graphdef, states = nnx.split(twin)
+    y = jaxfuse.fuse(lambda state, x: nnx.merge(graphdef, state)(x), policy="never")(states, x)
+    close(model(x), y, "f32")
+
+
+def test_errors_name_the_argument():
+    with pytest.raises(TypeError, match="replace: module: got int, expected a flax.linen.Module"):
+        fused_linen.replace(1)
+    with pytest.raises(TypeError, match="replace: model: got Conv, expected a flax.nnx.Module"):
+        fused_nnx.replace(nn.Conv(1, (1,)))
+    bound = nn.Dense(3).bind(nn.Dense(3).init(jax.random.key(0), jnp.ones((1, 2))))
+    with pytest.raises(ValueError, match="bound module, expected an unbound one"):
+        fused_linen.replace(bound)

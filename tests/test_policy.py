@@ -1,0 +1,112 @@
+"""Rules of profitability: what a table of measurements says, and what policy "measured" makes of it."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxfuse
+from jaxfuse import ops, policy, tuned
+from jaxfuse.rules import TABLE
+from jaxfuse.rules.rule import DIRECTIONS, OpRules, Rule, points
+
+X = jax.ShapeDtypeStruct((10, 10), jnp.float32)
+
+
+def judged(monkeypatch, rules, x=X, direction="forward", shape="any"):
+    table = OpRules("elements", lambda config, types: math.prod(types[0].shape), rules, {}, lambda *_: shape)
+    monkeypatch.setitem(TABLE, "op", table)
+    return policy.judge("measured")("op", None, (x,), direction)
+
+
+@pytest.mark.parametrize(
+    "rows, smallest",
+    [
+        ([(10, 2, 1), (100, 9, 3)], 0),
+        ([(10, 1, 2), (100, 9, 3)], 100),
+        ([(10, 2, 1), (50, 3, 4), (100, 9, 3)], 100),  # what wins below a loss does not count
+        ([(10, 1, 1), (100, 9, 3)], 100),  # a draw is no win
+        ([(10, 1, 2), (50, 2, 1), (100, 9, 9.4)], 50),  # and no loss
+        ([(10, 1, 2), (50, 2, 1), (100, 9, 9.5)], math.inf),
+        ([(10, 2, 1), (100, 3, 9)], math.inf),
+        ([], math.inf),
+    ],
+)
+def test_the_smallest_size_follows_from_the_points(rows, smallest):
+    assert Rule(points(*[(size, (xla, fused)) for size, xla, fused in rows])).smallest == smallest
+
+
+def test_both_directions_of_a_rule_must_win():
+    rule = Rule(points((10, (2, 1), (2, 4)), (100, (9, 3), (9, 3))))
+    assert rule.smallest == 100
+
+
+WINS, LOSES = points((1, (2, 1))), points((500, (1, 2)))
+
+
+def test_too_small(monkeypatch):
+    rule = Rule(points((50, (1, 2)), (101, (2, 1))))
+    assert judged(monkeypatch, (rule,)) == "too small to gain: 100 elements, measured faster from 101"
+    assert judged(monkeypatch, (Rule(points((50, (1, 2)), (100, (2, 1)))),)) == ""
+
+
+def test_slower_at_every_size(monkeypatch):
+    assert judged(monkeypatch, (Rule(LOSES),)) == "slower than XLA at every size that was measured, up to 500 elements"
+
+
+def test_rules_are_read_top_down(monkeypatch):
+    assert judged(monkeypatch, (Rule(WINS), Rule(LOSES))) == ""
+    assert "slower" in judged(monkeypatch, (Rule(LOSES), Rule(WINS)))
+
+
+@pytest.mark.parametrize("narrow", [dict(dtype="bfloat16"), dict(direction="backward"), dict(shape="wide"), dict(isa="avx9000")])
+def test_a_rule_speaks_for_its_own_sites_only(monkeypatch, narrow):
+    assert judged(monkeypatch, (Rule(LOSES, **narrow), Rule(WINS))) == ""
+    reason = judged(monkeypatch, (Rule(WINS, **narrow),))
+    assert reason == "op forward of float32 (any) has not been measured; python -m jaxfuse bench --tune does it"
+
+
+def test_a_rule_that_fits_in_everything(monkeypatch):
+    monkeypatch.setattr(tuned, "isa", lambda: ("avx2",))
+    rule = Rule(LOSES, "backward", "bfloat16", "wide", "avx2")
+    narrow = dict(x=X.update(dtype=jnp.bfloat16), direction="backward", shape="wide")
+    assert "slower" in judged(monkeypatch, (rule, Rule(WINS)), **narrow)
+
+
+def test_platforms_without_kernels(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert judged(monkeypatch, (Rule(WINS),)) == "no kernel yet on tpu"
+
+
+def test_every_op_has_rules_with_measurements():
+    names = {value.OP.name for value in vars(ops).values() if hasattr(value, "OP")} | set(TABLE)
+    for name in names:
+        table = TABLE[name]
+        assert table.rules and table.ladders, name
+        for rule in table.rules:
+            assert rule.points and rule.machine, f"{name} ({rule.sites}) has no measurement"
+            assert rule.direction in (None, *DIRECTIONS) and rule.shape in (None, *table.ladders)
+            for point in rule.points:
+                assert point.direction in DIRECTIONS and point.size > 0 and point.xla > 0 and point.fused > 0
+        for ladder in table.ladders.values():
+            assert all(len(shapes) == len(ladder.shapes[0]) for shapes in ladder.shapes)
+
+
+def conv(x, w, groups=1):
+    return jax.nn.relu(jax.lax.conv_general_dilated(
+        x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups))
+
+
+def test_a_convolutions_size_is_its_operations(some_kernel):
+    seen = []
+
+    def spec(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    table = TABLE["conv"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(TABLE, "conv", table._replace(size=lambda *a: seen.append(table.size(*a)) or 0))
+        jaxfuse.explain(conv, spec(2, 8, 8, 16), spec(3, 3, 16, 32))
+        jaxfuse.explain(lambda x, w: conv(x, w, 16), spec(2, 8, 8, 16), spec(3, 3, 1, 16))
+    assert {2 * (2 * 8 * 8) * 9 * 16 * 32, 2 * (2 * 8 * 8) * 9 * 16} == set(seen)

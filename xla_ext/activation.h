@@ -1,0 +1,12 @@
+// The activations that kernels know, by the names of jaxfuse/ops/activations.py.
+#pragma once
+
+namespace jaxfuse {
+
+// maximum0 and clip6 have the values of relu and relu6; at a tie (0; 0 and 6) their derivative is 0.5, there 0.
+enum class Activation {
+  none, relu, maximum0, relu6, clip6, clip, leaky_relu, elu, selu, celu, sigmoid, tanh, silu, gelu, gelu_tanh, mish,
+  hard_swish, hard_sigmoid, hard_tanh, softplus, relu_squared
+};
+
+}  // namespace jaxfuse
