@@ -44,6 +44,11 @@ class Kernel(NamedTuple):
     run: Callable[[Any, Arrays, tuple[str, ...]], Arrays]
 
 
+def widened(arrays: Arrays) -> Arrays:
+    """With float32 for float16, for kernels that have none: few CPUs multiply it, every one casts it."""
+    return tuple(a.astype(jnp.float32) if a.dtype == jnp.float16 else a for a in arrays)
+
+
 class BatchAxes(NamedTuple):
     """For each input and output the axis along which a stage works item by item; None: that value has no such axis.
 
