@@ -15,6 +15,7 @@ from jaxfuse import ffi
 from jaxfuse.ops.activations import TABLE as ACTIVATIONS
 
 DTYPES = ["float32", "bfloat16"]
+HALF = [name for name in CORE if not name.startswith("batch_norm")]  # whose kernels take float16
 TARGETS = dict(
     conv=("jaxfuse_conv_fwd", "jaxfuse_conv_bwd"),
     batch_norm=("jaxfuse_batch_norm_apply", "jaxfuse_batch_norm_bwd_apply"),
@@ -51,6 +52,16 @@ def compiled(case, kernel, *args):
     plain_gradient = "mean" in case.shapes  # of a batch norm with given statistics: no kernel for it
     assert [target in text for target in TARGETS[case.module]] == [native, native and not plain_gradient]
     return lowered.compile(), native
+
+
+@pytest.mark.parametrize("name", HALF)
+def test_float16_by_way_of_float32(name, kernel):
+    case = CASES[name]
+    args = with_cotangents(case, case.inputs("float16"))
+    run, _ = compiled(case, kernel, *args)
+    for value, unfused_value, true in pairs(run(*args), *by_xla(case, "float16")):
+        assert value.dtype == unfused_value.dtype
+        assert distance(value, true) <= 1.5 * distance(unfused_value, true) + 3e-4
 
 
 @pytest.mark.parametrize("name", CORE)
@@ -139,8 +150,9 @@ def test_empty_batch(name, kernel):
         np.testing.assert_array_equal(value, plain)
 
 
-@pytest.mark.parametrize("name", ["conv-scale_bias_residual", "batch_norm-residual_relu", "dense-residual_tanh"])
-@pytest.mark.parametrize("dtype", ["float16", "float64"])
+@pytest.mark.parametrize("name, dtype", [
+    ("conv-scale_bias_residual", "float64"), ("batch_norm-residual_relu", "float64"), ("batch_norm-residual_relu", "float16"),
+    ("dense-residual_tanh", "float64"), ("dense-residual_tanh", "float16")])
 def test_other_dtypes_run_by_reference(name, dtype, kernel):
     case = CASES[name]
     with jax.enable_x64(dtype == "float64"):
