@@ -1,6 +1,6 @@
 // Vectors of f32 for kernel files that are compiled once per ISA: `Floats`, kLanes wide, loaded from and stored to f32 or
 // bf16. Arithmetic is the compiler's own on vector types (+ - * and ?: with a comparison), each operation rounded once,
-// so every ISA gives the same bits.
+// so every ISA gives the same bits; only multiply_add does not.
 //
 // Include only from x_<isa>.cc files. All is in an anonymous namespace, and these files include no header with inline
 // functions: the linker would keep one copy for all, perhaps one with instructions that this CPU lacks.
