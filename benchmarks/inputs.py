@@ -26,6 +26,16 @@ def operands(case):
             "bias": normal(shape.outputs, scale=0.5),
         }
         return arrays, normal(case.batch, shape.output_size, shape.output_size, shape.outputs)
+    if case.kind == "dense":
+        tokens = (case.batch, shape.size)
+        arrays = {
+            "x": normal(*tokens, shape.inputs),
+            "w": normal(shape.inputs, shape.outputs, scale=shape.inputs**-0.5),
+            "bias": normal(shape.outputs, scale=0.5),
+        }
+        if shape.residual:
+            arrays["residual"] = normal(*tokens, shape.outputs)
+        return arrays, normal(*tokens, shape.outputs)
     channels = shape.channels
     arrays = {
         "x": normal(*image, channels) * (1 + normal(channels, scale=0.2)) + normal(channels),

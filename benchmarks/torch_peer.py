@@ -23,6 +23,19 @@ def batch_norm_add_relu(x, gamma, beta, residual=None):
     return y.relu_()
 
 
+def dense(x, w, bias, residual=None, *, activation):
+    y = F.linear(x, w, bias)
+    if residual is not None:
+        y = y + residual
+    return F.gelu(y) if activation == "gelu" else y
+
+
+def layer(case):
+    if case.kind == "dense":
+        return partial(dense, activation=case.shape.activation)
+    return partial(conv_bias_relu, shape=case.shape) if case.kind == "conv" else batch_norm_add_relu
+
+
 class Prepared:
     """A call. `run()` makes one; `outputs` are the first call's, by name, as numpy arrays, images and kernels in JAX's order."""
 
@@ -36,13 +49,15 @@ class Prepared:
 def _numpy(name, value):
     if value.ndim == 4:
         value = value.permute((2, 3, 1, 0) if name == "dw" else (0, 2, 3, 1))
+    elif value.ndim == 2 and name == "dw":
+        value = value.T
     return value.float().numpy()
 
 
 def _tensor(value, dtype, name=""):
     tensor = torch.from_numpy(value).to(DTYPES[dtype])
     if value.ndim < 4:
-        return tensor
+        return tensor.T.contiguous() if value.ndim == 2 and name == "w" else tensor
     return tensor.permute((3, 2, 0, 1) if name == "w" else (0, 3, 1, 2)).contiguous(memory_format=torch.channels_last)
 
 
@@ -61,10 +76,7 @@ class TorchPeer:
     def _op(self, case, folder):
         arrays, cotangent = inputs.operands(case)
         tensors = {name: _tensor(value, "f32" if name in ("gamma", "beta") else case.dtype, name) for name, value in arrays.items()}
-        if case.kind == "conv":
-            function = self.compile(partial(conv_bias_relu, shape=case.shape))
-        else:
-            function = self.compile(batch_norm_add_relu)
+        function = self.compile(layer(case))
         if case.task == "forward":
             return Prepared(torch.no_grad()(lambda: function(*tensors.values())), lambda y: {"y": y})
         if folder and (folder / "cotangent.npy").exists():
