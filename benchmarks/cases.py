@@ -47,6 +47,18 @@ class BatchNorm:
 
 
 @dataclass(frozen=True)
+class Dense:
+    """activation(x · w + bias [+ residual]) of `size` tokens in each item of the batch; "gelu" is the exact one."""
+
+    title: str
+    inputs: int
+    outputs: int
+    activation: str = "none"
+    residual: bool = False
+    size: int = 128
+
+
+@dataclass(frozen=True)
 class Model:
     """A network on square RGB images with 1000 classes."""
 
@@ -87,6 +99,11 @@ BATCH_NORMS = {
     "bn_add_relu_c2048_s7": BatchNorm("bn+add+relu, 2048, 7²", 2048, 7),
     "bn_relu_c64_s112": BatchNorm("bn+relu, 64, 112²", 64, 112, residual=False),
 }
+DENSE = {
+    "dense_c768_c3072_gelu": Dense("dense+gelu, 768→3072, 128 tokens", 768, 3072, "gelu"),
+    "dense_c3072_c768_residual": Dense("dense+residual, 3072→768, 128 tokens", 3072, 768, residual=True),
+    "dense_c768_c768": Dense("dense, 768→768, 128 tokens", 768, 768),
+}
 MODELS = {
     "resnet50": Model("ResNet-50", "resnet50"),
     "mobilenet_v2": Model("MobileNetV2", "mobilenet_v2"),
@@ -105,7 +122,7 @@ ISSUES = {
     ("jax#1606", "gradient", "f32"): "very slow compile: CNN, per sample gradient",
     ("jax#13111", "gradient", "f32"): "Add support for RNNs using library calls",
 }
-KINDS = {"model": Model, "batch_norm": BatchNorm, "conv": Conv, "issue": Issue}
+KINDS = {"model": Model, "batch_norm": BatchNorm, "conv": Conv, "dense": Dense, "issue": Issue}
 
 
 @dataclass(frozen=True)
@@ -118,7 +135,7 @@ class Case:
     task: str
     dtype: str
     batch: int
-    shape: Conv | BatchNorm | Model | Issue
+    shape: Conv | BatchNorm | Dense | Model | Issue
 
     def to_json(self):
         return asdict(self)
@@ -134,7 +151,7 @@ def _table():
             for batch in batches:
                 for dtype in ("f32", "bf16"):
                     yield Case(f"{name}.b{batch}.{dtype}.{task}", "model", task, dtype, batch, shape)
-    for kind, shapes, batches in (("batch_norm", BATCH_NORMS, (8,)), ("conv", CONVS, (1, 8))):
+    for kind, shapes, batches in (("batch_norm", BATCH_NORMS, (8,)), ("conv", CONVS, (1, 8)), ("dense", DENSE, (1, 8))):
         for name, shape in shapes.items():
             for batch in batches:
                 for dtype in ("f32", "bf16"):

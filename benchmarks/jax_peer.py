@@ -30,6 +30,11 @@ def conv_bias(x, w, bias, *, shape):
     return y + bias
 
 
+def dense_bias(x, w, bias, residual=None):
+    y = x @ w + bias
+    return y if residual is None else y + residual
+
+
 def batch_norm_add(x, gamma, beta, residual=None):
     """As Flax computes it: the variance by one reading of x, the statistics in float32."""
     x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -38,6 +43,16 @@ def batch_norm_add(x, gamma, beta, residual=None):
     y = (x32 - mean) * (lax.rsqrt(var + 1e-5) * gamma) + beta
     y = y.astype(x.dtype)
     return y if residual is None else y + residual
+
+
+ACTIVATIONS = {"none": lambda z: z, "relu": jax.nn.relu, "gelu": partial(jax.nn.gelu, approximate=False)}
+
+
+def layer(case):
+    """(what is linear in the layer, its activation)"""
+    if case.kind == "dense":
+        return dense_bias, ACTIVATIONS[case.shape.activation]
+    return partial(conv_bias, shape=case.shape) if case.kind == "conv" else batch_norm_add, jax.nn.relu
 
 
 class Prepared:
@@ -79,8 +94,8 @@ class JaxPeer:
         arrays, cotangent = inputs.operands(case)
         names = list(arrays)
         arguments = [self._array(arrays[name], "f32" if name in ("gamma", "beta") else case.dtype) for name in names]
-        linear = partial(conv_bias, shape=case.shape) if case.kind == "conv" else batch_norm_add
-        function = self.fuse(lambda *arguments: jax.nn.relu(linear(*arguments)))
+        linear, activation = layer(case)
+        function = self.fuse(lambda *arguments: activation(linear(*arguments)))
         if case.task == "forward":
             return self._compiled(function, arguments, lambda y: {"y": y})
         if self.exact and folder:

@@ -25,27 +25,43 @@ def batch_norm_add_relu(x, gamma, beta, residual=None):
     return y.relu_()
 
 
+def dense(x, w, bias, residual=None, *, activation):
+    y = F.linear(x, w, bias)
+    if residual is not None:
+        y = y + residual
+    return F.gelu(y) if activation == "gelu" else y
+
+
+def layer(case):
+    if case.kind == "dense":
+        return partial(dense, activation=case.shape.activation)
+    return partial(conv_bias_relu, shape=case.shape) if case.kind == "conv" else batch_norm_add_relu
+
+
 class Prepared:
     """A call. `run()` makes one; `outputs` are the first call's, by name, as numpy arrays, images and kernels in JAX's order."""
 
     temp_bytes = None  # PyTorch does not say
 
-    def __init__(self, call, name_outputs):
+    def __init__(self, call, name_outputs, images=True):
         self.run = call
-        self.outputs = {name: _numpy(name, value.detach()) for name, value in name_outputs(call()).items()}
+        self.outputs = {name: _numpy(name, value.detach(), images) for name, value in name_outputs(call()).items()}
 
 
-def _numpy(name, value):
-    if value.ndim > 2:
+def _numpy(name, value, images):
+    if images and value.ndim > 2:
         spatial = range(2, value.ndim)
         value = value.permute((*spatial, 1, 0) if name == "dw" else (0, *spatial, 1))
+    elif name == "dw" and value.ndim == 2:
+        value = value.T
     return value.float().numpy()
 
 
-def _tensor(value, dtype, name=""):
+def _tensor(value, dtype, name="", images=True):
+    """As PyTorch lays it out: channels of images and filters first, filters of dense layers transposed."""
     tensor = torch.from_numpy(value).to(DTYPES[dtype])
-    if value.ndim < 3:
-        return tensor
+    if not images or value.ndim < 3:
+        return tensor.T.contiguous() if value.ndim == 2 and name == "w" else tensor
     *first, last = range(value.ndim)
     tensor = tensor.permute((last, last - 1, *first[:-1]) if name == "w" else (0, last, *first[1:]))
     return tensor.contiguous(memory_format=torch.channels_last if value.ndim == 4 else torch.contiguous_format)
@@ -65,16 +81,15 @@ class TorchPeer:
 
     def _op(self, case, folder):
         arrays, cotangent = inputs.operands(case)
-        tensors = {name: _tensor(value, "f32" if name in ("gamma", "beta") else case.dtype, name) for name, value in arrays.items()}
-        if case.kind == "conv":
-            function = self.compile(partial(conv_bias_relu, shape=case.shape))
-        else:
-            function = self.compile(batch_norm_add_relu)
+        images = case.kind in ("conv", "batch_norm")
+        tensors = {name: _tensor(value, "f32" if name in ("gamma", "beta") else case.dtype, name, images)
+                   for name, value in arrays.items()}
+        function = self.compile(layer(case))
         if case.task == "forward":
-            return Prepared(torch.no_grad()(lambda: function(*tensors.values())), lambda y: {"y": y})
+            return Prepared(torch.no_grad()(lambda: function(*tensors.values())), lambda y: {"y": y}, images)
         if folder and (folder / "cotangent.npy").exists():
             cotangent = np.load(folder / "cotangent.npy").astype(np.float32)
-        cotangent = _tensor(cotangent, case.dtype)
+        cotangent = _tensor(cotangent, case.dtype, images=images)
         leaves = [tensor.requires_grad_() for tensor in tensors.values()]
 
         def forward_and_gradients():
@@ -84,7 +99,7 @@ class TorchPeer:
         def named(result):
             return {"y": result[0], **{f"d{name}": value for name, value in zip(tensors, result[1], strict=True)}}
 
-        return Prepared(forward_and_gradients, named)
+        return Prepared(forward_and_gradients, named, images)
 
     def _issue(self, case):
         from . import issues_torch
