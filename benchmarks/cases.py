@@ -6,7 +6,8 @@ from difflib import get_close_matches
 
 @dataclass(frozen=True)
 class Conv:
-    """relu(conv(x, w) + bias) on a square NHWC image, padded so that stride 1 keeps its size."""
+    """activation(conv(x, w) + bias) on a square NHWC image, padded so that stride 1 keeps its size; a transposed one makes it
+    `stride` times as large."""
 
     title: str
     kernel: int
@@ -16,6 +17,8 @@ class Conv:
     stride: int = 1
     dilation: int = 1
     groups: int = 1
+    transposed: bool = False
+    activation: str = "relu"
 
     @property
     def padding(self):
@@ -23,17 +26,20 @@ class Conv:
 
     @property
     def output_size(self):
+        if self.transposed:
+            return self.size * self.stride
         return (self.size - 1) // self.stride + 1
 
 
 @dataclass(frozen=True)
 class BatchNorm:
-    """relu(batch norm in training (x) [+ residual]) on a square NHWC image."""
+    """activation(batch norm in training (x) [+ residual]) on a square NHWC image."""
 
     title: str
     channels: int
     size: int
     residual: bool = True
+    activation: str = "relu"
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,8 @@ CONVS = {
     "conv3x3_groups32_c256_s28": Conv("3×3 groups 32, 256, 28²", 3, 256, 256, 28, groups=32),
     "depthwise3x3_c192_s28": Conv("depthwise 3×3, 192, 28²", 3, 192, 192, 28, groups=192),
     "depthwise7x7_c96_s56": Conv("depthwise 7×7, 96, 56²", 7, 96, 96, 56, groups=96),
+    "conv3x3_silu_c64_s56": Conv("3×3 + silu, 64, 56²", 3, 64, 64, 56, activation="silu"),
+    "transposed4x4_stride2_c128_c64_s28": Conv("transposed 4×4 stride 2, 128→64, 28²", 4, 128, 64, 28, stride=2, transposed=True),
 }
 BATCH_NORMS = {
     "bn_add_relu_c256_s56": BatchNorm("bn+add+relu, 256, 56²", 256, 56),
@@ -63,6 +71,7 @@ BATCH_NORMS = {
     "bn_add_relu_c1024_s14": BatchNorm("bn+add+relu, 1024, 14²", 1024, 14),
     "bn_add_relu_c2048_s7": BatchNorm("bn+add+relu, 2048, 7²", 2048, 7),
     "bn_relu_c64_s112": BatchNorm("bn+relu, 64, 112²", 64, 112, residual=False),
+    "bn_silu_c64_s56": BatchNorm("bn+silu, 64, 56²", 64, 56, residual=False, activation="silu"),
 }
 MODELS = {
     "resnet50": Model("ResNet-50", "resnet50"),

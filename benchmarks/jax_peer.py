@@ -17,11 +17,13 @@ SIGN_MARGIN = {"f32": 1e-4, "bf16": 2.0**-6}
 
 
 def conv_bias(x, w, bias, *, shape):
+    strides, ones = (shape.stride, shape.stride), (1, 1)
     y = lax.conv_general_dilated(
         x,
         w,
-        (shape.stride, shape.stride),
+        ones if shape.transposed else strides,
         [(shape.padding, shape.padding)] * 2,
+        lhs_dilation=strides if shape.transposed else ones,
         rhs_dilation=(shape.dilation, shape.dilation),
         dimension_numbers=("NHWC", "HWIO", "NHWC"),
         feature_group_count=shape.groups,
@@ -77,7 +79,7 @@ class JaxPeer:
         names = list(arrays)
         arguments = [self._array(arrays[name], "f32" if name in ("gamma", "beta") else case.dtype) for name in names]
         linear = partial(conv_bias, shape=case.shape) if case.kind == "conv" else batch_norm_add
-        function = self.fuse(lambda *arguments: jax.nn.relu(linear(*arguments)))
+        function = self.fuse(lambda *arguments: getattr(jax.nn, case.shape.activation)(linear(*arguments)))
         if case.task == "forward":
             return self._compiled(function, arguments, lambda y: {"y": y})
         if self.exact and folder:

@@ -12,15 +12,23 @@ from . import inputs, torch_models
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
-def conv_bias_relu(x, w, bias, *, shape):
-    return F.conv2d(x, w, bias, shape.stride, shape.padding, shape.dilation, shape.groups).relu_()
+ACTIVATIONS = {"relu": torch.Tensor.relu_, "silu": F.silu}
 
 
-def batch_norm_add_relu(x, gamma, beta, residual=None):
+def conv_bias_activation(x, w, bias, *, shape):
+    if shape.transposed:  # PyTorch's is the gradient of a convolution: the filter the other way round
+        w, padding = w.transpose(0, 1).flip(2, 3), shape.kernel - 1 - shape.padding
+        y = F.conv_transpose2d(x, w, bias, shape.stride, padding)
+    else:
+        y = F.conv2d(x, w, bias, shape.stride, shape.padding, shape.dilation, shape.groups)
+    return ACTIVATIONS[shape.activation](y)
+
+
+def batch_norm_add_activation(x, gamma, beta, residual=None, *, shape):
     y = F.batch_norm(x, None, None, gamma, beta, training=True, eps=1e-5)
     if residual is not None:
         y += residual
-    return y.relu_()
+    return ACTIVATIONS[shape.activation](y)
 
 
 class Prepared:
@@ -59,10 +67,8 @@ class TorchPeer:
     def _op(self, case, folder):
         arrays, cotangent = inputs.operands(case)
         tensors = {name: _tensor(value, "f32" if name in ("gamma", "beta") else case.dtype, name) for name, value in arrays.items()}
-        if case.kind == "conv":
-            function = self.compile(partial(conv_bias_relu, shape=case.shape))
-        else:
-            function = self.compile(batch_norm_add_relu)
+        layer = conv_bias_activation if case.kind == "conv" else batch_norm_add_activation
+        function = self.compile(partial(layer, shape=case.shape))
         if case.task == "forward":
             return Prepared(torch.no_grad()(lambda: function(*tensors.values())), lambda y: {"y": y})
         if folder and (folder / "cotangent.npy").exists():
