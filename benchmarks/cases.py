@@ -8,8 +8,8 @@ from . import issues
 
 @dataclass(frozen=True)
 class Conv:
-    """relu(conv(x, w) + bias), channels last, padded so that stride 1 keeps the size: of a square image or, if causal, of a
-    sequence, which is padded in front."""
+    """activation(conv(x, w) + bias), channels last, padded so that stride 1 keeps the size: of a square image or, if causal, of a
+    sequence, which is padded in front. A transposed one makes it `stride` times as large."""
 
     title: str
     kernel: int
@@ -20,6 +20,8 @@ class Conv:
     dilation: int = 1
     groups: int = 1
     causal: bool = False
+    transposed: bool = False
+    activation: str = "relu"
 
     @property
     def dimensions(self):
@@ -28,22 +30,25 @@ class Conv:
     @property
     def padding(self):
         """In front and behind, the same in every dimension."""
-        reach = self.dilation * (self.kernel - 1)
+        reach = self.kernel if self.transposed else self.dilation * (self.kernel - 1)
         return (reach, 0) if self.causal else (reach // 2, reach // 2)
 
     @property
     def output_size(self):
+        if self.transposed:
+            return self.size * self.stride
         return (self.size - 1) // self.stride + 1
 
 
 @dataclass(frozen=True)
 class BatchNorm:
-    """relu(batch norm in training (x) [+ residual]) on a square NHWC image."""
+    """activation(batch norm in training (x) [+ residual]) on a square NHWC image."""
 
     title: str
     channels: int
     size: int
     residual: bool = True
+    activation: str = "relu"
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,8 @@ CONVS = {
     "depthwise7x7_c384_s14": Conv("depthwise 7×7, 384, 14²", 7, 384, 384, 14, groups=384),
     "depthwise4_causal_c1024_s1024": Conv("depthwise 4, causal, 1024, 1024", 4, 1024, 1024, 1024, groups=1024, causal=True),
     "depthwise7x7_c96_s56": Conv("depthwise 7×7, 96, 56²", 7, 96, 96, 56, groups=96),
+    "conv3x3_silu_c64_s56": Conv("3×3 + silu, 64, 56²", 3, 64, 64, 56, activation="silu"),
+    "transposed4x4_stride2_c128_c64_s28": Conv("transposed 4×4 stride 2, 128→64, 28²", 4, 128, 64, 28, stride=2, transposed=True),
 }
 BATCH_NORMS = {
     "bn_add_relu_c256_s56": BatchNorm("bn+add+relu, 256, 56²", 256, 56),
@@ -98,6 +105,7 @@ BATCH_NORMS = {
     "bn_add_relu_c1024_s14": BatchNorm("bn+add+relu, 1024, 14²", 1024, 14),
     "bn_add_relu_c2048_s7": BatchNorm("bn+add+relu, 2048, 7²", 2048, 7),
     "bn_relu_c64_s112": BatchNorm("bn+relu, 64, 112²", 64, 112, residual=False),
+    "bn_silu_c64_s56": BatchNorm("bn+silu, 64, 56²", 64, 56, residual=False, activation="silu"),
 }
 DENSE = {
     "dense_c768_c3072_gelu": Dense("dense+gelu, 768→3072, 128 tokens", 768, 3072, "gelu"),

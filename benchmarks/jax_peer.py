@@ -18,11 +18,13 @@ SIGN_MARGIN = {"f32": 1e-4, "bf16": 2.0**-6}
 
 def conv_bias(x, w, bias, *, shape):
     n = shape.dimensions
+    strides, ones = (shape.stride,) * n, (1,) * n
     y = lax.conv_general_dilated(
         x,
         w,
-        (shape.stride,) * n,
+        ones if shape.transposed else strides,
         [shape.padding] * n,
+        lhs_dilation=strides if shape.transposed else ones,
         rhs_dilation=(shape.dilation,) * n,
         dimension_numbers=("NHWC", "HWIO", "NHWC") if n == 2 else ("NWC", "WIO", "NWC"),
         feature_group_count=shape.groups,
@@ -45,14 +47,15 @@ def batch_norm_add(x, gamma, beta, residual=None):
     return y if residual is None else y + residual
 
 
-ACTIVATIONS = {"none": lambda z: z, "relu": jax.nn.relu, "gelu": partial(jax.nn.gelu, approximate=False)}
+ACTIVATIONS = {"none": lambda z: z, "relu": jax.nn.relu, "silu": jax.nn.silu, "gelu": partial(jax.nn.gelu, approximate=False)}
 
 
 def layer(case):
     """(what is linear in the layer, its activation)"""
+    activation = ACTIVATIONS[case.shape.activation]
     if case.kind == "dense":
-        return dense_bias, ACTIVATIONS[case.shape.activation]
-    return partial(conv_bias, shape=case.shape) if case.kind == "conv" else batch_norm_add, jax.nn.relu
+        return dense_bias, activation
+    return partial(conv_bias, shape=case.shape) if case.kind == "conv" else batch_norm_add, activation
 
 
 class Prepared:

@@ -12,17 +12,25 @@ from . import inputs, issues, torch_models
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
-def conv_bias_relu(x, w, bias, *, shape):
-    if shape.causal:
-        return F.conv1d(F.pad(x, shape.padding), w, bias, shape.stride, 0, shape.dilation, shape.groups).relu_()
-    return F.conv2d(x, w, bias, shape.stride, shape.padding[0], shape.dilation, shape.groups).relu_()
+ACTIVATIONS = {"relu": torch.Tensor.relu_, "silu": F.silu}
 
 
-def batch_norm_add_relu(x, gamma, beta, residual=None):
+def conv_bias_activation(x, w, bias, *, shape):
+    if shape.transposed:  # PyTorch's is the gradient of a convolution: the filter the other way round
+        w, padding = w.transpose(0, 1).flip(2, 3), shape.kernel - 1 - shape.padding[0]
+        y = F.conv_transpose2d(x, w, bias, shape.stride, padding)
+    elif shape.causal:
+        y = F.conv1d(F.pad(x, shape.padding), w, bias, shape.stride, 0, shape.dilation, shape.groups)
+    else:
+        y = F.conv2d(x, w, bias, shape.stride, shape.padding[0], shape.dilation, shape.groups)
+    return ACTIVATIONS[shape.activation](y)
+
+
+def batch_norm_add_activation(x, gamma, beta, residual=None, *, shape):
     y = F.batch_norm(x, None, None, gamma, beta, training=True, eps=1e-5)
     if residual is not None:
         y += residual
-    return y.relu_()
+    return ACTIVATIONS[shape.activation](y)
 
 
 def dense(x, w, bias, residual=None, *, activation):
@@ -35,7 +43,7 @@ def dense(x, w, bias, residual=None, *, activation):
 def layer(case):
     if case.kind == "dense":
         return partial(dense, activation=case.shape.activation)
-    return partial(conv_bias_relu, shape=case.shape) if case.kind == "conv" else batch_norm_add_relu
+    return partial(conv_bias_activation if case.kind == "conv" else batch_norm_add_activation, shape=case.shape)
 
 
 class Prepared:
