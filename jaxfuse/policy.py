@@ -14,6 +14,7 @@ POLICIES = ("measured", "always", "never")
 #   conv 3x3  8²x16   295 k              7.6 /  6.8    36 / 27        batch norm 8x4²x16   2 k              12 / 1.7     60 / 5.7
 #   conv 1x1 14²x32   401 k              8.6 /  6.7    27 / 26        batch norm 8x14²x64  100 k            72 / 30     322 / 47
 #   conv 3x3 14²x32   3.6 M               22 / 16      81 / 54        batch norm 8x28²x64  401 k           266 / 84    1129 / 298
+#   layer norm 8x128x768  786 k elements  109 / 94   894 / 283      group norm + silu 8x32²x128  1 M     2964 / 534   6898 / 1745
 SMALLEST = {"conv": 200_000, "batch_norm": 0, "max_pool": 0, "norm": 0}
 
 

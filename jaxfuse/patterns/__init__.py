@@ -4,7 +4,7 @@
     match(graph, node, claimed, measured)    yields Match and Refusal; `claimed` are nodes of other matches,
                                              `measured(op, config, types)` says why a site is not worth it, or ""
 
-Batch norm, convolution, max pool and their gradients have kernels. The others are recognised only; they come after all that have one, the larger first: a cell's
+Batch norm, convolution, max pool and their gradients have kernels, and norms forward. The others are recognised only; they come after all that have one, the larger first: a cell's
 dense layers belong to its row.
 """
 
