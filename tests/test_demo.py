@@ -27,10 +27,10 @@ def shown(screen):
 
 
 def all_sites(report):
-    """But the dense layer, which has no kernel. Without native kernels every site is found too, and skipped."""
-    skipped = tuple(site for site in report.skipped if "dense" not in site.pattern)
-    assert len(report.skipped) == len(skipped) + 1 and not (report.fused and skipped), report
-    return report.fused + skipped
+    """But the dense layer's, which may be too small to gain. Without native kernels every site is found too, and skipped."""
+    fused, skipped = ([site for site in sites if "dense" not in site.pattern] for sites in (report.fused, report.skipped))
+    assert len(fused) + len(skipped) < len(report.fused) + len(report.skipped) and not (fused and skipped), report
+    return (*fused, *skipped)
 
 
 @pytest.fixture
