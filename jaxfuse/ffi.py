@@ -25,6 +25,10 @@ TARGETS = (
     "jaxfuse_batch_norm_bwd_apply",
     "jaxfuse_max_pool_fwd",
     "jaxfuse_max_pool_bwd",
+    "jaxfuse_lstm_fwd",
+    "jaxfuse_lstm_bwd",
+    "jaxfuse_gru_fwd",
+    "jaxfuse_gru_bwd",
 )
 
 _ONEDNN_PACKAGE = "onednn-cpu-gomp"
