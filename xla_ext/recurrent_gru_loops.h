@@ -1,8 +1,8 @@
 // The loops of a GRU for the ISA that the including file is compiled for.
 //
-//   r = σ(gx_r + h·Wr);  z = σ(gx_z + h·Wz);  h' = (1 - z)·n + z·h
-//   n = tanh(gx_n + r·m), m = h·Wn + inner     reset after the product
-//   n = tanh(gx_n + (r·h)·Wn)                  reset before it
+//   r = σ(gx_r + b_r + h·Wr);  z = σ(gx_z + b_z + h·Wz);  h' = (1 - z)·n + z·h
+//   n = tanh(gx_n + b_n + r·m), m = h·Wn + b_m    reset after the product
+//   n = tanh(gx_n + b_n + (r·h)·Wn)               reset before it
 #pragma once
 
 #include "recurrent_share.h"
@@ -23,9 +23,11 @@ void gru_forward_after(const Args& a, const Team& team) {
     const int64_t t = share.step(s);
     own.multiplied_by(share.exchanged(s), [&](int64_t row, int64_t unit, auto lanes, auto product) {
       const G* x = gx.at(t, row) + unit;
-      const Floats r = sigmoid(product(0) + load(x, lanes)), z = sigmoid(product(1) + load(x + n, lanes));
-      const Floats m = product(2) + load(static_cast<const G*>(a.inner) + row * n + unit, lanes);
-      const Floats candidate = tanh(load(x + 2 * n, lanes) + r * m);
+      const G* bias = static_cast<const G*>(a.bias) + row * 4 * n + unit;
+      const auto given = [&](int gate) { return load(x + gate * n, lanes) + load(bias + gate * n, lanes); };
+      const Floats r = sigmoid(product(0) + given(0)), z = sigmoid(product(1) + given(1));
+      const Floats m = product(2) + load(bias + 3 * n, lanes);
+      const Floats candidate = tanh(given(2) + r * m);
       const Floats h = round_to<S>((1.0f - z) * candidate + z * load(hs.before(t, row) + unit, lanes));
       store(hs.at(t, row) + unit, h, lanes);
       store(share.exchanged(s + 1) + row * n + unit, round_to<G>(h), lanes);
@@ -51,14 +53,17 @@ void gru_forward_before(const Args& a, const Team& team) {
     const int64_t t = share.step(s);
     own.multiplied_by(share.exchanged(s), [&](int64_t row, int64_t unit, auto lanes, auto product) {
       const G* x = gx.at(t, row) + unit;
-      const Floats r = sigmoid(product(0) + load(x, lanes)), z = sigmoid(product(1) + load(x + n, lanes));
+      const G* bias = static_cast<const G*>(a.bias) + row * 3 * n + unit;
+      const auto given = [&](int gate) { return load(x + gate * n, lanes) + load(bias + gate * n, lanes); };
+      const Floats r = sigmoid(product(0) + given(0)), z = sigmoid(product(1) + given(1));
       store(reset + row * n + unit, round_to<G>(r * load(hs.before(t, row) + unit, lanes)), lanes);
       store(a.own_h + row * n + unit, z, lanes);
       if (a.gates != nullptr) keep(gates.at(t, row) + unit, n, lanes, r, z);
     });
     share.meet();
     candidates.multiplied_by(reset, [&](int64_t row, int64_t unit, auto lanes, Floats product) {
-      const Floats candidate = tanh(product + load(gx.at(t, row) + 2 * n + unit, lanes));
+      const Floats bias = load(static_cast<const G*>(a.bias) + row * 3 * n + 2 * n + unit, lanes);
+      const Floats candidate = tanh(product + (load(gx.at(t, row) + 2 * n + unit, lanes) + bias));
       const Floats z = load(a.own_h + row * n + unit, lanes);
       const Floats h = round_to<S>((1.0f - z) * candidate + z * load(hs.before(t, row) + unit, lanes));
       store(hs.at(t, row) + unit, h, lanes);
@@ -69,20 +74,6 @@ void gru_forward_before(const Args& a, const Team& team) {
   }
 }
 
-inline void clear_own_h(const Share& share) {
-  share.for_units([&](int64_t row, int64_t unit, auto lanes) {
-    store(share.a.own_h + row * share.a.hidden + unit, Floats{}, lanes);
-  });
-}
-
-template <class S>
-void store_dh0(const Share& share) {
-  share.for_units([&](int64_t row, int64_t unit, auto lanes) {
-    const int64_t at = row * share.a.hidden + unit;
-    store(static_cast<S*>(share.a.dh0) + at, round_to<S>(load(share.a.own_h + at, lanes)), lanes);
-  });
-}
-
 template <class G, class S>
 void gru_backward_after(const Args& a, const Team& team) {
   const Share share(a, team);
@@ -90,9 +81,9 @@ void gru_backward_after(const Args& a, const Team& team) {
   const OwnColumns<G> transposed{share, static_cast<G*>(a.packed), 3 * n};
   transposed.pack_rows(a.wh, 3 * n, 0);
   const auto gates = steps<const G>(a, a.gates, 4 * n);
-  const auto dgx = steps<G>(a, a.dgx, 3 * n), dinner = steps<G>(a, a.dinner, n);
+  const auto dgx = steps<G>(a, a.dgx, 3 * n), dm = steps<G>(a, a.dm, n);
   const auto hs = steps<const S>(a, a.hs, n, a.h0), dhs = steps<const S>(a, a.dhs, n);
-  clear_own_h(share);
+  share.clear_sums(4);
   for (int64_t s = a.length - 1; s >= 0; --s) {
     const int64_t t = share.step(s);
     float* exchanged = a.exchanged + s % 2 * a.batch * 3 * n;
@@ -107,7 +98,8 @@ void gru_backward_after(const Args& a, const Team& team) {
       const Floats dz = dh * (load(hs.before(t, row) + unit, lanes) - candidate) * z * (1.0f - z);
       store(own, dh * z, lanes);
       keep(dgx.at(t, row) + unit, n, lanes, dr, dz, dn);
-      keep(dinner.at(t, row) + unit, n, lanes, dn * r);
+      keep(dm.at(t, row) + unit, n, lanes, dn * r);
+      accumulate(a.own_bias + row * 4 * n + unit, n, lanes, dr, dz, dn, dn * r);
       keep(exchanged + row * 3 * n + unit, n, lanes, dr, dz, dn * r);
     });
     share.meet();
@@ -116,7 +108,8 @@ void gru_backward_after(const Args& a, const Team& team) {
       store(own, load(own, lanes) + product, lanes);
     });
   }
-  store_dh0<S>(share);
+  share.template store_dbias<G>(4);
+  share.template store_initial<S>(a.own_h, a.dh0);
 }
 
 template <class G, class S>
@@ -130,7 +123,7 @@ void gru_backward_before(const Args& a, const Team& team) {
   const auto gates = steps<const G>(a, a.gates, 3 * n);
   const auto dgx = steps<G>(a, a.dgx, 3 * n);
   const auto hs = steps<const S>(a, a.hs, n, a.h0), dhs = steps<const S>(a, a.dhs, n);
-  clear_own_h(share);
+  share.clear_sums(3);
   for (int64_t s = a.length - 1; s >= 0; --s) {
     const int64_t t = share.step(s);
     float* dns = a.exchanged + s % 2 * a.batch * 3 * n;
@@ -144,6 +137,7 @@ void gru_backward_before(const Args& a, const Team& team) {
       const Floats dz = dh * (load(hs.before(t, row) + unit, lanes) - candidate) * z * (1.0f - z);
       store(own, dh * z, lanes);
       keep(dgx.at(t, row) + n + unit, n, lanes, dz, dn);
+      accumulate(a.own_bias + (row * 3 + 1) * n + unit, n, lanes, dz, dn);
       store(dns + row * n + unit, dn, lanes);
       store(drzs + row * 2 * n + n + unit, dz, lanes);
     });
@@ -154,6 +148,7 @@ void gru_backward_before(const Args& a, const Team& team) {
       float* own = a.own_h + row * n + unit;
       store(own, load(own, lanes) + of_reset * r, lanes);
       keep(dgx.at(t, row) + unit, n, lanes, dr);
+      accumulate(a.own_bias + row * 3 * n + unit, n, lanes, dr);
       store(drzs + row * 2 * n + unit, dr, lanes);
     });
     share.meet();
@@ -162,7 +157,8 @@ void gru_backward_before(const Args& a, const Team& team) {
       store(own, load(own, lanes) + product, lanes);
     });
   }
-  store_dh0<S>(share);
+  share.template store_dbias<G>(3);
+  share.template store_initial<S>(a.own_h, a.dh0);
 }
 
 }  // namespace

@@ -7,22 +7,23 @@
 namespace jaxfuse::recurrent {
 
 // Tensors are row-major. What has steps has them first: hs (length, batch, hidden), gx (length, batch, gates·hidden).
-// gx, wh, gates and their gradients are of the gates' dtype; h, c and their gradients of the state's, f32 or bf16.
+// bias (batch, gates·hidden) is added to gx at every step. gx, wh, bias, gates and their gradients are of the gates' dtype; h, c and their gradients of the state's, f32 or bf16.
 struct Args {
   bool bf16_gates, bf16_state;
   bool reverse;      // the last step comes first
-  bool reset_after;  // GRU: r·(h·Wn + inner), else (r·h)·Wn
+  bool reset_after;  // GRU: r·(h·Wn + m's bias), else (r·h)·Wn
   int64_t length, batch, hidden;
-  const void *gx, *wh, *inner, *h0, *c0;
+  const void *gx, *wh, *bias, *h0, *c0;
   void *hs, *cs, *gates;   // written forward (gates may be null), read backward
   const void *dhs, *dcs;
-  void *dgx, *dinner, *dh0, *dc0;
+  void *dgx, *dm, *dbias, *dh0, *dc0;
 
   // memory to work in
   void* packed;       // gates · hidden · padded(hidden) weights
   float* exchanged;   // 2 · batch · gates · hidden: what threads read of one another, one half in turn with the other
   float* own_h;       // batch · hidden, each column used by one thread
   float* own_c;       // likewise
+  float* own_bias;    // likewise, batch · 4 · hidden
 };
 
 // Which thread of how many; `barrier` waits for all of them.

@@ -1,6 +1,6 @@
 // The loops of an LSTM for the ISA that the including file is compiled for.
 //
-//   z = gx + h·Wh;  i, f, o = σ(z), g = tanh(z);  c' = f·c + i·g;  h' = o·tanh(c')
+//   z = gx + bias + h·Wh;  i, f, o = σ(z), g = tanh(z);  c' = f·c + i·g;  h' = o·tanh(c')
 #pragma once
 
 #include "recurrent_share.h"
@@ -21,7 +21,8 @@ void lstm_forward(const Args& a, const Team& team) {
     const int64_t t = share.step(s);
     own.multiplied_by(share.exchanged(s), [&](int64_t row, int64_t unit, auto lanes, auto product) {
       const G* x = gx.at(t, row) + unit;
-      const auto z = [&](int gate) { return product(gate) + load(x + gate * n, lanes); };
+      const G* bias = static_cast<const G*>(a.bias) + row * 4 * n + unit;
+      const auto z = [&](int gate) { return product(gate) + (load(x + gate * n, lanes) + load(bias + gate * n, lanes)); };
       const Floats i = sigmoid(z(0)), f = sigmoid(z(1)), g = tanh(z(2)), o = sigmoid(z(3));
       const Floats c = round_to<S>(f * load(cs.before(t, row) + unit, lanes) + i * g);
       const Floats h = round_to<S>(o * tanh(c));
@@ -44,10 +45,7 @@ void lstm_backward(const Args& a, const Team& team) {
   const auto dgx = steps<G>(a, a.dgx, 4 * n);
   const auto cs = steps<const S>(a, a.cs, n, a.c0);
   const auto dhs = steps<const S>(a, a.dhs, n), dcs = steps<const S>(a, a.dcs, n);
-  share.for_units([&](int64_t row, int64_t unit, auto lanes) {
-    store(a.own_h + row * n + unit, Floats{}, lanes);
-    store(a.own_c + row * n + unit, Floats{}, lanes);
-  });
+  share.clear_sums(4);
   for (int64_t s = a.length - 1; s >= 0; --s) {
     const int64_t t = share.step(s);
     float* dz = a.exchanged + s % 2 * a.batch * 4 * n;
@@ -60,24 +58,20 @@ void lstm_backward(const Args& a, const Team& team) {
       const Floats dh = load(a.own_h + row * n + unit, lanes) + load(dhs.at(t, row) + unit, lanes);
       const Floats dc = load(own_c, lanes) + load(dcs.at(t, row) + unit, lanes) + dh * o * (1.0f - squashed * squashed);
       store(own_c, dc * f, lanes);
-      const auto put = [&](int gate, Floats v) {
-        store(dz + row * 4 * n + gate * n + unit, v, lanes);
-        store(dgx.at(t, row) + gate * n + unit, round_to<G>(v), lanes);
-      };
-      put(0, dc * g * i * (1.0f - i));
-      put(1, dc * load(cs.before(t, row) + unit, lanes) * f * (1.0f - f));
-      put(2, dc * i * (1.0f - g * g));
-      put(3, dh * squashed * o * (1.0f - o));
+      const Floats di = dc * g * i * (1.0f - i), df = dc * load(cs.before(t, row) + unit, lanes) * f * (1.0f - f),
+                   dg = dc * i * (1.0f - g * g), d_o = dh * squashed * o * (1.0f - o);
+      keep(dz + row * 4 * n + unit, n, lanes, di, df, dg, d_o);
+      keep(dgx.at(t, row) + unit, n, lanes, di, df, dg, d_o);
+      accumulate(a.own_bias + row * 4 * n + unit, n, lanes, di, df, dg, d_o);
     });
     share.meet();
     transposed.multiplied_by(dz, [&](int64_t row, int64_t unit, auto lanes, Floats dh) {
       store(a.own_h + row * n + unit, dh, lanes);
     });
   }
-  share.for_units([&](int64_t row, int64_t unit, auto lanes) {
-    store(static_cast<S*>(a.dh0) + row * n + unit, round_to<S>(load(a.own_h + row * n + unit, lanes)), lanes);
-    store(static_cast<S*>(a.dc0) + row * n + unit, round_to<S>(load(a.own_c + row * n + unit, lanes)), lanes);
-  });
+  share.template store_dbias<G>(4);
+  share.template store_initial<S>(a.own_h, a.dh0);
+  share.template store_initial<S>(a.own_c, a.dc0);
 }
 
 }  // namespace

@@ -33,6 +33,32 @@ struct Share {
     meet();
   }
 
+  // What is summed up over the steps, of the share's units; `gates` of own_bias.
+  void clear_sums(int gates) const {
+    for_units([&](int64_t row, int64_t unit, auto lanes) {
+      store(a.own_h + row * a.hidden + unit, Floats{}, lanes);
+      store(a.own_c + row * a.hidden + unit, Floats{}, lanes);
+      for (int g = 0; g < gates; ++g) store(a.own_bias + (row * gates + g) * a.hidden + unit, Floats{}, lanes);
+    });
+  }
+  template <class G>
+  void store_dbias(int gates) const {
+    for_units([&](int64_t row, int64_t unit, auto lanes) {
+      for (int g = 0; g < gates; ++g) {
+        const int64_t at = (row * gates + g) * a.hidden + unit;
+        store(static_cast<G*>(a.dbias) + at, round_to<G>(load(a.own_bias + at, lanes)), lanes);
+      }
+    });
+  }
+  // The sums over all steps that are the gradient of an initial state.
+  template <class S>
+  void store_initial(const float* sums, void* to) const {
+    for_units([&](int64_t row, int64_t unit, auto lanes) {
+      const int64_t at = row * a.hidden + unit;
+      store(static_cast<S*>(to) + at, round_to<S>(load(sums + at, lanes)), lanes);
+    });
+  }
+
   int64_t width(int64_t block) const { return smaller(kLanes, a.hidden - block * kLanes); }
 
   // f(row, first unit, lanes) for all units of the share
@@ -73,6 +99,13 @@ template <class G, class Lanes, class... Values>
 void keep(G* p, int64_t stride, Lanes lanes, Values... values) {
   int64_t i = 0;
   (store(p + i++ * stride, round_to<G>(values), lanes), ...);
+}
+
+// Adds to the sums over all steps that become the gradient of the bias.
+template <class Lanes, class... Values>
+void accumulate(float* p, int64_t stride, Lanes lanes, Values... values) {
+  int64_t i = 0;
+  ((store(p + i * stride, load(p + i * stride, lanes) + values, lanes), ++i), ...);
 }
 
 constexpr int64_t kTileRows = 64;  // of the products of one block that wait for their pointwise work

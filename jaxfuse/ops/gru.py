@@ -10,7 +10,7 @@ from jaxfuse import ffi
 from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear
 from jaxfuse.ops.errors import Arguments
 from jaxfuse.ops.recurrent import (
-    before, complete, drive, initial_state, input_gates, ordered, refuse, scan_steps, types_of, weight_gradient, wide)
+    before, complete, drive, initial_state, ordered, refuse, scan_steps, types_of, weight_gradient, wide)
 
 GATES = "rzn"
 
@@ -52,26 +52,32 @@ def gru(x, w_x, w_h, bias=None, bias_n=None, h0=None, *, gate_order=GATES, reset
     arguments.check(sorted(gate_order) == sorted(GATES), "gate_order", repr(gate_order),
                     "the letters r, z and n, each once", "say where each gate's columns are")
     arguments.check(bias_n is None or reset_after, "bias_n", "given", "None with reset_after=False", "add it to bias")
-    inner = ()
+    bias = jnp.zeros(3 * hidden, x.dtype) if bias is None else bias
+    w_x, w_h, bias = (ordered(a, gate_order, GATES) for a in (w_x, w_h, bias))
     if reset_after:
         bias_n = jnp.zeros(hidden, x.dtype) if bias_n is None else bias_n
+        arguments.floats(bias_n=bias_n)
         arguments.per_channel(hidden, "hidden unit", bias_n=bias_n)
-        inner = (jnp.broadcast_to(bias_n.astype(x.dtype), (x.shape[1], hidden)),)
-    w_x, w_h, bias = (None if a is None else ordered(a, gate_order, GATES) for a in (w_x, w_h, bias))
-    (hs,) = OP(GRUConfig(bool(reset_after), bool(reverse)), input_gates(x, w_x, bias), w_h, h0, *inner)
+        bias = jnp.concatenate([bias, bias_n.astype(x.dtype)])
+    bias = jnp.broadcast_to(bias, (x.shape[1], *bias.shape))
+    (hs,) = OP(GRUConfig(bool(reset_after), bool(reverse)), jnp.dot(x, w_x), w_h, bias, h0)
     return hs, hs[0 if reverse else -1]
 
 
-def _reference(config: GRUConfig, gx, wh, h0, *inner):
+def _reference(config: GRUConfig, gx, wh, bias, h0):
+    """gx `[length, batch, 3·hidden]`; bias `[batch, 3·hidden]`, with `reset_after` followed by that of h·w_n; gives h of
+    every step."""
+    n = h0.shape[-1]
+    bias, of_product = wide(bias[:, : 3 * n]), wide(bias[:, 3 * n :])
+
     def step(state, gx):
         def times(h, columns):
             return jnp.dot(h.astype(wh.dtype), wh[:, columns], preferred_element_type=wide(gx).dtype)
 
-        n = h0.shape[-1]
-        h, x = wide(state), wide(gx)
+        h, x = wide(state), wide(gx) + bias
         r, z = jnp.split(jax.nn.sigmoid(x[..., : 2 * n] + times(h, slice(2 * n))), 2, -1)
         if config.reset_after:
-            product = times(h, slice(2 * n, None)) + wide(inner[0])
+            product = times(h, slice(2 * n, None)) + of_product
             candidate = jnp.tanh(x[..., 2 * n :] + r * product)
             gates = r, z, candidate, product
         else:
@@ -85,15 +91,17 @@ def _reference(config: GRUConfig, gx, wh, h0, *inner):
 
 def _tangent(config: GRUConfig, kept, tangents):
     wh, h0, hs, gates = map(wide, kept)
-    dgx, dwh, dh0, *dinner = tangents
+    dgx, dwh, dbias, dh0 = tangents
     n = h0.shape[-1]
     hs = before(h0, hs, config.reverse)
     resets = gates[..., :n]
-    of_gates = drive(None, None if dwh is None else dwh[:, : 2 * n], hs, gates[..., : 2 * n])
-    of_candidate = drive(None, None if dwh is None else dwh[:, 2 * n :], hs if config.reset_after else resets * hs, hs)
-    if dinner and dinner[0] is not None:
-        of_candidate = of_candidate + wide(dinner[0])
-    dgx = jnp.zeros((*hs.shape[:-1], 3 * n), hs.dtype) if dgx is None else wide(dgx)
+    dwh = jnp.zeros_like(wh) if dwh is None else dwh
+    dbias = jnp.zeros((hs.shape[1], (3 + config.reset_after) * n), hs.dtype) if dbias is None else wide(dbias)
+    forces = drive((dgx, dbias[:, : 3 * n]), None, hs, jnp.concatenate([gates[..., : 2 * n], hs], -1))
+    of_gates = drive((), dwh[:, : 2 * n], hs, gates[..., : 2 * n])
+    of_candidate = drive((), dwh[:, 2 * n :], hs if config.reset_after else resets * hs, hs)
+    if config.reset_after:
+        of_candidate = of_candidate + dbias[:, 3 * n :]
 
     def step(dh, steps):
         dx, of_gates, of_candidate, gates, h = steps
@@ -108,12 +116,12 @@ def _tangent(config: GRUConfig, kept, tangents):
         return dh, (dh,)
 
     initial = jnp.zeros_like(h0) if dh0 is None else wide(dh0)
-    (dhs,) = scan_steps(step, initial, (dgx, of_gates, of_candidate, gates, hs), config.reverse)
+    (dhs,) = scan_steps(step, initial, (forces, of_gates, of_candidate, gates, hs), config.reverse)
     return (dhs.astype(kept[2].dtype),)
 
 
 def _forward_axes(config: GRUConfig, ranks) -> BatchAxes:
-    return BatchAxes((1, None, 0, *[0] * config.reset_after), (1, *[1] * config.saves))
+    return BatchAxes((1, None, 0, 0), (1, *[1] * config.saves))
 
 
 def _backward_axes(linear: Linear, ranks) -> BatchAxes:
@@ -125,8 +133,7 @@ def _backward_axes(linear: Linear, ranks) -> BatchAxes:
 
 
 def _refuse_forward(config: GRUConfig, args) -> str | None:
-    gx, wh, h0, *inner = args
-    return refuse("jaxfuse_gru_fwd", gx, wh, h0, gates=inner)
+    return refuse("jaxfuse_gru_fwd", args[:3], args[3:])
 
 
 def _run_forward(config: GRUConfig, args, mesh_axes):
@@ -137,30 +144,29 @@ def _run_forward(config: GRUConfig, args, mesh_axes):
 
 def _refuse_backward(linear: Linear, args) -> str | None:
     wh, h0, hs, gates, dhs = args
-    return refuse("jaxfuse_gru_bwd", gates, wh, h0)
+    return refuse("jaxfuse_gru_bwd", (wh, gates), (h0, hs, dhs))
 
 
 def _run_backward(linear: Linear, args, mesh_axes):
     wh, h0, hs, gates, dhs = args
     config, n = linear.config, h0.shape[-1]
-    dgx_type = jax.ShapeDtypeStruct((*hs.shape[:-1], 3 * n), gates.dtype)
-    types = [dgx_type, jax.ShapeDtypeStruct(h0.shape, h0.dtype)]
+    shapes = [(*hs.shape[:-1], 3 * n), gates.shape[1:]]
+    types = [*[jax.ShapeDtypeStruct(shape, gates.dtype) for shape in shapes], jax.ShapeDtypeStruct(h0.shape, h0.dtype)]
     types += [jax.ShapeDtypeStruct(hs.shape, gates.dtype)] * config.reset_after
-    dgx, dh0, *inner = ffi.call("jaxfuse_gru_bwd", types, wh, h0, hs, gates, dhs, reverse=config.reverse,
+    dgx, dbias, dh0, *of_product = ffi.call("jaxfuse_gru_bwd", types, wh, h0, hs, gates, dhs, reverse=config.reverse,
                                 reset_after=config.reset_after)
     dwh = None
     if linear.active[1]:
         h = before(h0, hs, config.reverse)
-        of_candidate = (h, inner[0]) if config.reset_after else (gates[..., :n] * h.astype(gates.dtype), dgx[..., 2 * n :])
+        of_candidate = (h, of_product[0]) if config.reset_after else (gates[..., :n] * h.astype(gates.dtype), dgx[..., 2 * n :])
         dwh = jnp.concatenate([weight_gradient(h, dgx[..., : 2 * n], wh.dtype), weight_gradient(*of_candidate, wh.dtype)], -1)
-    dinner = [wide(d).sum(0).astype(d.dtype) for d in inner]
-    return complete(linear, (dgx, dwh, dh0, *dinner), OP.forward.batch_axes, mesh_axes)
+    return complete(linear, (dgx, dwh, dbias, dh0), OP.forward.batch_axes, mesh_axes)
 
 
 OP = FusedOp(
     "gru",
     reference=_reference,
-    keep=lambda config, args, outs: (*args[1:3], *outs),
+    keep=lambda config, args, outs: (args[1], args[3], *outs),
     tangent=_tangent,
     decompose=_reference,
     differentiable=lambda config: True,

@@ -10,7 +10,7 @@ from jaxfuse import ffi
 from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear
 from jaxfuse.ops.errors import Arguments
 from jaxfuse.ops.recurrent import (
-    before, complete, drive, initial_state, input_gates, ordered, refuse, scan_steps, types_of, weight_gradient, wide)
+    before, complete, drive, initial_state, ordered, refuse, scan_steps, types_of, weight_gradient, wide)
 
 GATES = "ifgo"
 
@@ -50,20 +50,21 @@ def lstm(x, w_x, w_h, bias=None, h0=None, c0=None, *, gate_order=GATES, forget_b
     h0, c0 = (initial_state(arguments, name, state, states, x, hidden) for name, state in states.items())
     arguments.check(sorted(gate_order) == sorted(GATES), "gate_order", repr(gate_order),
                     "the letters i, f, g and o, each once", "say where each gate's columns are")
-    w_x, w_h, bias = (None if a is None else ordered(a, gate_order, GATES) for a in (w_x, w_h, bias))
-    gx = input_gates(x, w_x, bias)
-    forget_bias = arguments.number("forget_bias", forget_bias)
-    if forget_bias:
-        gx = gx.at[..., hidden : 2 * hidden].add(forget_bias)
-    hs, cs = OP(LSTMConfig(bool(reverse)), gx, w_h, h0, c0)
+    bias = jnp.zeros(4 * hidden, x.dtype) if bias is None else bias
+    w_x, w_h, bias = (ordered(a, gate_order, GATES) for a in (w_x, w_h, bias))
+    bias = bias.at[hidden : 2 * hidden].add(arguments.number("forget_bias", forget_bias))
+    bias = jnp.broadcast_to(bias, (x.shape[1], 4 * hidden))
+    hs, cs = OP(LSTMConfig(bool(reverse)), jnp.dot(x, w_x), w_h, bias, h0, c0)
     last = 0 if reverse else -1
     return hs, hs[last], cs[last]
 
 
-def _reference(config: LSTMConfig, gx, wh, h0, c0):
+def _reference(config: LSTMConfig, gx, wh, bias, h0, c0):
+    """gx `[length, batch, 4·hidden]`, bias `[batch, 4·hidden]`; gives h and c of every step."""
+
     def step(state, gx):
         h, c = map(wide, state)
-        z = wide(gx) + wide(jnp.dot(h.astype(wh.dtype), wh, preferred_element_type=wide(gx).dtype))
+        z = wide(gx) + wide(bias) + wide(jnp.dot(h.astype(wh.dtype), wh, preferred_element_type=wide(gx).dtype))
         i, f, g, o = jnp.split(z, 4, -1)
         i, f, g, o = gates = jax.nn.sigmoid(i), jax.nn.sigmoid(f), jnp.tanh(g), jax.nn.sigmoid(o)
         c = (f * c + i * g).astype(c0.dtype)
@@ -75,8 +76,8 @@ def _reference(config: LSTMConfig, gx, wh, h0, c0):
 
 def _tangent(config: LSTMConfig, kept, tangents):
     wh, h0, c0, hs, cs, gates = map(wide, kept)
-    dgx, dwh, dh0, dc0 = tangents
-    forces = drive(dgx, dwh, before(h0, hs, config.reverse), gates)
+    dgx, dwh, dbias, dh0, dc0 = tangents
+    forces = drive((dgx, dbias), dwh, before(h0, hs, config.reverse), gates)
 
     def step(state, steps):
         (dh, dc), (force, gates, c_before, c) = state, steps
@@ -93,7 +94,7 @@ def _tangent(config: LSTMConfig, kept, tangents):
 
 
 def _forward_axes(config: LSTMConfig, ranks) -> BatchAxes:
-    return BatchAxes((1, None, 0, 0), (1, 1, *[1] * config.saves))
+    return BatchAxes((1, None, 0, 0, 0), (1, 1, *[1] * config.saves))
 
 
 def _backward_axes(linear: Linear, ranks) -> BatchAxes:
@@ -105,8 +106,7 @@ def _backward_axes(linear: Linear, ranks) -> BatchAxes:
 
 
 def _refuse_forward(config: LSTMConfig, args) -> str | None:
-    gx, wh, h0, c0 = args
-    return refuse("jaxfuse_lstm_fwd", gx, wh, h0, c0)
+    return refuse("jaxfuse_lstm_fwd", args[:3], args[3:])
 
 
 def _run_forward(config: LSTMConfig, args, mesh_axes):
@@ -116,22 +116,23 @@ def _run_forward(config: LSTMConfig, args, mesh_axes):
 
 def _refuse_backward(linear: Linear, args) -> str | None:
     wh, h0, c0, hs, cs, gates, dhs, dcs = args
-    return refuse("jaxfuse_lstm_bwd", gates, wh, h0, c0)
+    return refuse("jaxfuse_lstm_bwd", (wh, gates), (h0, c0, hs, cs, dhs, dcs))
 
 
 def _run_backward(linear: Linear, args, mesh_axes):
     wh, h0, c0, hs, cs, gates, dhs, dcs = args
     reverse = linear.config.reverse
-    types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (gates, h0, c0)]
-    dgx, dh0, dc0 = ffi.call("jaxfuse_lstm_bwd", types, wh, c0, cs, gates, dhs, dcs, reverse=reverse)
+    types = [jax.ShapeDtypeStruct(shape, a.dtype)
+             for a, shape in ((gates, gates.shape), (gates, gates.shape[1:]), (h0, h0.shape), (c0, c0.shape))]
+    dgx, dbias, dh0, dc0 = ffi.call("jaxfuse_lstm_bwd", types, wh, c0, cs, gates, dhs, dcs, reverse=reverse)
     dwh = weight_gradient(before(h0, hs, reverse), dgx, wh.dtype) if linear.active[1] else None
-    return complete(linear, (dgx, dwh, dh0, dc0), OP.forward.batch_axes, mesh_axes)
+    return complete(linear, (dgx, dwh, dbias, dh0, dc0), OP.forward.batch_axes, mesh_axes)
 
 
 OP = FusedOp(
     "lstm",
     reference=_reference,
-    keep=lambda config, args, outs: (*args[1:], *outs),
+    keep=lambda config, args, outs: (args[1], *args[3:], *outs),
     tangent=_tangent,
     decompose=_reference,
     differentiable=lambda config: True,

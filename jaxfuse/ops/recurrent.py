@@ -13,12 +13,6 @@ def wide(array):
     return array.astype(jnp.promote_types(array.dtype, jnp.float32))
 
 
-def input_gates(x, w_x, bias):
-    """x·w_x + bias of all steps at once, in x's dtype."""
-    gx = jnp.dot(x, w_x)
-    return gx if bias is None else gx + bias
-
-
 def ordered(array, given: str, wanted: str):
     """The last axis in the order of the gates that is wanted."""
     if given == wanted:
@@ -51,9 +45,11 @@ def before(initial, steps, reverse: bool):
     return jnp.concatenate([initial[None].astype(steps.dtype), steps[:-1]])
 
 
-def drive(dgx, dwh, states, like):
-    """How the gates' arguments change with gx and with the weights, the states held."""
-    total = jnp.zeros(like.shape, like.dtype) if dgx is None else wide(dgx)
+def drive(tangents, dwh, states, like):
+    """How the gates' arguments change with what is added to them and with the weights, the states held."""
+    total = jnp.zeros_like(like)
+    for tangent in tangents:
+        total = total if tangent is None else total + wide(tangent)
     return total if dwh is None else total + jnp.dot(states, wide(dwh))
 
 
@@ -74,17 +70,15 @@ def types_of(function, *args):
     return [jax.ShapeDtypeStruct(out.shape, out.dtype) for out in jax.eval_shape(function, *args)]
 
 
-def refuse(target: str, gx, wh, *states, gates=()) -> str | None:
-    """`gx` may be anything with steps in the gates' dtype; `gates` are more of that dtype."""
-    for array in (gx, wh, *states):
+def refuse(target: str, gates, states) -> str | None:
+    """`gates` are the arrays of the gates' dtype, `states` those of the state's."""
+    for array in (*gates, *states):
         if str(array.dtype) not in _DTYPES:
             return f"dtype {array.dtype}: the kernel takes {' and '.join(_DTYPES)}"
         if 0 in array.shape:
             return f"empty array of shape {tuple(array.shape)}"
-    for array in (gx, *gates):
-        if array.dtype != wh.dtype:
-            return f"gates of dtype {array.dtype} with weights of {wh.dtype}: the kernel takes one dtype"
-    for state in states:
-        if state.dtype != states[0].dtype or state.dtype not in (wh.dtype, jnp.float32):
-            return f"a state of dtype {state.dtype} with weights of {wh.dtype}: the kernel takes float32 or the same"
+    dtypes = [sorted({str(a.dtype) for a in arrays}) for arrays in (gates, states)]
+    if any(len(found) > 1 for found in dtypes) or states[0].dtype not in (gates[0].dtype, jnp.float32):
+        of_gates, of_states = map(" and ".join, dtypes)
+        return f"gates and weights of {of_gates} with states of {of_states}: the kernel takes one dtype, or states of float32"
     return ffi.unavailable(target)
