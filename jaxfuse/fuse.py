@@ -50,7 +50,7 @@ def plan(closed: ClosedJaxpr, judge, outer: tuple[Graph, Node] | None = None) ->
                     claimed |= accept(graph, result)
                     replacements |= {id(value): emission for emission in result.emissions for value in emission.defines}
     for node in graph.nodes:
-        bodies = subprograms(node)
+        bodies = {} if node.index in graph.gone else subprograms(node)
         if bodies:
             emission, inner = _enter(graph, node, bodies, judge)
             found += inner

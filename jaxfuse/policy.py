@@ -14,7 +14,10 @@ POLICIES = ("measured", "always", "never")
 #   conv 3x3  8²x16   295 k              7.6 /  6.8    36 / 27        batch norm 8x4²x16   2 k              12 / 1.7     60 / 5.7
 #   conv 1x1 14²x32   401 k              8.6 /  6.7    27 / 26        batch norm 8x14²x64  100 k            72 / 30     322 / 47
 #   conv 3x3 14²x32   3.6 M               22 / 16      81 / 54        batch norm 8x28²x64  401 k           266 / 84    1129 / 298
-SMALLEST = {"conv": 200_000, "batch_norm": 0, "max_pool": 0}
+#
+# Sequences of LSTM and GRU cells, f32, milliseconds, XLA's scan / fused: see xla_ext/README.md. One step alone does not gain.
+SMALLEST = {"conv": 200_000, "batch_norm": 0, "max_pool": 0, "lstm": 2, "gru": 2}
+UNITS = {"conv": "operations", "lstm": "steps", "gru": "steps"}  # elements of x for the others
 
 
 def judge(policy: str):
@@ -37,11 +40,13 @@ def _measured(op, config, types) -> str:
         return f"no kernel yet on {platform}"
     size = _work(op, config, types)
     if size < SMALLEST[op]:
-        return f"too small to gain: {size} {'operations' if op == 'conv' else 'elements'}, measured faster from {SMALLEST[op]}"
+        return f"too small to gain: {size} {UNITS.get(op, 'elements')}, measured faster from {SMALLEST[op]}"
     return ""
 
 
 def _work(op, config, types) -> int:
+    if op in ("lstm", "gru"):
+        return types[0].shape[0]
     x = math.prod(types[0].shape)
     if op != "conv":
         return x

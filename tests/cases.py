@@ -65,6 +65,10 @@ _DRAW = dict(
     mean=lambda rng, shape: rng.normal(size=shape),
     var=lambda rng, shape: rng.uniform(0.5, 2, size=shape),
 )
+for _name in ("w_x", "w_h"):
+    _DRAW[_name] = lambda rng, shape: _fan_in(rng, shape) / 2
+for _name in ("bias_n", "h0", "c0"):
+    _DRAW[_name] = _DRAW["bias"]
 _STATISTICS = ("gamma", "beta", "mean", "var")  # float32 beside bfloat16 activations, as in Flax
 
 
@@ -108,7 +112,41 @@ def _max_pool(x, *, window_shape, strides=None, padding="VALID"):
     return (lax.reduce_window(x, -jnp.inf, lax.max, whole(window_shape), whole(strides), padding),)
 
 
-_UNFUSED = dict(conv=_conv, batch_norm=_batch_norm, max_pool=_max_pool)
+def _gates(x, h, w_x, w_h, bias, order, forget_bias=0.0):
+    z = dict(zip(order, jnp.split(x @ w_x + (0 if h is None else h @ w_h) + (0 if bias is None else bias), len(order), -1)))
+    return z | ({"f": z["f"] + jnp.asarray(forget_bias, x.dtype)} if "f" in z else {})
+
+
+def _lstm(x, w_x, w_h, bias=None, h0=None, c0=None, *, gate_order="ifgo", forget_bias=0.0, reverse=False):
+    def step(state, x):
+        h, c = state
+        z = _gates(x, h.astype(x.dtype), w_x, w_h, bias, gate_order, forget_bias)
+        c = (jax.nn.sigmoid(z["f"]) * c + jax.nn.sigmoid(z["i"]) * jnp.tanh(z["g"])).astype(c.dtype)
+        h = (jax.nn.sigmoid(z["o"]) * jnp.tanh(c)).astype(h.dtype)
+        return (h, c), h
+
+    zeros = jnp.zeros((x.shape[1], w_h.shape[0]), x.dtype)
+    (h, c), hs = lax.scan(step, (zeros if h0 is None else h0, zeros if c0 is None else c0), x, reverse=reverse)
+    return hs, h, c
+
+
+def _gru(x, w_x, w_h, bias=None, bias_n=None, h0=None, *, gate_order="rzn", reset_after=True, reverse=False):
+    def step(h, x):
+        low = h.astype(x.dtype)
+        given = _gates(x, None, w_x, w_h, bias, gate_order)
+        w = dict(zip(gate_order, jnp.split(w_h, 3, -1)))
+        r, z = (jax.nn.sigmoid(given[gate] + low @ w[gate]) for gate in "rz")
+        inner = low @ w["n"] + (0 if bias_n is None else bias_n)
+        n = jnp.tanh(given["n"] + (r * inner if reset_after else (r * h).astype(x.dtype) @ w["n"]))
+        h = ((1 - z) * n + z * h).astype(h.dtype)
+        return h, h
+
+    h0 = jnp.zeros((x.shape[1], w_h.shape[0]), x.dtype) if h0 is None else h0
+    h, hs = lax.scan(step, h0, x, reverse=reverse)
+    return hs, h
+
+
+_UNFUSED = dict(conv=_conv, batch_norm=_batch_norm, max_pool=_max_pool, lstm=_lstm, gru=_gru)
 
 
 def conv(name, x, w, terms="", *, refused="", float32=(), **options):
@@ -131,6 +169,13 @@ def batch_norm(name, x, terms="", *, refused="", **options):
 def max_pool(name, x, window_shape, **options):
     return Case(name, "max_pool", dict(x=x), dict(window_shape=window_shape) | options)
 
+
+def recurrent(op, name, x, hidden, terms="", *, float32=(), **options):
+    """A row of lstm or gru: `terms` are the arguments that may be left out."""
+    width, state = (4 if op == "lstm" else 3) * hidden, (x[1], hidden)
+    shapes = dict(bias=(width,), bias_n=(hidden,), h0=state, c0=state)
+    shapes = dict(x=x, w_x=(x[2], width), w_h=(hidden, width)) | {term: shapes[term] for term in terms.split()}
+    return Case(name, op, shapes, options, float32=float32)
 
 
 CONV = [
@@ -197,7 +242,22 @@ MAX_POOL = [
     max_pool("3d_asymmetric", (1, 4, 5, 4, 8), (2, 3, 2), strides=(2, 1, 2), padding=((0, 1), (1, 1), (0, 0))),
 ]
 
-CASES = {f"{case.op}-{case.name}": case for case in (*CONV, *BATCH_NORM, *MAX_POOL)}
+RECURRENT = [
+    recurrent("lstm", "sequence", (5, 3, 4), 16, "bias h0 c0"),
+    recurrent("lstm", "cell", (1, 2, 5), 28, "bias h0 c0"),
+    recurrent("lstm", "plain_odd_reverse", (4, 9, 3), 13, reverse=True),
+    recurrent("lstm", "two_threads", (3, 24, 8), 80, "bias"),
+    recurrent("lstm", "igfo_forget_bias", (3, 2, 4), 16, "bias", gate_order="igfo", forget_bias=1.0),
+    recurrent("lstm", "float32_state", (3, 2, 4), 16, "bias h0 c0", float32=("h0", "c0")),
+    recurrent("gru", "sequence", (5, 3, 4), 16, "bias bias_n h0"),
+    recurrent("gru", "cell", (1, 2, 5), 28, "bias bias_n h0"),
+    recurrent("gru", "plain_odd_reverse", (4, 9, 3), 13, reverse=True),
+    recurrent("gru", "resets_first", (5, 3, 4), 16, "bias h0", reset_after=False),
+    recurrent("gru", "resets_first_two_threads", (3, 24, 8), 80, "bias h0", reset_after=False, reverse=True),
+    recurrent("gru", "two_threads_zrn", (3, 24, 8), 80, "bias bias_n", gate_order="zrn"),
+]
+
+CASES = {f"{case.op}-{case.name}": case for case in (*CONV, *BATCH_NORM, *MAX_POOL, *RECURRENT)}
 
 # One of each kind of rule behind autodiff and batching; the transformations run over these.
 CORE = [
@@ -208,4 +268,7 @@ CORE = [
     "batch_norm-relu6",  # recomputed sign
     "batch_norm-given_statistics",
     "max_pool-3x3_overlapping",
+    "lstm-sequence",
+    "gru-sequence",
+    "gru-resets_first",
 ]
