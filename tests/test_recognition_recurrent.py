@@ -1,4 +1,4 @@
-"""LSTM and GRU cells, and scans over them, are recognised by their algebra in every framework's spelling; and near-misses."""
+"""LSTM and GRU cells are recognised by their algebra in every framework's spelling, and scans over them fused; near-misses."""
 
 import equinox as eqx
 import flax.linen as nn
@@ -9,11 +9,43 @@ import pytest
 from flax import nnx
 from jax import lax
 
-from recognition import NO_KERNEL, randn, recognised, rows, scalar
+import jaxfuse
+from compare import distance, pairs
+from jaxfuse import ffi
+from jaxfuse.patterns.recurrent import DIFFERENTIATED, ONE_STEP
+from recognition import NO_KERNEL, randn, rows, scalar
 
 keras = pytest.importorskip("keras")
 X, XS, H, C, KEY = randn(2, 4), randn(2, 6, 4), randn(2, 3), randn(2, 3, seed=1), jax.random.key(0)
 W, U = randn(4, 12), randn(3, 12)
+
+
+NATIVE = ffi.unavailable("jaxfuse_lstm_fwd") is None
+SEQUENCE = "fused" if NATIVE else ffi.unavailable("jaxfuse_lstm_fwd")
+
+
+def recognised(fn, *args) -> list[str]:
+    """The patterns of all rows: sequences are fused, cells left to XLA, and nothing speaks against the others but that there
+    is no kernel."""
+    found = rows(fn, *args)
+    for pattern, reason in found:
+        expected = ONE_STEP if pattern.endswith("cell") else SEQUENCE if pattern.startswith(("lstm", "gru")) else NO_KERNEL
+        assert reason == expected, found
+    return [pattern for pattern, _ in found]
+
+
+def same_as_unfused(fn, *args):
+    """The values, and the gradients of what is fused."""
+    got = jax.jit(jaxfuse.fuse(fn, policy="always"))(*args)
+    for value, plain in pairs(got, jax.jit(fn)(*args)):
+        assert value.dtype == plain.dtype and distance(value, plain) < (2e-2 if value.dtype == jnp.bfloat16 else 1e-6)
+    floats = [{jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(a)} for a in args]
+    if {True, False} in floats:  # nnx counts its keys in what it is given
+        return
+    numbers = tuple(i for i, kinds in enumerate(floats) if kinds == {True})
+    gradients = [jax.jit(jax.grad(scalar(f), numbers))(*args) for f in (jaxfuse.fuse(fn, policy="always"), fn)]
+    for value, plain in pairs(*gradients):
+        assert distance(value, plain) < (5e-2 if value.dtype == jnp.bfloat16 else 5e-6)
 
 
 def lstm(x, h, c, w, u, sigmoid=jax.nn.sigmoid, tanh=jnp.tanh, squash=jnp.tanh):
@@ -136,8 +168,9 @@ def sequence(cell, carry_on=lambda state: state):
 
 
 def test_a_scan_over_a_cell_is_a_sequence():
-    assert recognised(sequence(lstm), XS, H, C, W, U) == ["lstm"]
-    assert recognised(sequence(lambda x, h, c, w, u: (gru(x, h, w, u), c)), XS, H, C, W, U) == ["gru"]
+    for cell, name in ((lstm, "lstm"), (lambda x, h, c, w, u: (gru(x, h, w, u), c), "gru")):
+        assert recognised(sequence(cell), XS, H, C, W, U) == [name]
+        same_as_unfused(sequence(cell), XS, H, C, W, U)
 
 
 def test_stacked_cells_in_one_scan():
@@ -146,22 +179,130 @@ def test_stacked_cells_in_one_scan():
         h2, c2 = lstm(jnp.concatenate([h1, h1[:, :1]], -1), h[1], c[1], w, u)
         return (h1, h2), (c1, c2)
 
-    assert recognised(sequence(two), XS, (H, H), (C, C), W, U) == ["lstm", "lstm"]
+    found = rows(sequence(two), XS, (H, H), (C, C), W, U)
+    assert found == ([("lstm+lstm", "fused")] if NATIVE else [("lstm", SEQUENCE)] * 2)
+    same_as_unfused(sequence(two), XS, (H, H), (C, C), W, U)
+
+
+def outputs(xs, h, c, w, u, reverse=False):
+    """Backwards; both states and a dense layer of them returned at every step."""
+
+    def step(state, x):
+        h, c = lstm(x, *state, w, u)
+        return (h, c), (h, c, jnp.tanh(h @ u) + c.sum())
+
+    return lax.scan(step, (h, c), xs.swapaxes(0, 1), reverse=reverse)
+
+
+def mixed(xs, h, c, w, u):
+    return sequence(lambda x, h, c, w, u: lstm(x, h.astype(x.dtype), c, w, u))(xs, h, c, w, u)
+
+
+def one_row(xs, h, c, w, u):
+    return lax.scan(lambda state, x: (lstm(x, *state, w, u), None), (h, c), xs)[0]
+
+
+def longest(xs, lengths, h, c, w, u):
+    """As Flax does it: every state is kept, and the one at each row's length taken."""
+    (_, states) = lax.scan(lambda s, x: (lstm(x, *s, w, u),) * 2, (h, c), xs.swapaxes(0, 1))
+    return [s[lengths - 1, jnp.arange(2)] for s in states]
+
+
+LOW = [a.astype(jnp.bfloat16) for a in (XS, W, U)]
+HITS = {
+    "outputs of every step": (outputs, (XS, H, C, W, U)),
+    "reverse": (lambda *args: outputs(*args, reverse=True), (XS, H, C, W, U)),
+    "no batch": (one_row, (XS[0], H[0], C[0], W, U)),
+    "bf16": (sequence(lstm), (LOW[0], H.astype(jnp.bfloat16), C.astype(jnp.bfloat16), *LOW[1:])),
+    "bf16, f32 states": (mixed, (LOW[0], H, C, *LOW[1:])),
+    "lengths": (longest, (XS, jnp.array([3, 6]), H, C, W, U)),
+    "vmap": (jax.vmap(one_row, (0, 0, 0, None, None)), (XS, H, C, W, U)),
+}
+
+
+@pytest.mark.parametrize("name", HITS)
+def test_sequence_hit(name):
+    fn, args = HITS[name]
+    assert rows(fn, *args)[0] == ("lstm", SEQUENCE)
+    same_as_unfused(fn, *args)
+
+
+def masked(xs, h, c, w, u):
+    def step(state, x):
+        new = lstm(x, *state, w, u)
+        return jax.tree.map(lambda n, s: jnp.where(x[:, :1] > 0, n, s), new, state), None
+
+    return lax.scan(step, (h, c), xs.swapaxes(0, 1))
+
+
+def counted(xs, h, c, w, u):
+    return lax.scan(lambda s, x: ((lstm(x, *s[0], w, u), s[1] + 1), None), ((h, c), 0), xs.swapaxes(0, 1))
+
+
+def fed_back(xs, h, c, w, u):
+    def step(state, x):
+        (h, c), y = state
+        h, c = lstm(x + y, h, c, w, u)
+        return ((h, c), h @ u[:, :4]), None
+
+    return lax.scan(step, ((h, c), 0 * xs[:, 0]), xs.swapaxes(0, 1))
+
+
+def weighed(xs, h, c, w, u):
+    return sequence(lambda x, h, c, w, u: lstm(x, h, c, w, u * x[0, 0]))(xs, h, c, w, u)
+
+
+def two_batch_axes(xs, h, c, w, u):
+    xs, h, c = (jnp.stack([a, a]) for a in (xs, h, c))
+    return jax.vmap(sequence(lstm), (0, 0, 0, None, None))(xs, h, c, w, u)
+
+
+def reset_of_x(xs, h, c, w, u):
+    def cell(x, h, c, w, u):
+        r, z = jax.nn.sigmoid(x @ w[:, :3] + h @ u[:, :3]), jax.nn.sigmoid(x @ w[:, 3:6] + h @ u[:, 3:6])
+        n = jnp.tanh(r * (x @ w[:, 6:9] + h @ u[:, 6:9]))
+        return (1 - z) * n + z * h, c
+
+    return sequence(cell)(xs, h, c, w, u)
+
+
+LOOP_MISSES = {
+    "masked": (masked, "comes between"),
+    "counter": (counted, "the loop also carries int32[] on"),
+    "fed back": (fed_back, "which is carried from step to step and is not its state"),
+    "weights of x": (weighed, "has weights that change from step to step"),
+    "two batch axes": (two_batch_axes, "a state float32[2, 2, 3]: the kernel takes [batch, hidden] or [hidden]"),
+    "reset gate of x": (reset_of_x, "also multiplies what is not the state"),
+}
+
+
+@pytest.mark.parametrize("name", LOOP_MISSES)
+def test_loop_near_miss(name):
+    fn, words = LOOP_MISSES[name]
+    found = [row for row in rows(fn, XS, H, C, W, U) if row[0] in ("lstm", "gru")]
+    assert len(found) == 1 and words in found[0][1], found
+    same_as_unfused(fn, XS, H, C, W, U)
+
+
+def test_one_step_is_left_to_xla():
+    found = jaxfuse.explain(sequence(lstm), XS[:, :1], H, C, W, U)
+    assert not NATIVE or found.skipped[0].reason == "too small to gain: 1 steps, measured faster from 2"
 
 
 def test_sequence_near_misses():
     ((pattern, reason),) = rows(sequence(lstm, lambda state: (state[0], jnp.clip(state[1], -3, 3))), XS, H, C, W, U)
     assert pattern == "lstm" and "the next step's state is not the cell's: " in reason
     inside = rows(sequence(lambda x, h, c, w, u: (h, lstm(x, h, 0.5 * c, w, u)[0])), XS, H, C, W, U)
-    assert inside == [("lstm_cell", NO_KERNEL)]
+    assert inside == [("lstm_cell", ONE_STEP)]
 
 
 @pytest.mark.parametrize("name", ["lstm", "gru"])
 def test_sequence_in_a_differentiated_program(name):
     """The forward loop is the sequence; the contractions of the transposed loop are its gradients, in one row each."""
     cell = lstm if name == "lstm" else lambda x, h, c, w, u: (gru(x, h, w, u), c)
-    found = recognised(jax.grad(scalar(sequence(cell)), (0, 1, 3, 4)), XS, H, C, W, U)
-    assert found.count(name) == 1 and len(found) > 1 and set(found) == {name, "backward dense_grad"}
+    found = rows(jax.grad(scalar(sequence(cell)), (0, 1, 3, 4)), XS, H, C, W, U)
+    assert found.count((name, DIFFERENTIATED)) == 1 and len(found) > 1
+    assert set(found) == {(name, DIFFERENTIATED), ("backward dense_grad", NO_KERNEL)}
 
 
 # --- frameworks --------------------------------------------------------------------------------------------------
@@ -221,8 +362,9 @@ def test_sequence_of_a_framework(name):
     """One row; a dense layer of all steps at once, before the loop, is a row of its own (Keras's GRU)."""
     apply, weights = FRAMEWORKS[name]()
     found = recognised(apply, weights, XS)
+    same_as_unfused(apply, weights, XS)
     assert [row for row in found if not row.startswith("dense")] == [name.split(",")[0]]
-    assert len(found) == 1 or "keras" in name and found[0] == "dense+bias"
+    assert len(found) == 1 or "keras" in name and "dense+bias" in found
 
 
 def test_keras_hard_sigmoid_is_a_near_miss():

@@ -123,8 +123,10 @@ class Follower:
         return rule(node, node.outputs.index(value))
 
     def _convert_element_type(self, node: Node, _):
-        form = self.follow(node.inputs[0])
-        return form if isinstance(form, Moving) else _each(form, lambda a: a.astype(node.out.dtype))
+        form, (value,) = self.follow(node.inputs[0]), node.inputs
+        if isinstance(form, Moving) or node.out.dtype.itemsize > value.dtype.itemsize:  # the kernel's sums are float32
+            return form
+        return _each(form, lambda a: a.astype(node.out.dtype))
 
     def _concatenate(self, node: Node, _):
         if node.params["dimension"] != node.out.ndim - 1:
