@@ -15,8 +15,13 @@ POLICIES = ("measured", "always", "never")
 #   conv 1x1 14²x32   401 k              8.6 /  6.7    27 / 26        batch norm 8x14²x64  100 k            72 / 30     322 / 47
 #   conv 3x3 14²x32   3.6 M               22 / 16      81 / 54        batch norm 8x28²x64  401 k           266 / 84    1129 / 298
 #
-# Sequences of LSTM and GRU cells, f32, milliseconds, XLA's scan / fused: see xla_ext/README.md. One step alone does not gain.
-SMALLEST = {"conv": 200_000, "batch_norm": 0, "max_pool": 0, "lstm": 2, "gru": 2}
+#
+# Sequences, in steps. f32, 2 cores of AMD Zen 4, milliseconds, XLA's scan / fused, forward, and with the gradient:
+#   lstm hidden  28, batch 1    1 step  0.008 / 0.009    0.018 / 0.025      16 steps  0.031 / 0.024    0.105 / 0.072
+#   lstm hidden 512, batch 8    2       0.43  / 0.70     4.1   / 3.1        16        3.3   / 3.7      28.8  / 10.4
+#                              32       6.5   / 6.3      54.6  / 18.7       64        12.5  / 12.1     107   / 36
+#   gru  hidden 512, batch 8   16       2.5   / 3.1      19.8  / 9.1        32        5.6   / 5.1      71    / 14.8
+SMALLEST = {"conv": 200_000, "batch_norm": 0, "max_pool": 0, "lstm": 32, "gru": 32}
 UNITS = {"conv": "operations", "lstm": "steps", "gru": "steps"}  # elements of x for the others
 
 

@@ -36,16 +36,17 @@ def recognised(fn, *args) -> list[str]:
 
 def same_as_unfused(fn, *args):
     """The values, and the gradients of what is fused."""
+    low = any(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(args))
     got = jax.jit(jaxfuse.fuse(fn, policy="always"))(*args)
     for value, plain in pairs(got, jax.jit(fn)(*args)):
-        assert value.dtype == plain.dtype and distance(value, plain) < (2e-2 if value.dtype == jnp.bfloat16 else 1e-6)
+        assert value.dtype == plain.dtype and distance(value, plain) < (2e-2 if low else 1e-6)
     floats = [{jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(a)} for a in args]
     if {True, False} in floats:  # nnx counts its keys in what it is given
         return
     numbers = tuple(i for i, kinds in enumerate(floats) if kinds == {True})
     gradients = [jax.jit(jax.grad(scalar(f), numbers))(*args) for f in (jaxfuse.fuse(fn, policy="always"), fn)]
     for value, plain in pairs(*gradients):
-        assert distance(value, plain) < (5e-2 if value.dtype == jnp.bfloat16 else 5e-6)
+        assert distance(value, plain) < (5e-2 if low else 5e-6)
 
 
 def lstm(x, h, c, w, u, sigmoid=jax.nn.sigmoid, tanh=jnp.tanh, squash=jnp.tanh):
@@ -284,9 +285,9 @@ def test_loop_near_miss(name):
     same_as_unfused(fn, XS, H, C, W, U)
 
 
-def test_one_step_is_left_to_xla():
-    found = jaxfuse.explain(sequence(lstm), XS[:, :1], H, C, W, U)
-    assert not NATIVE or found.skipped[0].reason == "too small to gain: 1 steps, measured faster from 2"
+def test_short_loops_are_left_to_xla():
+    found = jaxfuse.explain(sequence(lstm), XS, H, C, W, U)
+    assert not NATIVE or found.skipped[0].reason == "too small to gain: 6 steps, measured faster from 32"
 
 
 def test_sequence_near_misses():
