@@ -11,7 +11,8 @@ BEGIN, END = "<!-- benchmark table -->", "<!-- end -->"
 SECTIONS = {
     "model": "Networks, 224×224",
     "batch_norm": "Batch norm in training, batch 8",
-    "conv": "Convolution + bias + relu",
+    "conv": "Convolution + bias + activation",
+    "dense": "Dense layers, 128 tokens",
     "issue": "Users' issues",
 }
 TASKS = {"forward": "forward", "gradient": "forward+backward", "inference": "inference", "training": "training step"}

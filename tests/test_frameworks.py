@@ -64,6 +64,7 @@ LAYERS = {
     "flax linen ResNet50 bf16": (9, 9), "flax nnx ResNet50": (9, 9), "equinox CNN, ema": (3, 3),
     "equinox CNN, batch": (3, 3), "transformers ResNet": (9, 9), "transformers ViT": (1, 0), "transformers BERT": (0, 0),
 }  # fmt: skip
+OTHERS = {"dense", "dense+bias", "layer_norm", "matmul", "attention scores", "dense+bias x3"}
 SMALL_ENOUGH_TO_RUN = [name for name in NETWORKS if LAYERS[name][1] and LAYERS[name][0] < 50]
 
 network = functools.cache(lambda name: NETWORKS[name](small=True))
@@ -79,7 +80,8 @@ def test_every_convolution_and_batch_norm_is_fused(name):
     for call, expected in zip(("inference", "loss", "train step"), (*SITES[name], SITES[name][1])):
         function, args = calls[call]
         report = jaxfuse.explain(function, *args, policy="always")
-        assert collections.Counter(site.pattern for site in report.fused if site.direction == "forward") == expected
+        forward = [site.pattern for site in report.fused if site.direction == "forward" and not OTHERS & set(site.pattern.split("+"))]
+        assert collections.Counter(forward) == expected
         backward = [site.pattern for site in report.fused if site.direction == "backward"]
         convolutions, norms = LAYERS[name] if call == "train step" else (0, 0)
         assert sum("conv" in pattern for pattern in backward) == convolutions

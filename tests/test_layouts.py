@@ -85,8 +85,6 @@ MISSES = {
                                        "conv+bias", "varies along axis 2, the channel axis is squeezed away", ["conv"]),
     "addend broadcast to full size": (lambda x, w, b, r: conv(x, w) + jnp.broadcast_to(r[:1], r.shape),
                                       "conv+bias", "varies along axis 1", ["conv"]),
-    "adds after the activation": (lambda x, w, b, r: jax.nn.relu(conv(x, w) + b) + r,
-                                  "conv+bias+relu+add", "adds after the activation: no kernel yet", ["conv+bias+relu"]),
 }
 
 

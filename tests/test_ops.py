@@ -28,8 +28,12 @@ TARGETS = dict(
 RECURRENT = ("lstm", "gru")
 
 
+EVERY = [*[("installed", name) for name in CASES], *[("reference", name) for name in CORE]]  # the reference is plain JAX
+every_case = pytest.mark.parametrize("kernel, name", EVERY, indirect=["kernel"])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", CASES)
+@every_case
 def test_as_close_to_the_truth_as_unfused(name, dtype, kernel):
     case = CASES[name]
     args = with_cotangents(case, case.inputs(dtype))
@@ -74,7 +78,8 @@ def test_derivatives_by_finite_differences(name):
     case = CASES[name]
     with jax.enable_x64(True):
         arrays = as_float64(case.inputs())
-        check_grads(jax.jit(case.fused), (arrays,), order=2, modes=("fwd", "rev"), atol=1e-4, rtol=1e-4)
+        order = 1 if case.op in RECURRENT else 2  # a loop's second derivatives take 15 s to compile
+        check_grads(jax.jit(case.fused), (arrays,), order=order, modes=("fwd", "rev"), atol=1e-4, rtol=1e-4)
 
 
 NAN_AND_INF = [np.nan, np.inf, -np.inf]
@@ -185,7 +190,7 @@ def test_refusals_say_why(name, why, kernel):
     assert kernel is None and why in reason
 
 
-@pytest.mark.parametrize("name", CASES)
+@every_case
 def test_autodiff_keeps_inputs_statistics_and_outputs(name, kernel):
     """Or one bit for each element, of a max pool one byte for each window; nothing else from inside the op."""
     case = CASES[name]
@@ -200,19 +205,16 @@ def test_autodiff_keeps_inputs_statistics_and_outputs(name, kernel):
     if case.options.get("activation"):
         if case.op in ("conv", "dense"):
             allowed += [y.nbytes]
-        elif "residual" in arrays:
+        elif case.op == "batch_norm" and "residual" in arrays:
             masked = case.options["activation"] in ("relu", "relu6")
             allowed += [y.size // channels * -(-channels // 8) if masked else arrays["residual"].nbytes]
     if case.op == "max_pool":
         allowed += [y.size]
-    if case.op == "dense":
-        allowed = [nbytes for nbytes in allowed if nbytes > 4 * channels]
     if case.op in RECURRENT:  # also h, c and the gates of every step, and the first states
         gates, states = 3 if case.options.get("reset_after") is False else 4, 2 if case.op == "lstm" else 1
         allowed += [arrays["w_x"].nbytes, arrays["w_h"].nbytes, gates * y.nbytes]
         allowed += states * [y.nbytes, y[0].nbytes]
-        allowed = [n for n in allowed if n > channels * 4]
-    assert kept == sorted(allowed)
+    assert kept == sorted(nbytes for nbytes in allowed if nbytes > 4 * small)
 
 
 @pytest.mark.parametrize("name", ["lstm-sequence", "gru-sequence", "gru-resets_first"])

@@ -25,11 +25,11 @@ SEQUENCE = "fused" if NATIVE else ffi.unavailable("jaxfuse_lstm_fwd")
 
 
 def recognised(fn, *args) -> list[str]:
-    """The patterns of all rows: sequences are fused, cells left to XLA, and nothing speaks against the others but that there
-    is no kernel."""
+    """The patterns of all rows: sequences and dense layers are fused, cells left to XLA, and nothing speaks against the
+    others but that there is no kernel."""
     found = rows(fn, *args)
     for pattern, reason in found:
-        expected = ONE_STEP if pattern.endswith("cell") else SEQUENCE if pattern.startswith(("lstm", "gru")) else NO_KERNEL
+        expected = ONE_STEP if pattern.endswith("cell") else SEQUENCE if pattern.startswith(("lstm", "gru", "dense")) else NO_KERNEL
         assert reason == expected, found
     return [pattern for pattern, _ in found]
 

@@ -240,7 +240,7 @@ def test_every_layer_of_a_transformer_has_one_row(kind):
     fn, params, x = hugging_face(kind)
     forward = [(pattern, reason) for pattern, reason in rows(fn, params, x) if "conv" not in pattern]
     found = {pattern: sum(1 for p, _ in forward if p == pattern) for pattern, _ in forward}
-    assert found == EXPECTED[kind] and {reason for _, reason in forward} == {FUSED, NO_KERNEL}
+    assert found == EXPECTED[kind] and {reason for _, reason in forward} == {FUSED}
 
 
 @pytest.mark.parametrize("kind", EXPECTED)
@@ -260,7 +260,8 @@ def test_every_layer_of_a_transformers_train_step_has_one_row_each_way(kind):
     ]
     forward = {p: [q for q, _ in found].count(p) for p, _ in found if not p.startswith(("backward", "adamw"))}
     backward = [p for p, _ in found if p.startswith("backward")]
-    assert forward == EXPECTED[kind] and {reason for _, reason in found} == {FUSED, NO_KERNEL}
+    assert forward == EXPECTED[kind] and all(reason == FUSED or reason.endswith(NO_KERNEL) for _, reason in found)
+    assert all("norm" in p or p.startswith("adamw") for p, reason in found if reason != FUSED)
     assert sum("dense_grad" in p for p in backward) == 13  # 6 for each block and the pooler
     assert sum("matmul_grad" in p for p in backward) == 4
     assert {p for p in backward if "_grad" in p and "matmul" not in p} == {

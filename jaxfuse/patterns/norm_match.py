@@ -44,7 +44,7 @@ def _match(graph, part, node: Node, norm, form, chain, before: Node | None, meas
     mine = {n.index for n in (*norm.nodes, *chain.nodes)}
     for value in inner.values():
         reader = next((n for n in value.users if n.index not in mine), None)
-        if value is not end and reader is not None and not _is_cast_of(value, x):
+        if value is not end and reader is not None and not _is_cast_of(value, x) and not _is_before(value, x):
             return f"{value!r} is read by {reader} too, in the backward pass: no kernel yet on cpu"
     activation = chain.activation.name if chain.activation else "none"
     full, mine = (x,), mine | {before.index} if before else mine
@@ -76,6 +76,11 @@ def _match(graph, part, node: Node, norm, form, chain, before: Node | None, meas
     emission = Emission((*full, *parameters), (end, *[x] * wants_sum), run)
     label = f"{'add+' * (before is not None)}{name}{_steps(chain)}"
     return Match(label, node, nodes, (emission,), kernel.name, full, bytes_saved)
+
+
+def _is_before(value: Value, x: Value) -> bool:
+    """Whether it is computed first, as what x is a reshape of."""
+    return x.producer is not None and value.producer.index < x.producer.index
 
 
 def _is_cast_of(value: Value, x: Value) -> bool:

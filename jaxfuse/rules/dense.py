@@ -19,11 +19,11 @@ def shape_class(config, types) -> str:
 
 
 def _linear(x, w, b):
-    return x @ w + b
+    return x @ w + b.astype(x.dtype)
 
 
 def _activated(x, w, b):
-    return jax.nn.gelu(x @ w + b, approximate=False)
+    return jax.nn.gelu(x @ w + b.astype(x.dtype), approximate=False)
 
 
 def _batched(x, w):
