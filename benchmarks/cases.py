@@ -8,8 +8,8 @@ from . import issues
 
 @dataclass(frozen=True)
 class Conv:
-    """relu(conv(x, w) + bias), channels last, padded so that stride 1 keeps the size: of a square image or, if causal, of a
-    sequence, which is padded in front."""
+    """activation(conv(x, w) + bias), channels last, padded so that stride 1 keeps the size: of a square image or, if causal, of a
+    sequence, which is padded in front. A transposed one makes it `stride` times as large."""
 
     title: str
     kernel: int
@@ -20,6 +20,8 @@ class Conv:
     dilation: int = 1
     groups: int = 1
     causal: bool = False
+    transposed: bool = False
+    activation: str = "relu"
 
     @property
     def dimensions(self):
@@ -28,22 +30,37 @@ class Conv:
     @property
     def padding(self):
         """In front and behind, the same in every dimension."""
-        reach = self.dilation * (self.kernel - 1)
+        reach = self.kernel if self.transposed else self.dilation * (self.kernel - 1)
         return (reach, 0) if self.causal else (reach // 2, reach // 2)
 
     @property
     def output_size(self):
+        if self.transposed:
+            return self.size * self.stride
         return (self.size - 1) // self.stride + 1
 
 
 @dataclass(frozen=True)
 class BatchNorm:
-    """relu(batch norm in training (x) [+ residual]) on a square NHWC image."""
+    """activation(batch norm in training (x) [+ residual]) on a square NHWC image."""
 
     title: str
     channels: int
     size: int
     residual: bool = True
+    activation: str = "relu"
+
+
+@dataclass(frozen=True)
+class Dense:
+    """activation(x · w + bias [+ residual]) of `size` tokens in each item of the batch; "gelu" is the exact one."""
+
+    title: str
+    inputs: int
+    outputs: int
+    activation: str = "none"
+    residual: bool = False
+    size: int = 128
 
 
 @dataclass(frozen=True)
@@ -79,6 +96,8 @@ CONVS = {
     "depthwise7x7_c384_s14": Conv("depthwise 7×7, 384, 14²", 7, 384, 384, 14, groups=384),
     "depthwise4_causal_c1024_s1024": Conv("depthwise 4, causal, 1024, 1024", 4, 1024, 1024, 1024, groups=1024, causal=True),
     "depthwise7x7_c96_s56": Conv("depthwise 7×7, 96, 56²", 7, 96, 96, 56, groups=96),
+    "conv3x3_silu_c64_s56": Conv("3×3 + silu, 64, 56²", 3, 64, 64, 56, activation="silu"),
+    "transposed4x4_stride2_c128_c64_s28": Conv("transposed 4×4 stride 2, 128→64, 28²", 4, 128, 64, 28, stride=2, transposed=True),
 }
 BATCH_NORMS = {
     "bn_add_relu_c256_s56": BatchNorm("bn+add+relu, 256, 56²", 256, 56),
@@ -86,6 +105,12 @@ BATCH_NORMS = {
     "bn_add_relu_c1024_s14": BatchNorm("bn+add+relu, 1024, 14²", 1024, 14),
     "bn_add_relu_c2048_s7": BatchNorm("bn+add+relu, 2048, 7²", 2048, 7),
     "bn_relu_c64_s112": BatchNorm("bn+relu, 64, 112²", 64, 112, residual=False),
+    "bn_silu_c64_s56": BatchNorm("bn+silu, 64, 56²", 64, 56, residual=False, activation="silu"),
+}
+DENSE = {
+    "dense_c768_c3072_gelu": Dense("dense+gelu, 768→3072, 128 tokens", 768, 3072, "gelu"),
+    "dense_c3072_c768_residual": Dense("dense+residual, 3072→768, 128 tokens", 3072, 768, residual=True),
+    "dense_c768_c768": Dense("dense, 768→768, 128 tokens", 768, 768),
 }
 MODELS = {
     "resnet50": Model("ResNet-50", "resnet50"),
@@ -105,7 +130,7 @@ ISSUES = {
     ("jax#1606", "gradient", "f32"): "very slow compile: CNN, per sample gradient",
     ("jax#13111", "gradient", "f32"): "Add support for RNNs using library calls",
 }
-KINDS = {"model": Model, "batch_norm": BatchNorm, "conv": Conv, "issue": Issue}
+KINDS = {"model": Model, "batch_norm": BatchNorm, "conv": Conv, "dense": Dense, "issue": Issue}
 
 
 @dataclass(frozen=True)
@@ -118,7 +143,7 @@ class Case:
     task: str
     dtype: str
     batch: int
-    shape: Conv | BatchNorm | Model | Issue
+    shape: Conv | BatchNorm | Dense | Model | Issue
 
     def to_json(self):
         return asdict(self)
@@ -134,7 +159,7 @@ def _table():
             for batch in batches:
                 for dtype in ("f32", "bf16"):
                     yield Case(f"{name}.b{batch}.{dtype}.{task}", "model", task, dtype, batch, shape)
-    for kind, shapes, batches in (("batch_norm", BATCH_NORMS, (8,)), ("conv", CONVS, (1, 8))):
+    for kind, shapes, batches in (("batch_norm", BATCH_NORMS, (8,)), ("conv", CONVS, (1, 8)), ("dense", DENSE, (1, 8))):
         for name, shape in shapes.items():
             for batch in batches:
                 for dtype in ("f32", "bf16"):

@@ -26,6 +26,16 @@ def operands(case):
             "bias": normal(shape.outputs, scale=0.5),
         }
         return arrays, normal(case.batch, *[shape.output_size] * n, shape.outputs)
+    if case.kind == "dense":
+        tokens = (case.batch, shape.size)
+        arrays = {
+            "x": normal(*tokens, shape.inputs),
+            "w": normal(shape.inputs, shape.outputs, scale=shape.inputs**-0.5),
+            "bias": normal(shape.outputs, scale=0.5),
+        }
+        if shape.residual:
+            arrays["residual"] = normal(*tokens, shape.outputs)
+        return arrays, normal(*tokens, shape.outputs)
     image = (case.batch, shape.size, shape.size)
     channels = shape.channels
     arrays = {

@@ -18,16 +18,23 @@ SIGN_MARGIN = {"f32": 1e-4, "bf16": 2.0**-6}
 
 def conv_bias(x, w, bias, *, shape):
     n = shape.dimensions
+    strides, ones = (shape.stride,) * n, (1,) * n
     y = lax.conv_general_dilated(
         x,
         w,
-        (shape.stride,) * n,
+        ones if shape.transposed else strides,
         [shape.padding] * n,
+        lhs_dilation=strides if shape.transposed else ones,
         rhs_dilation=(shape.dilation,) * n,
         dimension_numbers=("NHWC", "HWIO", "NHWC") if n == 2 else ("NWC", "WIO", "NWC"),
         feature_group_count=shape.groups,
     )
     return y + bias
+
+
+def dense_bias(x, w, bias, residual=None):
+    y = x @ w + bias
+    return y if residual is None else y + residual
 
 
 def batch_norm_add(x, gamma, beta, residual=None):
@@ -38,6 +45,17 @@ def batch_norm_add(x, gamma, beta, residual=None):
     y = (x32 - mean) * (lax.rsqrt(var + 1e-5) * gamma) + beta
     y = y.astype(x.dtype)
     return y if residual is None else y + residual
+
+
+ACTIVATIONS = {"none": lambda z: z, "relu": jax.nn.relu, "silu": jax.nn.silu, "gelu": partial(jax.nn.gelu, approximate=False)}
+
+
+def layer(case):
+    """(what is linear in the layer, its activation)"""
+    activation = ACTIVATIONS[case.shape.activation]
+    if case.kind == "dense":
+        return dense_bias, activation
+    return partial(conv_bias, shape=case.shape) if case.kind == "conv" else batch_norm_add, activation
 
 
 class Prepared:
@@ -79,8 +97,8 @@ class JaxPeer:
         arrays, cotangent = inputs.operands(case)
         names = list(arrays)
         arguments = [self._array(arrays[name], "f32" if name in ("gamma", "beta") else case.dtype) for name in names]
-        linear = partial(conv_bias, shape=case.shape) if case.kind == "conv" else batch_norm_add
-        function = self.fuse(lambda *arguments: jax.nn.relu(linear(*arguments)))
+        linear, activation = layer(case)
+        function = self.fuse(lambda *arguments: activation(linear(*arguments)))
         if case.task == "forward":
             return self._compiled(function, arguments, lambda y: {"y": y})
         if self.exact and folder:

@@ -12,17 +12,38 @@ from . import inputs, issues, torch_models
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
-def conv_bias_relu(x, w, bias, *, shape):
-    if shape.causal:
-        return F.conv1d(F.pad(x, shape.padding), w, bias, shape.stride, 0, shape.dilation, shape.groups).relu_()
-    return F.conv2d(x, w, bias, shape.stride, shape.padding[0], shape.dilation, shape.groups).relu_()
+ACTIVATIONS = {"relu": torch.Tensor.relu_, "silu": F.silu}
 
 
-def batch_norm_add_relu(x, gamma, beta, residual=None):
+def conv_bias_activation(x, w, bias, *, shape):
+    if shape.transposed:  # PyTorch's is the gradient of a convolution: the filter the other way round
+        w, padding = w.transpose(0, 1).flip(2, 3), shape.kernel - 1 - shape.padding[0]
+        y = F.conv_transpose2d(x, w, bias, shape.stride, padding)
+    elif shape.causal:
+        y = F.conv1d(F.pad(x, shape.padding), w, bias, shape.stride, 0, shape.dilation, shape.groups)
+    else:
+        y = F.conv2d(x, w, bias, shape.stride, shape.padding[0], shape.dilation, shape.groups)
+    return ACTIVATIONS[shape.activation](y)
+
+
+def batch_norm_add_activation(x, gamma, beta, residual=None, *, shape):
     y = F.batch_norm(x, None, None, gamma, beta, training=True, eps=1e-5)
     if residual is not None:
         y += residual
-    return y.relu_()
+    return ACTIVATIONS[shape.activation](y)
+
+
+def dense(x, w, bias, residual=None, *, activation):
+    y = F.linear(x, w, bias)
+    if residual is not None:
+        y = y + residual
+    return F.gelu(y) if activation == "gelu" else y
+
+
+def layer(case):
+    if case.kind == "dense":
+        return partial(dense, activation=case.shape.activation)
+    return partial(conv_bias_activation if case.kind == "conv" else batch_norm_add_activation, shape=case.shape)
 
 
 class Prepared:
@@ -30,22 +51,25 @@ class Prepared:
 
     temp_bytes = None  # PyTorch does not say
 
-    def __init__(self, call, name_outputs):
+    def __init__(self, call, name_outputs, images=True):
         self.run = call
-        self.outputs = {name: _numpy(name, value.detach()) for name, value in name_outputs(call()).items()}
+        self.outputs = {name: _numpy(name, value.detach(), images) for name, value in name_outputs(call()).items()}
 
 
-def _numpy(name, value):
-    if value.ndim > 2:
+def _numpy(name, value, images):
+    if images and value.ndim > 2:
         spatial = range(2, value.ndim)
         value = value.permute((*spatial, 1, 0) if name == "dw" else (0, *spatial, 1))
+    elif name == "dw" and value.ndim == 2:
+        value = value.T
     return value.float().numpy()
 
 
-def _tensor(value, dtype, name=""):
+def _tensor(value, dtype, name="", images=True):
+    """As PyTorch lays it out: channels of images and filters first, filters of dense layers transposed."""
     tensor = torch.from_numpy(value).to(DTYPES[dtype])
-    if value.ndim < 3:
-        return tensor
+    if not images or value.ndim < 3:
+        return tensor.T.contiguous() if value.ndim == 2 and name == "w" else tensor
     *first, last = range(value.ndim)
     tensor = tensor.permute((last, last - 1, *first[:-1]) if name == "w" else (0, last, *first[1:]))
     return tensor.contiguous(memory_format=torch.channels_last if value.ndim == 4 else torch.contiguous_format)
@@ -65,16 +89,15 @@ class TorchPeer:
 
     def _op(self, case, folder):
         arrays, cotangent = inputs.operands(case)
-        tensors = {name: _tensor(value, "f32" if name in ("gamma", "beta") else case.dtype, name) for name, value in arrays.items()}
-        if case.kind == "conv":
-            function = self.compile(partial(conv_bias_relu, shape=case.shape))
-        else:
-            function = self.compile(batch_norm_add_relu)
+        images = case.kind in ("conv", "batch_norm")
+        tensors = {name: _tensor(value, "f32" if name in ("gamma", "beta") else case.dtype, name, images)
+                   for name, value in arrays.items()}
+        function = self.compile(layer(case))
         if case.task == "forward":
-            return Prepared(torch.no_grad()(lambda: function(*tensors.values())), lambda y: {"y": y})
+            return Prepared(torch.no_grad()(lambda: function(*tensors.values())), lambda y: {"y": y}, images)
         if folder and (folder / "cotangent.npy").exists():
             cotangent = np.load(folder / "cotangent.npy").astype(np.float32)
-        cotangent = _tensor(cotangent, case.dtype)
+        cotangent = _tensor(cotangent, case.dtype, images=images)
         leaves = [tensor.requires_grad_() for tensor in tensors.values()]
 
         def forward_and_gradients():
@@ -84,7 +107,7 @@ class TorchPeer:
         def named(result):
             return {"y": result[0], **{f"d{name}": value for name, value in zip(tensors, result[1], strict=True)}}
 
-        return Prepared(forward_and_gradients, named)
+        return Prepared(forward_and_gradients, named, images)
 
     def _issue(self, case):
         from . import issues_torch

@@ -29,6 +29,10 @@ TARGETS = (
     "jaxfuse_max_pool_bwd",
     "jaxfuse_norm_fwd",
     "jaxfuse_norm_bwd",
+    "jaxfuse_lstm_fwd",
+    "jaxfuse_lstm_bwd",
+    "jaxfuse_gru_fwd",
+    "jaxfuse_gru_bwd",
 )
 
 _ONEDNN_PACKAGE = "onednn-cpu-gomp"

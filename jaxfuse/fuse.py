@@ -53,7 +53,7 @@ def plan(closed: ClosedJaxpr, judge, outer: tuple[Graph, Node] | None = None) ->
                     replacements |= {id(value): emission for emission in result.emissions for value in emission.defines}
     joined = _joined(graph, claimed, judge)
     for node in graph.nodes:
-        bodies = subprograms(node)
+        bodies = {} if node.index in graph.gone else subprograms(node)
         if node.index in joined:
             emissions, inner = joined[node.index]
             found += inner

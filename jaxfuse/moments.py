@@ -62,6 +62,19 @@ def _moved(node: Node, value: Value, axes: tuple) -> Iterator[tuple]:
             yield tuple(None if limit - start < n else axis for axis, start, limit, n in taken)
 
 
+def shared_over(tensor: Value, depth: int = 4) -> str | None:
+    """The mesh axis over which its sums are summed further, at most so many steps on: a synchronised norm inside `shard_map`."""
+    stack = [(reduction.value, depth) for reduction in reductions(tensor)]
+    while stack:
+        value, left = stack.pop()
+        for node in value.users if left else ():
+            names = [name for name in node.params.get("axes", ()) if isinstance(name, str)]
+            if node.primitive.startswith("psum") and names:
+                return names[0]
+            stack += [(v, left - 1) for v in node.outputs]
+    return None
+
+
 class Moments:
     """The values of the program that are statistics of `x` over all axes but `axis`.
 

@@ -42,6 +42,11 @@ class Kernel(NamedTuple):
     run: Callable[[Any, Arrays, tuple[str, ...]], Arrays]
 
 
+def widened(arrays: Arrays) -> Arrays:
+    """With float32 for float16, for kernels that have none: few CPUs multiply it, every one casts it."""
+    return tuple(a.astype(jnp.float32) if a.dtype == jnp.float16 else a for a in arrays)
+
+
 class Stage:
     """A primitive with a reference in plain JAX, native kernels in order of preference, and its batch axes.
 

@@ -121,7 +121,7 @@ def _parsed(data: dict) -> Tuned:
 def _rule(row: dict) -> Rule:
     points = tuple(Point(*point) for point in row["points"])
     for point in points:
-        if not all(isinstance(n, (int, float)) and 0 <= n < math.inf for n in point[:3]) or point.direction not in DIRECTIONS:
+        if not all(isinstance(n, (int, float)) and 0 < n < math.inf for n in point[:3]) or point.direction not in DIRECTIONS:
             raise ValueError(f"a point of {tuple(point)}; expected size, two times and a direction")
     return Rule(**{**row, "points": points})
 

@@ -1,17 +1,16 @@
 """The one table of named real shapes, small: what the op contract runs over. A new op or shape is a row here."""
 
 import dataclasses
-import functools
 import math
 import zlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jaxfuse import ops
 from jaxfuse.ops.activations import TABLE as ACTIVATIONS
+from unfused import UNFUSED
 
 CHANNELS_FIRST = ("NCHW", "OIHW", "NCHW")
 
@@ -48,7 +47,7 @@ class Case:
 
     def unfused(self, arrays) -> tuple[jax.Array, ...]:
         """The same as anybody would write it, in the precision of the arguments."""
-        return _UNFUSED[self.op](**arrays, **self.options)
+        return UNFUSED[self.op](**arrays, **self.options)
 
     @property
     def module(self) -> str:
@@ -71,83 +70,11 @@ _DRAW = dict(
     mean=lambda rng, shape: rng.normal(size=shape),
     var=lambda rng, shape: rng.uniform(0.5, 2, size=shape),
 )
+for _name in ("w_x", "w_h"):
+    _DRAW[_name] = lambda rng, shape: _fan_in(rng, shape) / 2
+for _name in ("bias_n", "h0", "c0"):
+    _DRAW[_name] = _DRAW["bias"]
 _STATISTICS = ("gamma", "beta", "mean", "var")  # float32 beside bfloat16 activations, as in Flax
-
-
-def _conv(x, w, bias=None, residual=None, *, scale=None, activation=None, alpha=0.0, residual_last=False,
-          window_strides=None, padding="SAME", lhs_dilation=None, rhs_dilation=None, feature_group_count=1,
-          dimension_numbers=None):
-    spatial = x.ndim - 2
-    letters = "DHW"[3 - spatial :]
-    names = dimension_numbers or (f"N{letters}C", f"{letters}IO", f"N{letters}C")
-    y = lax.conv_general_dilated(
-        x, w, window_strides or (1,) * spatial, padding, lhs_dilation, rhs_dilation, dimension_numbers=names,
-        feature_group_count=feature_group_count)
-    per_channel = [-1 if letter == "C" else 1 for letter in names[2]]
-    if scale is not None:
-        y = y * scale.reshape(per_channel).astype(y.dtype)
-    if bias is not None:
-        y = y + bias.reshape(per_channel).astype(y.dtype)
-    if residual is not None and not residual_last:
-        y = y + residual
-    y = ACTIVATIONS[activation or "none"].value(y, alpha)
-    return (y + residual if residual_last and residual is not None else y,)
-
-
-def _batch_norm(x, gamma, beta, residual=None, *, activation=None, alpha=0.0, epsilon=1e-5, axis=-1, mean=None, var=None):
-    """As Flax does it: statistics and arithmetic in at least float32, add and activation in x's dtype."""
-    others = [d for d in range(x.ndim) if d != axis % x.ndim]
-    wide, statistics = x.astype(jnp.promote_types(x.dtype, jnp.float32)), ()
-    if mean is None:
-        mean, var = wide.mean(others), wide.var(others)
-        statistics = mean, var
-    mean, scale, beta = [jnp.expand_dims(v, others) for v in (mean, gamma * lax.rsqrt(var + epsilon), beta)]
-    y = ((wide - mean) * scale + beta).astype(x.dtype)
-    if residual is not None:
-        y = y + residual
-    return ACTIVATIONS[activation or "none"].value(y, alpha), *statistics
-
-
-def _max_pool(x, *, window_shape, strides=None, padding="VALID"):
-    whole = lambda sizes: (1, *sizes, 1)  # noqa: E731
-    if not isinstance(padding, str):
-        padding = ((0, 0), *padding, (0, 0))
-    strides = strides or (1,) * len(window_shape)
-    return (lax.reduce_window(x, -jnp.inf, lax.max, whole(window_shape), whole(strides), padding),)
-
-
-def _dense(x, w, bias=None, residual=None, *, activation=None, alpha=0.0, dimension_numbers=None,
-           preferred_element_type=None):
-    numbers = dimension_numbers or (((x.ndim - 1,), (0,)), ((), ()))
-    if x.dtype == jnp.float64:  # what every other dtype is compared with
-        preferred_element_type = None
-    y = lax.dot_general(x, w, numbers, preferred_element_type=preferred_element_type)
-    for term in (bias, residual):
-        y = y if term is None else y + term.astype(y.dtype)
-    return (ACTIVATIONS[activation or "none"].value(y, alpha),)
-
-
-def _layer_norm(x, gamma, beta=None, residual=None, *, activation=None, epsilon=1e-6, return_sum=False, centered=True):
-    """As Flax does it: statistics and arithmetic in at least float32, add and activation in x's dtype."""
-    s = x if residual is None else x + residual
-    wide = s.astype(jnp.promote_types(x.dtype, jnp.float32))
-    mean = wide.mean(-1, keepdims=True) if centered else 0
-    y = (wide - mean) * lax.rsqrt(jnp.square(wide - mean).mean(-1, keepdims=True) + epsilon) * gamma
-    y = ACTIVATIONS[activation or "none"].value((y if beta is None else y + beta).astype(x.dtype), 0.0)
-    return (y, s) if return_sum else (y,)
-
-
-def _group_norm(x, gamma, beta, *, groups, activation=None, epsilon=1e-6, axis=-1):
-    last = jnp.moveaxis(x, axis, -1)
-    grouped = last.reshape(*last.shape[:-1], groups, last.shape[-1] // groups).astype(jnp.promote_types(x.dtype, jnp.float32))
-    over = (*range(1, last.ndim - 1), last.ndim)
-    mean, var = grouped.mean(over, keepdims=True), grouped.var(over, keepdims=True)
-    y = ((grouped - mean) * lax.rsqrt(var + epsilon)).reshape(last.shape) * gamma + beta
-    return (ACTIVATIONS[activation or "none"].value(jnp.moveaxis(y, -1, axis).astype(x.dtype), 0.0),)
-
-
-_UNFUSED = dict(dense=_dense, conv=_conv, batch_norm=_batch_norm, max_pool=_max_pool, layer_norm=_layer_norm,
-                rms_norm=functools.partial(_layer_norm, centered=False), group_norm=_group_norm)
 
 
 def conv(name, x, w, terms="", *, refused="", float32=(), **options):
@@ -191,6 +118,14 @@ def norm(op, name, x, terms="", **options):
     terms = ["gamma", *["beta"] * (op != "rms_norm"), *terms.split()]
     shapes = {term: x if term == "residual" else (channels,) for term in terms}
     return Case(name, op, dict(x=x) | shapes, options)
+
+
+def recurrent(op, name, x, hidden, terms="", *, float32=(), **options):
+    """A row of lstm or gru: `terms` are the arguments that may be left out."""
+    width, state = (4 if op == "lstm" else 3) * hidden, (x[1], hidden)
+    shapes = dict(bias=(width,), bias_n=(hidden,), h0=state, c0=state)
+    shapes = dict(x=x, w_x=(x[2], width), w_h=(hidden, width)) | {term: shapes[term] for term in terms.split()}
+    return Case(name, op, shapes, options, float32=float32)
 
 
 CONV = [
@@ -343,7 +278,22 @@ NORM = [
     norm("group_norm", "instance_channels_first", (2, 13, 5, 5), groups=13, axis=1, activation="softplus"),
 ]
 
-CASES = {f"{case.op}-{case.name}": case for case in (*CONV, *BATCH_NORM, *DENSE, *MAX_POOL, *NORM)}
+RECURRENT = [
+    recurrent("lstm", "sequence", (5, 3, 4), 16, "bias h0 c0"),
+    recurrent("lstm", "cell", (1, 2, 5), 28, "bias h0 c0"),
+    recurrent("lstm", "plain_odd_reverse", (4, 9, 3), 13, reverse=True),
+    recurrent("lstm", "two_threads", (3, 24, 8), 80, "bias"),
+    recurrent("lstm", "igfo_forget_bias", (3, 2, 4), 16, "bias", gate_order="igfo", forget_bias=1.0),
+    recurrent("lstm", "float32_state", (3, 2, 4), 16, "bias h0 c0", float32=("h0", "c0")),
+    recurrent("gru", "sequence", (5, 3, 4), 16, "bias bias_n h0"),
+    recurrent("gru", "cell", (1, 2, 5), 28, "bias bias_n h0"),
+    recurrent("gru", "plain_odd_reverse", (4, 9, 3), 13, reverse=True),
+    recurrent("gru", "resets_first", (5, 3, 4), 16, "bias h0", reset_after=False),
+    recurrent("gru", "resets_first_two_threads", (3, 24, 8), 80, "bias h0", reset_after=False, reverse=True),
+    recurrent("gru", "two_threads_zrn", (3, 24, 8), 80, "bias bias_n", gate_order="zrn"),
+]
+
+CASES = {f"{case.op}-{case.name}": case for case in (*CONV, *BATCH_NORM, *DENSE, *MAX_POOL, *NORM, *RECURRENT)}
 
 # One of each kind of rule behind autodiff and batching; the transformations run over these.
 CORE = [
@@ -363,4 +313,7 @@ CORE = [
     "layer_norm-residual_sum_gelu",  # two outputs, two equal gradients
     "group_norm-channels_first_relu",  # repeated parameters
     "group_norm-images_silu",
+    "lstm-sequence",
+    "gru-sequence",
+    "gru-resets_first",
 ]

@@ -27,10 +27,10 @@ def shown(screen):
 
 
 def all_sites(report):
-    """But the dense layer, which has no kernel. Without native kernels every site is found too, and skipped."""
-    skipped = tuple(site for site in report.skipped if "dense" not in site.pattern)
-    assert len(report.skipped) == len(skipped) + 1 and not (report.fused and skipped), report
-    return report.fused + skipped
+    """But the dense layer's, which may be too small to gain. Without native kernels every site is found too, and skipped."""
+    fused, skipped = ([site for site in sites if "dense" not in site.pattern] for sites in (report.fused, report.skipped))
+    assert len(fused) + len(skipped) < len(report.fused) + len(report.skipped) and not (fused and skipped), report
+    return (*fused, *skipped)
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_every_convolution_of_resnet50_is_fused():
     image = jax.ShapeDtypeStruct((1, 224, 224, 3), np.float32)
     model = photo.MODEL
     report = jaxfuse.explain(model.apply, jax.eval_shape(model.init, jax.random.key(0), image), image)
-    assert all_sites(report) == report.fused
-    patterns = [site.pattern for site in report.fused]
+    assert set(all_sites(report)) <= set(report.fused)
+    patterns = [site.pattern for site in all_sites(report)]
     assert {name: patterns.count(name) for name in patterns} == {
         "conv+bn+relu": 33, "conv+bn+add+relu": 16, "conv+bn": 4, "max_pool": 1}

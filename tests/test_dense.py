@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import jaxfuse
@@ -45,7 +44,7 @@ PROGRAMS = {
              ["dense_grad", "silu_grad+dense_grad"]),
     "three": (lambda x, w, v, b: ((x @ w + b) / 4, x @ v + b, x @ (w * v) + b), (X, W, V, B), ["dense+bias x3"],
               ["dense_grad+bias_grad"] * 3),
-    "attention": (attention, (X, W), ["dense x3", "matmul", "matmul"], ["dense_grad"] * 3 + ["matmul_grad"] * 2),
+    "attention": (attention, (X, W), ["attention scores", "dense x3", "matmul"], ["dense_grad"] * 3 + ["matmul_grad"] * 2),
     "float32 result": (
         lambda x, w, b: jnp.tanh(
             jax.lax.dot_general(x, w, (((2,), (0,)), ((), ())), preferred_element_type=jnp.promote_types(x.dtype, jnp.float32)) + b),

@@ -207,8 +207,47 @@ def test_native_kernels_are_there():
 
 def test_strict():
     close(fuse(block, strict=True)(X, W, B), block(X, W, B))
-    with pytest.raises(jaxfuse.FusionError, match="1 sites stay unfused(.|\n)*float16"):
-        fuse(block, strict=True)(X.astype(jnp.float16), W.astype(jnp.float16), B.astype(jnp.float16))
+    with pytest.raises(jaxfuse.FusionError, match="1 sites stay unfused(.|\n)*empty array"):
+        fuse(block, strict=True)(X[:0], W, B)
+
+
+def test_strict_asks_for_kernels_that_exist():
+    """What has none in this version is in the report, and no error."""
+    def grouped(x, w, b):
+        other = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", batch_group_count=2, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return block(x, w, b), other
+
+    (site,) = jaxfuse.explain(grouped, X, W, B, policy="always").skipped
+    assert site.reason == "batch_group_count 2: no kernel yet on cpu"
+    close(fuse(grouped, strict=True, policy="always")(X, W, B), grouped(X, W, B))
+
+
+def test_equal_functions_with_rules_are_one():
+    """A layer of the loss and the same layer of an evaluation beside it: one convolution with its relu, which both read."""
+    def step(x, w, b):
+        return jax.grad(lambda w: jnp.sin(block(x, w, b)).sum())(w), block(x, w, b).argmax(-1)
+
+    report = jaxfuse.explain(step, X, W, B, policy="always")
+    assert [(site.pattern, site.direction) for site in report.fused] == [("conv+relu", "backward"), ("conv+bias+relu", "forward")]
+    close(fuse(step)(X, W, B), jax.jit(step)(X, W, B))
+
+
+@pytest.mark.parametrize("slopes", [(2.0, 3.0), (2.0, np.arange(8.0) + 1)])
+def test_functions_with_other_rules_stay_apart(slopes):
+    """Two that read the same, and are differentiated otherwise."""
+    def with_slope(slope):
+        fn = jax.custom_jvp(lambda x: jnp.sin(x))
+        fn.defjvps(lambda t, out, x: jnp.asarray(slope, x.dtype) * t)
+        return fn
+
+    one, other = map(with_slope, slopes)
+
+    def fn(x, w, b):
+        y = block(x, w, b)
+        return one(y) + 2 * other(y) + other(y)
+
+    gradient = jax.grad(lambda f, x: f(x, W, B).sum(), argnums=1)
+    close(gradient(fuse(fn, policy="always"), X), gradient(fn, X))
 
 
 def test_report():

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
     ffi.unavailable("jaxfuse_batch_norm_stats") is not None, reason=str(ffi.unavailable("jaxfuse_batch_norm_stats"))
 )
 
-BF16 = ml_dtypes.bfloat16
+BF16, LEVELS = ml_dtypes.bfloat16, ["portable", "avx2", "avx512"]
 ACTIVATIONS = ["none", "relu", "relu6", "maximum0", "clip6"]
 DTYPES = [np.float32, BF16]
 SHAPES = [
@@ -242,10 +242,8 @@ def test_nan_gradients(dtype):
 )  # fmt: skip
 def test_derivative_is_jaxs_own(activation, value):
     z = np.array([[-1, 0, 1, 6, 7, np.nan, np.inf, -np.inf]], np.float32)
-    zero, one = np.zeros(8, np.float32), np.ones(8, np.float32)
-    *_, dresidual = backward(
-        np.ones_like(z), z, zero, (one, zero, zero), (zero, one, zero), activation=activation, deriv="recompute"
-    )
+    zero, one, how = np.zeros(8, np.float32), np.ones(8, np.float32), dict(activation=activation, deriv="recompute")
+    *_, dresidual = backward(np.ones_like(z), z, zero, (one, zero, zero), (zero, one, zero), **how)
     np.testing.assert_array_equal(dresidual, jax.vmap(jax.vmap(jax.grad(value)))(z))
 
 
@@ -291,8 +289,7 @@ def in_new_process(code, **environment):
 
 @pytest.mark.parametrize("simd, threads", [("portable", 2), ("avx2", 1), ("avx512", 3)])
 def test_bits_do_not_depend_on_isa_or_threads(own_digest, simd, threads):
-    levels = ["portable", "avx2", "avx512"]
-    if ffi.native().info()["simd"] in levels[: levels.index(simd)]:
+    if ffi.native().info()["simd"] in LEVELS[: LEVELS.index(simd)]:
         pytest.skip(f"this machine has no {simd}")
     code = (
         "import test_native_batch_norm as t; from jaxfuse import ffi\n"
@@ -319,6 +316,7 @@ V = np.zeros(6, np.float32)
 FULL, MASK = jax.ShapeDtypeStruct((4, 6), np.float32), jax.ShapeDtypeStruct((4, 1), np.uint8)
 APPLY = dict(activation="relu", alpha=np.float32(0), has_residual=False, save_mask=False)
 BACKWARD = dict(activation="relu", alpha=np.float32(0), deriv="mask", has_residual=False)
+RECOMPUTE = BACKWARD | {"deriv": "recompute"}
 
 
 @pytest.mark.parametrize(
@@ -335,8 +333,7 @@ BACKWARD = dict(activation="relu", alpha=np.float32(0), deriv="mask", has_residu
         ("apply", [FULL, FULL], [X, V, V, V], APPLY | {"save_mask": True}, "mask has dtype float32, expected uint8"),
         ("apply", [FULL], [X, V, V, V], APPLY | {"activation": "sine"}, 'activation is "sine", expected one of'),
         ("apply", [FULL, MASK], [X, V, V, V], APPLY | {"activation": "gelu", "save_mask": True}, "activation gelu is no mask"),
-        ("bwd_stats", [vector(6)] * 2, [X, X, V, V, V, V], BACKWARD | {"deriv": "recompute", "has_residual": True},
-         "got 6 operands, expected 7"),
+        ("bwd_stats", [vector(6)] * 2, [X, X, *[V] * 4], RECOMPUTE | {"has_residual": True}, "got 6 operands, expected 7"),
         ("apply", [FULL], [X, V, V, V], {"activation": "relu", "has_residual": False}, "attribute save_mask is missing"),
         ("apply", [FULL, MASK], [X, V, V, V], APPLY | {"activation": "none", "save_mask": True}, "activation none is no mask"),
         ("bwd_stats", [vector(6)] * 2, [X, X, V], BACKWARD, "got 3 operands, expected 4"),

@@ -15,13 +15,17 @@ from jaxfuse import ffi
 from jaxfuse.ops.activations import TABLE as ACTIVATIONS
 
 DTYPES = ["float32", "bfloat16"]
+HALF = [name for name in CORE if not name.startswith("batch_norm")]  # whose kernels take float16
 TARGETS = dict(
     conv=("jaxfuse_conv_fwd", "jaxfuse_conv_bwd"),
     batch_norm=("jaxfuse_batch_norm_apply", "jaxfuse_batch_norm_bwd_apply"),
     dense=("jaxfuse_dense_fwd", "jaxfuse_dense_bwd"),
     max_pool=("jaxfuse_max_pool_fwd", "jaxfuse_max_pool_bwd"),
     norm=("jaxfuse_norm_fwd", "jaxfuse_norm_bwd"),
+    lstm=("jaxfuse_lstm_fwd", "jaxfuse_lstm_bwd"),
+    gru=("jaxfuse_gru_fwd", "jaxfuse_gru_bwd"),
 )
+RECURRENT = ("lstm", "gru")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -35,7 +39,8 @@ def test_as_close_to_the_truth_as_unfused(name, dtype, kernel):
     for value, unfused_value, true in pairs(got, plain, exact):
         assert value.dtype == unfused_value.dtype
         assert distance(value, true) <= 1.5 * distance(unfused_value, true) + rounding
-    if native and dtype == "bfloat16" and not (case.module == "norm" and "residual" in case.shapes):  # whose sum is rounded too
+    summed = case.module == "norm" and "residual" in case.shapes  # the sum is rounded too
+    if native and dtype == "bfloat16" and not summed and case.op not in RECURRENT:  # those round at every step
         y, true = np.asarray(jit(case.fused)(args[0])[0], np.float64), np.asarray(exact[0][0])
         one_rounding = 2.0**-8 * np.abs(true) + 2e-5 * np.abs(true).max()
         assert (np.abs(y - true) <= one_rounding).all()
@@ -51,6 +56,16 @@ def compiled(case, kernel, *args):
     plain_gradient = "mean" in case.shapes  # of a batch norm with given statistics: no kernel for it
     assert [target in text for target in TARGETS[case.module]] == [native, native and not plain_gradient]
     return lowered.compile(), native
+
+
+@pytest.mark.parametrize("name", HALF)
+def test_float16_by_way_of_float32(name, kernel):
+    case = CASES[name]
+    args = with_cotangents(case, case.inputs("float16"))
+    run, _ = compiled(case, kernel, *args)
+    for value, unfused_value, true in pairs(run(*args), *by_xla(case, "float16")):
+        assert value.dtype == unfused_value.dtype
+        assert distance(value, true) <= 1.5 * distance(unfused_value, true) + 3e-4
 
 
 @pytest.mark.parametrize("name", CORE)
@@ -127,11 +142,14 @@ def close(value, expected, what, dtype):
     np.testing.assert_allclose(value, expected, rtol, rtol, err_msg=what)
 
 
-@pytest.mark.parametrize("name", ["conv-3x3_residual", "batch_norm-residual_relu", "batch_norm-given_statistics",
-                                  "dense-residual_tanh", "layer_norm-residual", "group_norm-images_silu"])
+@pytest.mark.parametrize("name", [
+    "conv-3x3_residual", "batch_norm-residual_relu", "batch_norm-given_statistics", "dense-residual_tanh", "layer_norm-residual",
+    "group_norm-images_silu", "lstm-sequence", "gru-sequence"])
 def test_empty_batch(name, kernel):
     case = CASES[name]
-    shapes = {n: (0, *shape[1:]) if n in ("x", "residual") else shape for n, shape in case.shapes.items()}
+    shapes = {n: (0, *shape[1:]) if n in ("x", "residual", "h0", "c0") else shape for n, shape in case.shapes.items()}
+    if case.op in RECURRENT:
+        shapes["x"] = (case.shapes["x"][0], 0, case.shapes["x"][2])
     case = dataclasses.replace(case, name="empty", shapes=shapes)
     arrays, cts = with_cotangents(case, case.inputs())
     got = jax.jit(lambda arrays, cts: value_and_gradients(case.fused, arrays, cts))(arrays, cts)
@@ -139,8 +157,10 @@ def test_empty_batch(name, kernel):
         np.testing.assert_array_equal(value, plain)
 
 
-@pytest.mark.parametrize("name", ["conv-scale_bias_residual", "batch_norm-residual_relu", "dense-residual_tanh"])
-@pytest.mark.parametrize("dtype", ["float16", "float64"])
+@pytest.mark.parametrize("name, dtype", [
+    ("conv-scale_bias_residual", "float64"), ("batch_norm-residual_relu", "float64"), ("batch_norm-residual_relu", "float16"),
+    ("dense-residual_tanh", "float64"), ("dense-residual_tanh", "float16"), ("lstm-sequence", "float64"),
+    ("lstm-sequence", "float16"), ("gru-resets_first", "float64"), ("gru-resets_first", "float16")])
 def test_other_dtypes_run_by_reference(name, dtype, kernel):
     case = CASES[name]
     with jax.enable_x64(dtype == "float64"):
@@ -187,4 +207,24 @@ def test_autodiff_keeps_inputs_statistics_and_outputs(name, kernel):
         allowed += [y.size]
     if case.op == "dense":
         allowed = [nbytes for nbytes in allowed if nbytes > 4 * channels]
+    if case.op in RECURRENT:  # also h, c and the gates of every step, and the first states
+        gates, states = 3 if case.options.get("reset_after") is False else 4, 2 if case.op == "lstm" else 1
+        allowed += [arrays["w_x"].nbytes, arrays["w_h"].nbytes, gates * y.nbytes]
+        allowed += states * [y.nbytes, y[0].nbytes]
+        allowed = [n for n in allowed if n > channels * 4]
     assert kept == sorted(allowed)
+
+
+@pytest.mark.parametrize("name", ["lstm-sequence", "gru-sequence", "gru-resets_first"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_and_inf_in_a_sequence(name, dtype, kernel):
+    """In one step of one row each: these rows only, from that step on, as unfused."""
+    case = CASES[name]
+    arrays, cts = with_cotangents(case, case.inputs(dtype))
+    for row, value in enumerate(NAN_AND_INF):
+        arrays["x"] = arrays["x"].at[2, row, 0].set(value)
+    got = jax.jit(lambda arrays, cts: value_and_gradients(case.fused, arrays, cts))(arrays, cts)
+    for value, plain in pairs(got, unfused(case)(arrays, cts)):
+        for kind in (np.isnan, np.isposinf, np.isneginf):
+            np.testing.assert_array_equal(*(kind(np.asarray(a, np.float32)) for a in (value, plain)))
+    assert np.isnan(np.asarray(got[0][0], np.float32)).any()

@@ -87,6 +87,7 @@ CONV_HITS = {
     "conv+bias, transposed, dilated": lambda x, w, b, r: lax.conv_transpose(x, w, (2, 2), "SAME", rhs_dilation=(2, 2)) + b,
     "conv+bias, transposed, of the gradient": lambda x, w, b, r: lax.conv_transpose(
         x, w.swapaxes(2, 3), (2, 2), "SAME", transpose_kernel=True) + b,
+    "conv+relu, float16": lambda x, w, b, r: jax.nn.relu(conv(x.astype(jnp.float16), w.astype(jnp.float16))).astype(jnp.float32),
     "conv+relu, a reshape between": lambda x, w, b, r: jax.nn.relu(conv(x, w).reshape(2, 64, 8)),
     "transpose+conv+bias+relu, NCHW": lambda x, w, b, r: jax.nn.relu(
         conv(x.transpose(0, 3, 1, 2), w, dimension_numbers=("NCHW", "HWIO", "NCHW")) + b[:, None, None]),
@@ -134,7 +135,6 @@ CONV_MISSES = {
                       "conv+bias+relu", "it is [inf  0.  0.], not [inf  0. nan]", ["conv+bias"]),
     "accumulates in f32": (lambda x, w, b, r: conv(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16),
                                                    preferred_element_type=jnp.float32), "conv", "dtypes bfloat16", []),
-    "float64 or float16": (lambda x, w, b, r: conv(x.astype(jnp.float16), w.astype(jnp.float16)), "conv", "float16", []),
     "transposed and strided": (lambda x, w, b, r: conv(x, w, lhs_dilation=(2, 2), window_strides=(2, 2), padding=((1, 1), (1, 1))),
                                "conv", "window_strides (2, 2) with lhs_dilation (2, 2)", []),
     "transposed, padded beyond the filter": (lambda x, w, b, r: conv(x, w, lhs_dilation=(2, 2), padding=((3, 3), (1, 1))),

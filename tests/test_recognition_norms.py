@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 
 import jaxfuse
-from recognition import fused, randn, recognised, rows, scalar
+from recognition import fused, randn, rows, scalar
 
 keras = pytest.importorskip("keras")
 X, T, GAMMA, BETA = randn(2, 6, 6, 8), randn(2, 5, 8), randn(8), randn(8, seed=1)

@@ -1,4 +1,4 @@
-"""LSTM and GRU cells, and scans over them, are recognised by their algebra in every framework's spelling; and near-misses."""
+"""LSTM and GRU cells are recognised by their algebra in every framework's spelling, and scans over them fused; near-misses."""
 
 import equinox as eqx
 import flax.linen as nn
@@ -9,11 +9,44 @@ import pytest
 from flax import nnx
 from jax import lax
 
-from recognition import NO_KERNEL, randn, recognised, rows, scalar
+import jaxfuse
+from compare import distance, pairs
+from jaxfuse import ffi
+from jaxfuse.patterns.recurrent import DIFFERENTIATED, ONE_STEP
+from recognition import NO_KERNEL, randn, rows, scalar
 
 keras = pytest.importorskip("keras")
 X, XS, H, C, KEY = randn(2, 4), randn(2, 6, 4), randn(2, 3), randn(2, 3, seed=1), jax.random.key(0)
 W, U = randn(4, 12), randn(3, 12)
+
+
+NATIVE = ffi.unavailable("jaxfuse_lstm_fwd") is None
+SEQUENCE = "fused" if NATIVE else ffi.unavailable("jaxfuse_lstm_fwd")
+
+
+def recognised(fn, *args) -> list[str]:
+    """The patterns of all rows: sequences are fused, cells left to XLA, and nothing speaks against the others but that there
+    is no kernel."""
+    found = rows(fn, *args)
+    for pattern, reason in found:
+        expected = ONE_STEP if pattern.endswith("cell") else SEQUENCE if pattern.startswith(("lstm", "gru")) else NO_KERNEL
+        assert reason == expected, found
+    return [pattern for pattern, _ in found]
+
+
+def same_as_unfused(fn, *args):
+    """The values, and the gradients of what is fused."""
+    low = any(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(args))
+    got = jax.jit(jaxfuse.fuse(fn, policy="always"))(*args)
+    for value, plain in pairs(got, jax.jit(fn)(*args)):
+        assert value.dtype == plain.dtype and distance(value, plain) < (2e-2 if low else 1e-6)
+    floats = [{jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(a)} for a in args]
+    if {True, False} in floats:  # nnx counts its keys in what it is given
+        return
+    numbers = tuple(i for i, kinds in enumerate(floats) if kinds == {True})
+    gradients = [jax.jit(jax.grad(scalar(f), numbers))(*args) for f in (jaxfuse.fuse(fn, policy="always"), fn)]
+    for value, plain in pairs(*gradients):
+        assert distance(value, plain) < (5e-2 if low else 5e-6)
 
 
 def lstm(x, h, c, w, u, sigmoid=jax.nn.sigmoid, tanh=jnp.tanh, squash=jnp.tanh):
@@ -136,8 +169,9 @@ def sequence(cell, carry_on=lambda state: state):
 
 
 def test_a_scan_over_a_cell_is_a_sequence():
-    assert recognised(sequence(lstm), XS, H, C, W, U) == ["lstm"]
-    assert recognised(sequence(lambda x, h, c, w, u: (gru(x, h, w, u), c)), XS, H, C, W, U) == ["gru"]
+    for cell, name in ((lstm, "lstm"), (lambda x, h, c, w, u: (gru(x, h, w, u), c), "gru")):
+        assert recognised(sequence(cell), XS, H, C, W, U) == [name]
+        same_as_unfused(sequence(cell), XS, H, C, W, U)
 
 
 def test_stacked_cells_in_one_scan():
@@ -146,22 +180,25 @@ def test_stacked_cells_in_one_scan():
         h2, c2 = lstm(jnp.concatenate([h1, h1[:, :1]], -1), h[1], c[1], w, u)
         return (h1, h2), (c1, c2)
 
-    assert recognised(sequence(two), XS, (H, H), (C, C), W, U) == ["lstm", "lstm"]
+    found = rows(sequence(two), XS, (H, H), (C, C), W, U)
+    assert found == ([("lstm+lstm", "fused")] if NATIVE else [("lstm", SEQUENCE)] * 2)
+    same_as_unfused(sequence(two), XS, (H, H), (C, C), W, U)
 
 
 def test_sequence_near_misses():
     ((pattern, reason),) = rows(sequence(lstm, lambda state: (state[0], jnp.clip(state[1], -3, 3))), XS, H, C, W, U)
     assert pattern == "lstm" and "the next step's state is not the cell's: " in reason
     inside = rows(sequence(lambda x, h, c, w, u: (h, lstm(x, h, 0.5 * c, w, u)[0])), XS, H, C, W, U)
-    assert inside == [("lstm_cell", NO_KERNEL)]
+    assert inside == [("lstm_cell", ONE_STEP)]
 
 
 @pytest.mark.parametrize("name", ["lstm", "gru"])
 def test_sequence_in_a_differentiated_program(name):
     """The forward loop is the sequence; the contractions of the transposed loop are its gradients, in one row each."""
     cell = lstm if name == "lstm" else lambda x, h, c, w, u: (gru(x, h, w, u), c)
-    found = recognised(jax.grad(scalar(sequence(cell)), (0, 1, 3, 4)), XS, H, C, W, U)
-    assert found.count(name) == 1 and len(found) > 1 and set(found) == {name, "backward dense_grad"}
+    found = rows(jax.grad(scalar(sequence(cell)), (0, 1, 3, 4)), XS, H, C, W, U)
+    assert found.count((name, DIFFERENTIATED)) == 1 and len(found) > 1
+    assert set(found) == {(name, DIFFERENTIATED), ("backward dense_grad", NO_KERNEL)}
 
 
 # --- frameworks --------------------------------------------------------------------------------------------------
@@ -221,8 +258,9 @@ def test_sequence_of_a_framework(name):
     """One row; a dense layer of all steps at once, before the loop, is a row of its own (Keras's GRU)."""
     apply, weights = FRAMEWORKS[name]()
     found = recognised(apply, weights, XS)
+    same_as_unfused(apply, weights, XS)
     assert [row for row in found if not row.startswith("dense")] == [name.split(",")[0]]
-    assert len(found) == 1 or "keras" in name and found[0] == "dense+bias"
+    assert len(found) == 1 or "keras" in name and "dense+bias" in found
 
 
 def test_keras_hard_sigmoid_is_a_near_miss():

@@ -87,7 +87,6 @@ def test_another_derivative_behind_batch_norm_is_not_the_activations():
 
     odd.defjvp(lambda primals, tangents: (jax.nn.silu(*primals), jnp.where(primals[0] > 0, tangents[0], 0)))
     step, args = jax.value_and_grad(lambda *args: jnp.sum(jnp.sin(odd(normalised(*args)))), (0, 1, 2)), (Z, GAMMA, BETA)
-    assert sites(jaxfuse.explain(step, *args, policy="always"), "backward") == {"bn": 1}
     close(jaxfuse.fuse(step, policy="always")(*args), jax.jit(step)(*args), 1e-4)
 
 

@@ -1,6 +1,7 @@
 """What `fuse` does not rewrite survives: values and types, derivatives in every mode, rules, names, effects, errors."""
 
 import functools
+import itertools
 import os
 import pathlib
 import subprocess
@@ -262,6 +263,7 @@ def on_several_devices():
         for transform in (lambda f: f, lambda f: jax.jit(jax.grad(loss(f)))):
             same(transform(fuse(fn))(x), transform(jax.jit(fn))(x))
         same(fuse(jax.grad(loss(fn)))(x), jax.grad(loss(fn))(x))
+    data_parallel_step(over_batch.mesh, x, kernels)
     for placed in (jax.device_put(x, devices[2]), jax.device_put(x, over_batch)):
         for fn in (block, lambda x: lax.with_sharding_constraint(block(jnp.sin(x)), over_batch)):
             if len(placed.devices()) == 4 or fn is block:
@@ -269,3 +271,31 @@ def on_several_devices():
                 assert got.sharding.is_equivalent_to(expected.sharding, got.ndim)
                 assert got.committed == expected.committed
                 same(got, expected)
+
+
+def data_parallel_step(mesh, x, kernels):
+    """The gradient is taken inside of the shard_map, and averaged; the statistics too, or each shard has its own."""
+    whole, same_everywhere = PartitionSpec("d"), PartitionSpec()
+    w, gamma = 0.2 * jax.random.normal(jax.random.key(8), (3, 3, 4, 4)), jnp.linspace(0.5, 1.5, 4)
+
+    def loss(w, gamma, x, synchronised):
+        y = block(x, w)
+        mean, squares = y.mean((0, 1, 2)), (y * y).mean((0, 1, 2))
+        if synchronised:
+            mean, squares = lax.pmean((mean, squares), "d")
+        y = jax.nn.relu((y - mean) * lax.rsqrt(squares - mean * mean + 1e-5) * gamma + 0.1)
+        return lax.pmean(jnp.sin(block(y, w)).mean(), "d")
+
+    for check, synchronised in itertools.product((True, False), (True, False)):
+        def step(w, gamma, x):
+            def shard(w, gamma, x):
+                return lax.pmean(jax.value_and_grad(loss, (0, 1))(w, gamma, x, synchronised), "d")
+
+            return jax.shard_map(shard, mesh=mesh, in_specs=(same_everywhere, same_everywhere, whole), out_specs=same_everywhere,
+                                 check_vma=check)(w, gamma, x)
+
+        report = jaxfuse.explain(step, w, gamma, x, policy="always")
+        assert sum(site.direction == "backward" for site in report.fused) == (2 if synchronised else 3) * kernels, report
+        shared = [site.reason for site in report.skipped if site.pattern == "bn"]
+        assert shared == ["its statistics are shared over the mesh axis 'd': no kernel yet on cpu"] * synchronised
+        same(fuse(step)(w, gamma, x), jax.jit(step)(w, gamma, x))

@@ -222,14 +222,19 @@ bool is_channels_last(const Spec& spec) {
   return last;
 }
 
+bool all_one(const Shape& extents) {
+  return std::all_of(extents.begin(), extents.end(), [](int64_t extent) { return extent == 1; });
+}
+
 // As measured, see the table in README.md.
 bool onednn_is_faster(Pass pass, const Geometry& g, const Tensor& w) {
-  const auto is_one = [](int64_t extent) { return extent == 1; };
-  const bool dense = std::all_of(g.dilation.begin(), g.dilation.end(), is_one),
-             strided = !std::all_of(g.strides.begin(), g.strides.end(), is_one);
-  if (g.spatial_rank() != 2 || !dense) return false;
-  if (pass == Pass::data && strided && w.dtype == DType::BF16) return false;
-  return w.size() <= 9 * g.groups || (strided && pass != Pass::filter);
+  const bool small = w.size() <= 9 * g.groups, strided = !all_one(g.strides), dense = all_one(g.dilation);
+  if (g.spatial_rank() != 2) return false;
+  switch (pass) {
+    case Pass::forward: return small || strided;
+    case Pass::data: return dense && (strided ? w.dtype == DType::F32 : small);
+    default: return dense && small;
+  }
 }
 
 void store(const Tensor& t, int64_t i, float sum) {

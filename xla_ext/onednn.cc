@@ -14,23 +14,9 @@ namespace jaxfuse::onednn {
 namespace {
 
 constexpr size_t kAlignment = 64;
-constexpr size_t kPoolBytes = size_t{1} << 30;
 constexpr size_t kCachedPrimitives = 1024;
 
 size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
-
-// The buffers that nobody uses now, by capacity, at most kPoolBytes of them.
-struct Pool {
-  std::mutex mutex;
-  std::multimap<size_t, char*> idle;
-  size_t idle_bytes = 0;
-};
-
-// These live until the process ends: XLA's threads may still run handlers while static objects are destroyed.
-Pool& pool() {
-  static Pool& instance = *new Pool;
-  return instance;
-}
 
 struct PrimitiveCache {
   using Entry = std::pair<Key, SharedPrimitive>;
@@ -39,6 +25,7 @@ struct PrimitiveCache {
   std::map<Key, std::list<Entry>::iterator> index;
 };
 
+// It lives until the process ends: XLA's threads may still run handlers while static objects are destroyed.
 PrimitiveCache& primitive_cache() {
   static PrimitiveCache& instance = *new PrimitiveCache;
   return instance;
@@ -81,41 +68,6 @@ const bool facts_stated = facts().emplace("onednn", version()).second && facts()
 const dnnl::engine& engine() {
   static const dnnl::engine& instance = *new dnnl::engine(dnnl::engine::kind::cpu, 0);
   return instance;
-}
-
-Scratch::Scratch(size_t bytes) : data_(nullptr), capacity_(aligned(bytes)) {
-  if (capacity_ == 0) return;
-  {
-    std::lock_guard<std::mutex> lock(pool().mutex);
-    auto smallest = pool().idle.lower_bound(capacity_);
-    // A much larger buffer stays where it is, for whoever needs all of it.
-    if (smallest != pool().idle.end() && smallest->first <= 4 * capacity_) {
-      capacity_ = smallest->first;
-      data_ = smallest->second;
-      pool().idle_bytes -= capacity_;
-      pool().idle.erase(smallest);
-      return;
-    }
-  }
-  data_ = static_cast<char*>(std::aligned_alloc(kAlignment, capacity_));
-  if (data_ == nullptr) throw std::bad_alloc();
-}
-
-Scratch::~Scratch() {
-  if (data_ == nullptr) return;
-  std::vector<char*> surplus;
-  {
-    std::lock_guard<std::mutex> lock(pool().mutex);
-    pool().idle.emplace(capacity_, data_);
-    pool().idle_bytes += capacity_;
-    while (pool().idle_bytes > kPoolBytes) {
-      auto largest = std::prev(pool().idle.end());
-      pool().idle_bytes -= largest->first;
-      surplus.push_back(largest->second);
-      pool().idle.erase(largest);
-    }
-  }
-  for (char* buffer : surplus) std::free(buffer);
 }
 
 Primitive::Primitive(const dnnl::primitive_desc_base& descriptor, dnnl::primitive primitive, const Layouts& inputs,

@@ -10,25 +10,13 @@
 #include <vector>
 
 #include "dnnl.hpp"
+#include "scratch.h"
 
 namespace jaxfuse::onednn {
 
 const dnnl::engine& engine();
 
-// Memory for one call, 64-byte aligned, taken from a process-wide pool and given back by the destructor: a buffer that
-// was used before costs no page faults.
-class Scratch {
- public:
-  explicit Scratch(size_t bytes);
-  ~Scratch();
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-  char* data() const { return data_; }
-
- private:
-  char* data_;
-  size_t capacity_;
-};
+using jaxfuse::Scratch;
 
 // A oneDNN primitive, with a reorder for each argument whose layout in the user's buffer is not the primitive's.
 class Primitive {

@@ -1,6 +1,6 @@
 // Vectors of f32 for kernel files that are compiled once per ISA: `Floats`, kLanes wide, loaded from and stored to f32 or
 // bf16. Arithmetic is the compiler's own on vector types (+ - * and ?: with a comparison), each operation rounded once,
-// so every ISA gives the same bits.
+// so every ISA gives the same bits; only multiply_add does not.
 //
 // Include only from x_<isa>.cc files. All is in an anonymous namespace, and these files include no header with inline
 // functions: the linker would keep one copy for all, perhaps one with instructions that this CPU lacks.
@@ -119,7 +119,13 @@ template <>
 inline Floats round_to<bf16>(Floats v) {
   const Uints bits = Uints(v);
   const Uints rounded = bits + 0x7fff + (bits >> 16 & 1);  // would carry out of a NaN's mantissa
+#if defined(__AVX512F__)  // GCC makes a vector of the comparison and a mask of that again
+  const __m512i quiet = _mm512_set1_epi32(0x400000);
+  const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+  return Floats(Uints(_mm512_mask_or_epi32(__m512i(rounded), nan, __m512i(bits), quiet)) & 0xffff0000);
+#else
   return Floats((v == v ? rounded : bits | 0x400000) & 0xffff0000);
+#endif
 }
 
 template <>

@@ -4,7 +4,10 @@ from jaxfuse.ops.batch_norm import batch_norm
 from jaxfuse.ops.conv import conv
 from jaxfuse.ops.dense import dense
 from jaxfuse.ops.errors import OpError
+from jaxfuse.ops.gru import gru
+from jaxfuse.ops.lstm import lstm
 from jaxfuse.ops.max_pool import max_pool
 from jaxfuse.ops.norm import group_norm, layer_norm, rms_norm
 
-__all__ = ["OpError", "batch_norm", "conv", "dense", "group_norm", "layer_norm", "max_pool", "rms_norm"]
+__all__ = [
+    "OpError", "batch_norm", "conv", "dense", "group_norm", "gru", "layer_norm", "lstm", "max_pool", "rms_norm"]

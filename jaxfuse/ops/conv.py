@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from jaxfuse import ffi
-from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear
+from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear, widened
 from jaxfuse.ops.activations import TABLE as ACTIVATIONS
 from jaxfuse.ops.errors import Arguments
 
@@ -229,7 +229,7 @@ def _backward_axes(linear: Linear, ranks) -> BatchAxes:
 
 # --- CPU kernel: oneDNN ------------------------------------------------------------------------------------------
 
-_DTYPES = ("float32", "bfloat16")
+_DTYPES = ("float32", "bfloat16", "float16")  # float16 by way of float32
 
 
 def _refuse_geometry(config: ConvConfig, w, *arrays) -> str | None:
@@ -269,7 +269,7 @@ def _refuse_forward(config: ConvConfig, args) -> str | None:
 
 
 def _run_forward(config: ConvConfig, args, mesh_axes):
-    x, w, scale, bias, residual = config.unpack(args)
+    x, w, scale, bias, residual = config.unpack(widened(args))
     y = jax.eval_shape(functools.partial(_convolve, config), x, w)
     if scale is not None:
         scale = scale.astype(jnp.float32)
@@ -277,7 +277,8 @@ def _run_forward(config: ConvConfig, args, mesh_axes):
     attrs = config.geometry_attrs() | dict(
         has_scale=config.has_scale, has_bias=config.has_bias, has_residual=config.has_residual,
         residual_last=config.residual_last, save_z=bool(config.saves))
-    return ffi.call("jaxfuse_conv_fwd", [jax.ShapeDtypeStruct(y.shape, y.dtype)] * (1 + config.saves), *operands, **attrs)
+    outs = ffi.call("jaxfuse_conv_fwd", [jax.ShapeDtypeStruct(y.shape, y.dtype)] * (1 + config.saves), *operands, **attrs)
+    return tuple(out.astype(args[0].dtype) for out in outs)
 
 
 def _refuse_backward(linear: Linear, args) -> str | None:
@@ -287,8 +288,9 @@ def _refuse_backward(linear: Linear, args) -> str | None:
 
 def _run_backward(linear: Linear, args, mesh_axes):
     config = linear.config
-    x, w, *told, dy = args
-    types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t, a in zip(OP._types_here(linear, args), linear.active) if a]
+    x, w, *told, dy = widened(args)
+    wanted = [t for t, active in zip(OP._types_here(linear, args), linear.active) if active]
+    types = [jax.ShapeDtypeStruct(t.shape, jnp.promote_types(t.dtype, x.dtype)) for t in wanted]
     wants = config.unpack(linear.active)
     want_dx, want_dw, _, want_db, want_dresidual = [bool(want) for want in wants]
     is_dy = config.residual_last and want_dresidual  # the residual's gradient
@@ -300,6 +302,7 @@ def _run_backward(linear: Linear, args, mesh_axes):
     found = (*(ffi.call("jaxfuse_conv_bwd", results, *operands, **attrs) if results else ()), *[dy] * is_dy)
     if want_dw:
         found = (*found[:want_dx], _turned(config, found[want_dx]), *found[want_dx + 1 :])
+    found = tuple(f.astype(t.dtype) for f, t in zip(found, wanted))
     if not mesh_axes:
         return found
     whole = _backward_axes(linear, [a.ndim for a in args]).outputs

@@ -40,6 +40,20 @@ class Arguments:
             self.check(value.shape == out.shape and value.dtype == out.dtype, name, f"{value.dtype}{list(value.shape)}",
                        f"{out.dtype}{list(out.shape)}, as {what} is", "broadcast or cast it")
 
+    def recurrent(self, gates: int, x, w_x, w_h, bias) -> int:
+        """The hidden size of a sequence of steps."""
+        given = {} if bias is None else dict(bias=bias)
+        self.floats(x=x, w_x=w_x, w_h=w_h, **given)
+        self.check(x.ndim == 3 and x.shape[0] > 0, "x", f"of shape {x.shape}", "(length, batch, inputs), at least one step",
+                   "add the missing axis")
+        hidden = w_h.shape[0] if w_h.ndim else 0
+        shapes = dict(w_x=(x.shape[-1], gates * hidden), w_h=(hidden, gates * hidden), bias=(gates * hidden,))
+        for name, value in dict(w_x=w_x, w_h=w_h, **given).items():
+            self.check(value.shape == shapes[name], name, f"of shape {value.shape}",
+                       f"{shapes[name]} for {gates} gates of {hidden} hidden units", "check the order of its axes")
+            self.check(value.dtype == x.dtype, name, str(value.dtype), f"{x.dtype}, as x is", "cast one of them")
+        return hidden
+
     def number(self, argument: str, value, at_least: float = float("-inf")) -> float:
         try:
             number = None if isinstance(value, str) else float(value)

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from jaxfuse import ffi
-from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear
+from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear, widened
 from jaxfuse.ops.errors import Arguments
 from jaxfuse.reasons import no_kernel
 
@@ -116,7 +116,7 @@ def _backward_axes(linear: Linear, ranks) -> BatchAxes:
 
 # --- CPU kernel: our own, channels-last --------------------------------------------------------------------------
 
-_DTYPES = ("float32", "bfloat16")
+_DTYPES = ("float32", "bfloat16", "float16")  # float16 by way of float32
 
 
 def _refuse(config: MaxPoolConfig, args) -> str | None:
@@ -139,15 +139,18 @@ def _refuse(config: MaxPoolConfig, args) -> str | None:
 
 
 def _run_forward(config: MaxPoolConfig, args, mesh_axes):
-    outs = jax.eval_shape(functools.partial(_reference, config), *args)
+    (x,) = widened(args)
+    outs = jax.eval_shape(functools.partial(_reference, config), x)
     types = [jax.ShapeDtypeStruct(out.shape, out.dtype) for out in outs]
-    return ffi.call("jaxfuse_max_pool_fwd", types, *args, save_winners=config.saving, **config.geometry_attrs())
+    y, *winners = ffi.call("jaxfuse_max_pool_fwd", types, x, save_winners=config.saving, **config.geometry_attrs())
+    return (y.astype(args[0].dtype), *winners)
 
 
 def _run_backward(linear: Linear, args, mesh_axes):
-    x, winners, dy = args
+    x, winners, dy = widened(args)
     attrs = linear.config.geometry_attrs()
-    return ffi.call("jaxfuse_max_pool_bwd", [jax.ShapeDtypeStruct(x.shape, x.dtype)], winners, dy, **attrs)
+    (dx,) = ffi.call("jaxfuse_max_pool_bwd", [jax.ShapeDtypeStruct(x.shape, x.dtype)], winners, dy, **attrs)
+    return (dx.astype(args[0].dtype),)
 
 
 OP = FusedOp(

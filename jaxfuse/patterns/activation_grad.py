@@ -74,9 +74,9 @@ def _row(z: Value, dy: Value, products: list[Node], last: Node, outside: list[No
 
 def _functions_of(z: Value) -> list[Node]:
     """Elementwise nodes computed from z alone."""
-    values, found, heap = {id(z)}, [], [(n.index, n) for n in z.users]
+    readers = {n.index: n for n in z.users}
+    values, found, heap, seen = {id(z)}, [], list(readers.items()), set(readers)
     heapq.heapify(heap)
-    seen = {n.index for n in z.users}
     while heap and len(found) < LARGEST:
         _, node = heapq.heappop(heap)
         if is_elementwise(node) and all(id(v) in values or constant(v) is not None for v in node.inputs):

@@ -8,12 +8,13 @@ from jaxfuse.canonical import CAST, NotPerChannel, constant, is_square, per_chan
 from jaxfuse.graph import Emission, Graph, Node, Value, evaluate
 from jaxfuse.layout import Layout, channels_last, laid, transposed
 from jaxfuse.match import Chain, Match, Refusal, Walk, as_vector, depends_on, longest
-from jaxfuse.moments import Moments, reductions
+from jaxfuse.moments import Moments, reductions, shared_over
 from jaxfuse.op import equally_varying
 from jaxfuse.ops.batch_norm import OP, BatchNormConfig
 from jaxfuse.ops.batch_norm_grad import GradientConfig
 from jaxfuse.patterns import batch_norm_grad
 from jaxfuse.patterns.activations import name_activation
+from jaxfuse.reasons import no_kernel
 
 LARGEST_PROGRAM = 64  # nodes of per-channel arithmetic between the statistics and the result
 
@@ -60,7 +61,9 @@ def match(graph, node: Node, claimed: set[int], measured):
     (axis,) = left
     moments = Moments(x, axis)
     if not moments:
-        yield Refusal("bn", node, (x,), "its sums are not made into a mean and a variance")
+        name = shared_over(node.inputs[0])
+        shared = no_kernel(f"its statistics are shared over the mesh axis {name!r}")
+        yield Refusal("bn", node, (x,), shared if name else "its sums are not made into a mean and a variance")
         return
     plain = batch_norm_grad.find(graph, moments)
     for gradient in (*(batch_norm_grad.through_activation(graph, plain) if plain else ()), plain):

@@ -16,7 +16,6 @@ from jaxfuse.layout import channels_last, inverse, only_moved, transposed
 from jaxfuse.live import unneeded
 from jaxfuse.match import Activated, Match, Refusal, depends_on
 from jaxfuse.op import Linear
-from jaxfuse.ops.activations import SAME_VALUE
 from jaxfuse.ops.conv import OP, ConvConfig
 from jaxfuse.patterns.activations import is_derivative, name_activation
 from jaxfuse.patterns.conv import config_of
@@ -63,6 +62,7 @@ def match(graph: Graph, node: Node, claimed: set[int], measured):
             yield Refusal(_label(gradients, False), node, (gradients.dz, *node.inputs), result, "backward")
 
 
+SAME_VALUES = {"maximum0": "relu", "clip6": "relu6"}  # and at ties another derivative
 NO_KERNEL = "no kernel yet on cpu adds to the input's gradient"
 
 
@@ -137,7 +137,7 @@ def _with_activation(graph: Graph, gradients: Gradients) -> Gradients:
     for region in _regions_of(graph, mask):
         named = name_activation(region) if any(m is mask for m in region.masks) else None
         if isinstance(named, Activated):  # max(z, 0) with the derivative of relu is a relu
-            named = named._replace(name=SAME_VALUE.get(named.name, named.name))
+            named = named._replace(name=SAME_VALUES.get(named.name, named.name))
         if isinstance(named, Activated) and is_derivative(region, mask, named):
             return dataclasses.replace(gradients, y=region.end, activation=named)
     return gradients

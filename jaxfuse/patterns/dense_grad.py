@@ -14,7 +14,7 @@ from jaxfuse.graph import Emission, Graph, Node, Value
 from jaxfuse.live import unneeded
 from jaxfuse.match import Activated, Match, Refusal, depends_on
 from jaxfuse.op import Linear
-from jaxfuse.ops.dense import OP, DenseConfig
+from jaxfuse.ops.dense import OP
 from jaxfuse.patterns.activation_grad import Slope, slopes_at
 from jaxfuse.patterns.autodiff import backward, forward
 from jaxfuse.reasons import no_kernel

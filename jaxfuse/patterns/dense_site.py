@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from jaxfuse.canonical import constant, size
-from jaxfuse.graph import Emission, Graph, Node, Value
+from jaxfuse.graph import Emission, Graph, Node
 from jaxfuse.layout import inverse, laid
 from jaxfuse.live import unneeded
 from jaxfuse.match import Chain, Match, Refusal, as_vector

@@ -7,7 +7,6 @@ import numpy as np
 from jaxfuse.canonical import ADD, CAST, size, varying_axes
 from jaxfuse.graph import Emission, Node, Value
 from jaxfuse.match import Match, Refusal, Walk, longest
-from jaxfuse.ops.activations import WITHOUT_KERNEL
 from jaxfuse.ops.norm import OP, normalised
 from jaxfuse.patterns.activations import name_activation
 from jaxfuse.patterns.autodiff import original
@@ -48,8 +47,6 @@ def _match(graph, part, node: Node, norm, form, chain, before: Node | None, meas
         if value is not end and reader is not None and not _is_cast_of(value, x):
             return f"{value!r} is read by {reader} too, in the backward pass: no kernel yet on cpu"
     activation = chain.activation.name if chain.activation else "none"
-    if activation in WITHOUT_KERNEL:
-        return f"activation {activation}: no kernel yet on cpu"
     full, mine = (x,), mine | {before.index} if before else mine
     wants_sum = before is not None and (graph.is_returned(x) or any(n.index not in mine for n in x.users))
     if before is not None:

@@ -1,4 +1,4 @@
-"""LSTM and GRU cells by their algebra, and a `lax.scan` over one. No kernel yet: recognised only.
+"""LSTM and GRU cells by their algebra, and a `lax.scan` over some, which becomes fused sequences (recurrent_scan.py).
 
 LSTM   c' = σ(f)·c + σ(i)·tanh(g),  h' = σ(o)·tanh(c'),  f, i, g, o sums of dense layers of x and h
 GRU    h' = (1-z)·n + z·h  or  n + z·(h-n),  z = σ(...),  n = tanh(... + r·(...)) or a dense layer of r·h,  r = σ(...)
@@ -10,44 +10,61 @@ import jax.numpy as jnp
 
 from jaxfuse.canonical import ADD, CAST, Region, constant
 from jaxfuse.elementwise import is_elementwise
-from jaxfuse.graph import Node, Value
+from jaxfuse.graph import Graph, Node, Value
 from jaxfuse.layout import RESHAPES
-from jaxfuse.match import Activated, Refusal
+from jaxfuse.match import Activated, Match, Refusal
 from jaxfuse.patterns.activations import name_activation
 from jaxfuse.patterns.autodiff import forward
-from jaxfuse.reasons import no_kernel
+from jaxfuse.patterns.recurrent_scan import sequences
 
 REARRANGED = (*RESHAPES, CAST, "transpose", "slice", "split", "concatenate")
 LARGEST_GATE = 40  # nodes between a gate and the dense layers it comes from
 LONGEST_SPELLING = 10  # nodes of a gate's function that is not one primitive
+ONE_STEP = "a cell outside a loop: XLA computes one step as fast"  # the figures are in xla_ext/README.md
+DIFFERENTIATED = "autodiff keeps values from inside the loop: fuse what is differentiated instead, as in grad(fuse(loss))"
 
 
 class Gate(NamedTuple):
-    """`name` of `source`, a sum of the outputs of `dots`; `nodes` are all nodes on the way."""
+    """`value` is `end` rearranged, which is the function `name` of `start`, a sum of the outputs of `dots`; `nodes` are all
+    nodes on the way."""
 
     name: str
     node: Node
     dots: tuple[Node, ...]
     nodes: tuple[Node, ...]
+    value: Value | None = None
+    start: Value | None = None
+    end: Value | None = None
 
 
 class Cell(NamedTuple):
     pattern: str
     state: Value  # the state that is carried by a sum: c of an LSTM, h of a GRU
     next_state: Value
-    gates: tuple[Gate, ...]
+    gates: tuple[Gate, ...]  # of an LSTM i, f, g, o; of a GRU z, n and every r
     nodes: tuple[Node, ...]
     misfit: str = ""
+    output: Value | None = None  # h' of an LSTM
+    complement: bool = False  # a GRU's h' = (1-z)·h + z·n
+    carried: tuple[Value, ...] = ()  # by a scan: h, c; what is carried on, and what the cell makes
+    after: tuple[Value, ...] = ()
+    made: tuple[Value, ...] = ()
 
 
 def anchors(graph):
-    """Sums of two products, and of a value and a product."""
-    return [n for n in forward(graph).nodes if n.primitive in ADD and any(map(_is_product, n.inputs))]
+    """Loops; sums of two products, and of a value and a product."""
+    return [n for n in forward(graph).nodes
+            if n.primitive == "scan" or n.primitive in ADD and any(map(_is_product, n.inputs))]
 
 
 def match(graph, node: Node, claimed: set[int], measured):
-    """Yields a Refusal for the cell, or for the whole sequence if the cell's state is carried by a `lax.scan`."""
+    """Yields a Match for a `lax.scan` over cells, or else, in its body or outside any, a Refusal for each cell."""
     if node.index in claimed:
+        return
+    if node.primitive == "scan":
+        found = _loop(graph, graph.nodes[node.index], measured)
+        if isinstance(found, Match):
+            yield found
         return
     cell = _lstm(node) or _gru(node)
     if cell is None:
@@ -56,9 +73,35 @@ def match(graph, node: Node, claimed: set[int], measured):
     dots = {n.index: n for gate in cell.gates for n in gate.dots}
     operands = tuple({id(v): v for n in dots.values() for v in n.inputs}.values())
     pattern, reason = _sequence(forward(graph), cell)
-    yield Refusal(
-        pattern, node, (*operands, cell.state), cell.misfit or reason or no_kernel(), nodes=tuple(nodes.values())
-    )
+    if not cell.misfit and not reason:
+        reason = ONE_STEP if pattern == cell.pattern else _loop(*graph.outer, measured)
+    yield Refusal(pattern, node, (*operands, cell.state), cell.misfit or reason, nodes=tuple(nodes.values()))
+
+
+def _loop(graph, node: Node, measured) -> Match | str:
+    """A scan as fused sequences, or why not; "" if there is no cell in it."""
+    body = Graph(node.params["jaxpr"], (graph, node))
+    part = forward(body)
+    cells = [cell for n in anchors(body) if n.primitive != "scan" and (cell := _lstm(n) or _gru(n))]
+    if not cells or any(cell.misfit or _sequence(part, cell)[1] for cell in cells):
+        return ""
+    if part is not body:
+        return DIFFERENTIATED
+    if any(n.eqn.effects for n in body.nodes):
+        return "the loop has side effects"
+    cells = [_carried(body, node.params, cell) for cell in cells]
+    return next((c for c in cells if isinstance(c, str)), None) or sequences(node, body, cells, measured)
+
+
+def _carried(body: Graph, params: dict, cell: Cell) -> Cell | str:
+    """The cell with its states; or which of them the loop does not carry on."""
+    carried = body.inputs[params["num_consts"] :][: params["num_carry"]]
+    made = (cell.output, cell.next_state) if cell.output is not None else (cell.next_state,)
+    found = [next((i for i, v in enumerate(body.outputs[: len(carried)]) if _uncast(v) is _uncast(m)), None) for m in made]
+    if None in found:
+        return f"the loop does not carry the cell's {made[found.index(None)]!r} on"
+    return cell._replace(
+        carried=tuple(carried[i] for i in found), after=tuple(body.outputs[i] for i in found), made=made)
 
 
 def _sequence(part, cell: Cell) -> tuple[str, str]:
@@ -105,7 +148,8 @@ def _lstm(node: Node) -> Cell | None:
             ("output gate", gate, "sigmoid"),
         ]
         nodes = (node, *(v.producer for v in node.inputs), *squash.nodes)
-        return Cell("lstm_cell", state, node.out, (*gates, gate), nodes, _misfit("an LSTM", roles))
+        gates = (write[0], forget, write[1], gate)
+        return Cell("lstm_cell", state, node.out, gates, nodes, _misfit("an LSTM", roles), squash.nodes[-1].out)
     return None
 
 
@@ -125,19 +169,20 @@ def _output(state: Value) -> tuple[Gate, Gate] | None:
 
 
 def _gru(node: Node) -> Cell | None:
-    for update, new, old, nodes in _interpolations(node):
+    for update, new, old, nodes, complement in _interpolations(node):
         update, candidate = _gate(update), _gate(new, resets=True)
         if not update or not candidate or update.name != "sigmoid":
             continue
         resets = [gate for n in candidate.nodes if n.primitive == "mul" for v in n.inputs if (gate := _gate(v))]
         if resets:
             roles = [("reset gate", resets[0], "sigmoid"), ("candidate", candidate, "tanh")]
-            return Cell("gru_cell", old, node.out, (update, candidate, *resets), nodes, _misfit("a GRU", roles))
+            return Cell("gru_cell", old, node.out, (update, candidate, *resets), nodes, _misfit("a GRU", roles),
+                        complement=complement)
     return None
 
 
 def _interpolations(node: Node):
-    """(z, n, h, nodes) for every reading of the sum as an interpolation between two values."""
+    """(z, n, h, nodes, whether z weighs n and not h) for every reading of the sum as an interpolation of two values."""
     left, right = node.inputs
     pairs = _product(left), _product(right)
     if all(pairs):
@@ -147,13 +192,13 @@ def _interpolations(node: Node):
                 for complement, other in ((c, d), (d, c)):
                     if _is_one_minus(complement, gate):
                         nodes = (*products, complement.producer)
-                        yield from ((gate, one, other, nodes), (gate, other, one, nodes))
+                        yield from ((gate, one, other, nodes, True), (gate, other, one, nodes, False))
     for start, product in ((left, right), (right, left)):
         for gate, difference in _product(product) and (_product(product), _product(product)[::-1]) or ():
             step = difference.producer
             if step is not None and step.primitive == "sub" and step.inputs[1] is start:
                 nodes = (product.producer, step)
-                yield from ((gate, start, step.inputs[0], nodes), (gate, step.inputs[0], start, nodes))
+                yield from ((gate, start, step.inputs[0], nodes, False), (gate, step.inputs[0], start, nodes, True))
 
 
 def _misfit(what: str, roles) -> str:
@@ -169,13 +214,14 @@ def _misfit(what: str, roles) -> str:
 
 def _gate(value: Value, resets: bool = False) -> Gate | None:
     """The function of a sum of dense layers that this value is; with `resets`, the sum may contain products too."""
-    value, nodes = _rearranged(value)
-    start, spelling = value, ()
+    end, nodes = _rearranged(value)
+    start, spelling = end, ()
     while (before := _before(start)) is not None and len(spelling) < LONGEST_SPELLING:
         start, spelling = before[0], (*before[1], *spelling)
         dots, way = _summed(start, resets)
         if dots:
-            return Gate(_function(start, value, spelling), spelling[-1], dots, (*nodes, *spelling, *way))
+            name = _function(start, end, spelling)
+            return Gate(name, spelling[-1], dots, (*nodes, *spelling, *way), value, start, end)
     return None
 
 

@@ -1,0 +1,84 @@
+"""What lstm and gru share: sequences of steps, `[length, batch, ...]`, and the gradient of the recurrent weights."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxfuse import ffi
+
+_DTYPES = ("float32", "bfloat16")
+
+
+def wide(array):
+    return array.astype(jnp.promote_types(array.dtype, jnp.float32))
+
+
+def ordered(array, given: str, wanted: str):
+    """The last axis in the order of the gates that is wanted."""
+    if given == wanted:
+        return array
+    parts = dict(zip(given, jnp.split(array, len(given), -1)))
+    return jnp.concatenate([parts[gate] for gate in wanted], -1)
+
+
+def initial_state(arguments, name: str, state, others: dict, x, hidden: int):
+    """Zeros unless given; checked."""
+    given = next((s for s in (state, *others.values()) if s is not None), None)
+    shape, dtype = (x.shape[1], hidden), x.dtype if given is None else given.dtype
+    if state is None:
+        return jnp.zeros(shape, dtype)
+    arguments.floats(**{name: state})
+    arguments.check(state.shape == shape, name, f"of shape {state.shape}", f"{shape}, (batch, hidden)", "broadcast it")
+    arguments.check(state.dtype == dtype and dtype in (x.dtype, jnp.float32), name, str(state.dtype),
+                    f"{x.dtype}, as x is, or float32, and like the other state", "cast it")
+    return state
+
+
+def scan_steps(step, initial, xs, reverse: bool):
+    return tuple(lax.scan(step, initial, xs, reverse=reverse)[1])
+
+
+def before(initial, steps, reverse: bool):
+    """The state before each step."""
+    if reverse:
+        return jnp.concatenate([steps[1:], initial[None].astype(steps.dtype)])
+    return jnp.concatenate([initial[None].astype(steps.dtype), steps[:-1]])
+
+
+def drive(tangents, dwh, states, like):
+    """How the gates' arguments change with what is added to them and with the weights, the states held."""
+    total = jnp.zeros_like(like)
+    for tangent in tangents:
+        total = total if tangent is None else total + wide(tangent)
+    return total if dwh is None else total + jnp.dot(states, wide(dwh))
+
+
+def weight_gradient(states, dgates, dtype):
+    """Σ states ⊗ dgates over steps and batch, one product of two matrices."""
+    rows, columns = (a.reshape(-1, a.shape[-1]) for a in (states.astype(dgates.dtype), dgates))
+    return jnp.dot(rows.T, columns, preferred_element_type=jnp.float32).astype(dtype)
+
+
+def complete(linear, gradients, forward_axes, mesh_axes):
+    """Those that are wanted, what is summed over a sharded batch completed."""
+    axes = forward_axes(linear.config, None).inputs
+    return tuple(lax.psum(g, mesh_axes) if mesh_axes and ax is None else g
+                 for g, ax, active in zip(gradients, axes, linear.active) if active)
+
+
+def types_of(function, *args):
+    return [jax.ShapeDtypeStruct(out.shape, out.dtype) for out in jax.eval_shape(function, *args)]
+
+
+def refuse(target: str, gates, states) -> str | None:
+    """`gates` are the arrays of the gates' dtype, `states` those of the state's."""
+    for array in (*gates, *states):
+        if str(array.dtype) not in _DTYPES:
+            return f"dtype {array.dtype}: the kernel takes {' and '.join(_DTYPES)}"
+        if 0 in array.shape:
+            return f"empty array of shape {tuple(array.shape)}"
+    dtypes = [sorted({str(a.dtype) for a in arrays}) for arrays in (gates, states)]
+    if any(len(found) > 1 for found in dtypes) or states[0].dtype not in (gates[0].dtype, jnp.float32):
+        of_gates, of_states = map(" and ".join, dtypes)
+        return f"gates and weights of {of_gates} with states of {of_states}: the kernel takes one dtype, or states of float32"
+    return ffi.unavailable(target)

@@ -1,0 +1,50 @@
+"""A few random networks, fused against unfused; `python tests/fuzz.py` tries as many as there is time for."""
+
+import pytest
+
+import fuzz
+import jaxfuse
+from fuzz_programs import Program, Step, random_program
+
+pytestmark = pytest.mark.usefixtures("some_kernel")
+CONV = {"features": 8, "size": 3, "stride": 1, "padding": "SAME", "dilation": 1, "groups": "one", "bias": "right", "spec": "own"}
+SMALL = Program((2, 5, 5, 4), False, 0, (Step("conv", 1, CONV), Step("residual", 2, {"choice": 2}, (
+    Step("conv", 3, CONV), Step("activation", 4, {"function": "tanh"})))))
+# Programs that were once fused wrongly, or not at all, by an error.
+FOUND = {
+    "the square of what reads nothing": Program((2, 8, 8, 16), False, 0, (
+        Step("reshape", 370717, {"to": "tokens"}), Step("layers", 32364, {"choice": 1}, (Step("reshape", 791186, {"to": "flat"}),)))),
+}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_as_unfused(seed):
+    assert fuzz.check(random_program(seed), fuzz.ways_of(seed)) is None
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_found_before(name):
+    assert fuzz.check(FOUND[name], ["fuse(step)"]) is None
+
+
+def test_a_difference_is_found_and_made_smaller(monkeypatch):
+    """In a network with a tanh, when what is fused gives a thousandth more."""
+    def wrong(function):
+        fused = jaxfuse.fuse(function, policy="always")
+
+        def call(*args):
+            number, aux, *gradients = fused(*args)
+            return number, aux, *[{k: v * 1.001 for k, v in g.items()} if isinstance(g, dict) else g for g in gradients]
+
+        return call
+
+    monkeypatch.setattr(fuzz, "fused", wrong)
+    kind, message = fuzz.check(SMALL, ["fuse(step)"])
+    assert kind == "fuse(step) differs" and "unfused" in message
+    assert sum(1 for _ in fuzz.smaller(SMALL.steps)) == 5
+    assert [step.name for step in fuzz.shrunk(SMALL, kind, ["fuse(step)"], limit=60).steps] == ["conv"]
+
+
+def test_an_error_is_found(monkeypatch):
+    monkeypatch.setattr(fuzz, "fused", lambda function: lambda *args: 1 / 0)
+    assert fuzz.check(SMALL, ["fuse(step)"])[0] == "fuse(step) raises"

@@ -1,0 +1,115 @@
+"""Loops over LSTM and GRU cells that are fused, with values and gradients; near-misses, which stay as they are, with the reason."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import jaxfuse
+from recognition import rows
+from test_recognition_recurrent import NATIVE, SEQUENCE, C, H, U, W, XS, lstm, same_as_unfused, sequence
+
+
+def outputs(xs, h, c, w, u, reverse=False):
+    """Backwards; both states and a dense layer of them returned at every step."""
+
+    def step(state, x):
+        h, c = lstm(x, *state, w, u)
+        return (h, c), (h, c, jnp.tanh(h @ u) + c.sum())
+
+    return lax.scan(step, (h, c), xs.swapaxes(0, 1), reverse=reverse)
+
+
+def mixed(xs, h, c, w, u):
+    return sequence(lambda x, h, c, w, u: lstm(x, h.astype(x.dtype), c, w, u))(xs, h, c, w, u)
+
+
+def one_row(xs, h, c, w, u):
+    return lax.scan(lambda state, x: (lstm(x, *state, w, u), None), (h, c), xs)[0]
+
+
+def longest(xs, lengths, h, c, w, u):
+    """As Flax does it: every state is kept, and the one at each row's length taken."""
+    (_, states) = lax.scan(lambda s, x: (lstm(x, *s, w, u),) * 2, (h, c), xs.swapaxes(0, 1))
+    return [s[lengths - 1, jnp.arange(2)] for s in states]
+
+
+LOW = [a.astype(jnp.bfloat16) for a in (XS, W, U)]
+HITS = {
+    "outputs of every step": (outputs, (XS, H, C, W, U)),
+    "reverse": (lambda *args: outputs(*args, reverse=True), (XS, H, C, W, U)),
+    "no batch": (one_row, (XS[0], H[0], C[0], W, U)),
+    "bf16": (sequence(lstm), (LOW[0], H.astype(jnp.bfloat16), C.astype(jnp.bfloat16), *LOW[1:])),
+    "bf16, f32 states": (mixed, (LOW[0], H, C, *LOW[1:])),
+    "lengths": (longest, (XS, jnp.array([3, 6]), H, C, W, U)),
+    "vmap": (jax.vmap(one_row, (0, 0, 0, None, None)), (XS, H, C, W, U)),
+}
+
+
+@pytest.mark.parametrize("name", HITS)
+def test_sequence_hit(name):
+    fn, args = HITS[name]
+    assert rows(fn, *args)[0] == ("lstm", SEQUENCE)
+    same_as_unfused(fn, *args)
+
+
+def masked(xs, h, c, w, u):
+    def step(state, x):
+        new = lstm(x, *state, w, u)
+        return jax.tree.map(lambda n, s: jnp.where(x[:, :1] > 0, n, s), new, state), None
+
+    return lax.scan(step, (h, c), xs.swapaxes(0, 1))
+
+
+def counted(xs, h, c, w, u):
+    return lax.scan(lambda s, x: ((lstm(x, *s[0], w, u), s[1] + 1), None), ((h, c), 0), xs.swapaxes(0, 1))
+
+
+def fed_back(xs, h, c, w, u):
+    def step(state, x):
+        (h, c), y = state
+        h, c = lstm(x + y, h, c, w, u)
+        return ((h, c), h @ u[:, :4]), None
+
+    return lax.scan(step, ((h, c), 0 * xs[:, 0]), xs.swapaxes(0, 1))
+
+
+def weighed(xs, h, c, w, u):
+    return sequence(lambda x, h, c, w, u: lstm(x, h, c, w, u * x[0, 0]))(xs, h, c, w, u)
+
+
+def two_batch_axes(xs, h, c, w, u):
+    xs, h, c = (jnp.stack([a, a]) for a in (xs, h, c))
+    return jax.vmap(sequence(lstm), (0, 0, 0, None, None))(xs, h, c, w, u)
+
+
+def reset_of_x(xs, h, c, w, u):
+    def cell(x, h, c, w, u):
+        r, z = jax.nn.sigmoid(x @ w[:, :3] + h @ u[:, :3]), jax.nn.sigmoid(x @ w[:, 3:6] + h @ u[:, 3:6])
+        n = jnp.tanh(r * (x @ w[:, 6:9] + h @ u[:, 6:9]))
+        return (1 - z) * n + z * h, c
+
+    return sequence(cell)(xs, h, c, w, u)
+
+
+LOOP_MISSES = {
+    "masked": (masked, "comes between"),
+    "counter": (counted, "the loop also carries int32[] on"),
+    "fed back": (fed_back, "which is carried from step to step and is not its state"),
+    "weights of x": (weighed, "has weights that change from step to step"),
+    "two batch axes": (two_batch_axes, "a state float32[2, 2, 3]: the kernel takes [batch, hidden] or [hidden]"),
+    "reset gate of x": (reset_of_x, "also multiplies what is not the state"),
+}
+
+
+@pytest.mark.parametrize("name", LOOP_MISSES)
+def test_loop_near_miss(name):
+    fn, words = LOOP_MISSES[name]
+    found = [row for row in rows(fn, XS, H, C, W, U) if row[0] in ("lstm", "gru")]
+    assert len(found) == 1 and words in found[0][1], found
+    same_as_unfused(fn, XS, H, C, W, U)
+
+
+def test_short_loops_are_left_to_xla():
+    found = jaxfuse.explain(sequence(lstm), XS, H, C, W, U)
+    assert not NATIVE or found.skipped[0].reason == "too small to gain: 6 steps, measured faster from 32"
