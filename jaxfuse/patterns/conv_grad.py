@@ -110,15 +110,18 @@ def applied(value: Value, steps) -> list[Node]:
     """The nodes that end this chain of equations from the value."""
     found = [value]
     for name, params in steps:
-        nodes = [n for v in found for n in v.users if n.primitive == name and _unsharded(n.params) == params]
+        nodes = [n for v in found for n in v.users if n.primitive == name and _unsharded(n) == params]
         found = [n.out for n in nodes]
     return list({n.index: n for n in nodes}.values())
 
 
-def _unsharded(params: dict) -> dict:
-    """Under a mesh, transposition writes down an output sharding even if it says nothing."""
-    spec = getattr(params.get("out_sharding"), "spec", ("none written",))
-    return params if any(spec) else params | {"out_sharding": None}
+def _unsharded(node: Node) -> dict:
+    """Under a mesh, transposition writes down the sharding that the output has anyway."""
+    params = node.params
+    if params.get("out_sharding") is None:
+        return params
+    spec = params["out_sharding"].spec
+    return params | {"out_sharding": None} if not any(spec) or spec == node.out.aval.sharding.spec else params
 
 
 def _with_bias(gradients: Gradients, config: ConvConfig) -> Gradients:
