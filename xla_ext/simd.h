@@ -148,17 +148,22 @@ template <class T>
 Floats load(const T* p, Whole) {
   return load(p);
 }
+#if defined(__AVX512F__)
+inline __mmask16 mask_of(First lanes) { return __mmask16((1u << lanes.n) - 1); }
+inline __m256i load_halves(const void* p, First lanes) { return _mm256_maskz_loadu_epi16(mask_of(lanes), p); }
+inline Floats load(const float* p, First lanes) { return _mm512_maskz_loadu_ps(mask_of(lanes), p); }
+inline Floats load(const f16* p, First lanes) { return from_f16(Halves(load_halves(p, lanes))); }
+inline Floats load(const bf16* p, First lanes) {
+  return Floats(_mm512_slli_epi32(_mm512_maskz_cvtepu16_epi32(0xffff, load_halves(p, lanes)), 16));
+}
+#else
 template <class T>
 Floats load(const T* p, First lanes) {
-#if defined(__AVX512F__)
-  const __mmask16 first = __mmask16((1u << lanes.n) - 1);
-  if constexpr (sizeof(T) == sizeof(float)) return _mm512_maskz_loadu_ps(first, p);
-  else return Floats(_mm512_slli_epi32(_mm512_maskz_cvtepu16_epi32(0xffff, _mm256_maskz_loadu_epi16(first, p)), 16));
-#endif
   T values[kLanes] = {};
   for (int64_t i = 0; i < lanes.n; ++i) values[i] = p[i];
   return load(values);
 }
+#endif
 
 template <class T>
 void store(T* p, Floats v, Whole) {
