@@ -107,6 +107,10 @@ class Graph:
     def is_returned(self, value: Value) -> bool:
         return id(value) in self.returned
 
+    def original(self, value: Value) -> Value:
+        """The value itself; of a part of the graph, what its copy stands for."""
+        return value
+
     def symbolic(self) -> Node | None:
         """The first node with an output of no fixed shape, as `jax.export` traces them."""
         return next((node for node in self.nodes for v in node.outputs

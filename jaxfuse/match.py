@@ -15,6 +15,7 @@ from jaxfuse.canonical import ADD, NotPerChannel, Region, constant, is_float_cas
 from jaxfuse.elementwise import is_elementwise
 from jaxfuse.graph import Emission, Graph, Node, Value
 from jaxfuse.layout import Layout
+from jaxfuse.reasons import no_kernel
 
 
 class Stop(NamedTuple):
@@ -174,7 +175,7 @@ class Walk:
         if node.primitive not in ADD or len(full_size) != 2 or full_size[0] is full_size[1]:
             return Stop("the activation ends it")
         if not self.adds_last:
-            return Stop(f"{node} adds after the activation: no kernel yet on cpu", "add")
+            return Stop(no_kernel(f"{node} adds after the activation"), "add")
         if chain.residual is not None:
             return Stop(f"{node} adds a second full-size value", "add")
         if chain.masks:  # the sum would not tell them

@@ -7,6 +7,7 @@ import jax
 
 from jaxfuse import tuned
 from jaxfuse.ops.errors import one_of
+from jaxfuse.reasons import no_kernel
 from jaxfuse.rules import TABLE
 
 POLICIES = ("measured", "always", "never")
@@ -29,7 +30,7 @@ def _never(op, config, types, direction="forward") -> str:
 def _measured(op, config, types, direction="forward") -> str:
     platform = jax.default_backend()
     if platform != "cpu":
-        return f"no kernel yet on {platform}"
+        return no_kernel()
     table = TABLE[op]
     site = direction, str(types[0].dtype), table.shape_class(config, types), tuned.isa()
     rule = next((rule for rule in (*tuned.rules(op), *table.rules) if rule.fits(*site)), None)

@@ -26,7 +26,7 @@ ALLOWED = {
     "forms": {"canonical", "graph", "layout", "moments"},
     "moments": {"canonical", "graph", "layout"},
     "rows": {"canonical", "elementwise", "graph"},
-    "match": {"canonical", "elementwise", "graph", "layout"},
+    "match": {"canonical", "elementwise", "graph", "layout", "reasons"},
     "canonical": {"elementwise", "graph", "layout"},
     "elementwise": {"graph"},
     "layout": {"graph"},

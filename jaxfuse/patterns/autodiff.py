@@ -49,11 +49,6 @@ def forward(graph: Graph) -> Graph | Part:
     return _split(graph)[0] or graph
 
 
-def original(part: Graph | Part, value: Value) -> Value:
-    """The graph's value, of which the part may have a copy."""
-    return part.original(value) if isinstance(part, Part) else value
-
-
 def backward(graph: Graph) -> frozenset[int]:
     """Indices of the transposed nodes."""
     return _split(graph)[1]

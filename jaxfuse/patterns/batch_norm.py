@@ -53,7 +53,7 @@ def anchors(graph):
 def match(graph, node: Node, claimed: set[int], measured):
     x = unwidened(node.inputs[0])
     if _unmasked(x) is not x:
-        yield Refusal("bn", node, (x,), f"{x.producer} leaves elements out of the statistics: no kernel yet on cpu")
+        yield Refusal("bn", node, (x,), no_kernel(f"{x.producer} leaves elements out of the statistics"))
         return
     left = min((r.left for r in reductions(node.inputs[0]) if r.first is node and r.left), key=len, default=())
     if len(left) != 1 or left == (0,):  # rows of the batch, or groups: norm.py has them

@@ -19,6 +19,7 @@ from jaxfuse.op import Linear
 from jaxfuse.ops.conv import OP, ConvConfig
 from jaxfuse.patterns.activations import is_derivative, name_activation
 from jaxfuse.patterns.conv import config_of
+from jaxfuse.reasons import no_kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,13 +58,12 @@ def match(graph: Graph, node: Node, claimed: set[int], measured):
         if isinstance(result, Match):
             yield result
             if gradients.dx is not None and (add := _residual_add(graph, gradients.dx.out)):
-                yield Refusal("conv+residual gradient", node, (gradients.dz, *node.inputs), f"{add}: {NO_KERNEL}", "backward")
+                yield Refusal("conv+residual gradient", node, (gradients.dz, *node.inputs), no_kernel(f"{add} of the input's gradient"), "backward")
         else:
             yield Refusal(_label(gradients, False), node, (gradients.dz, *node.inputs), result, "backward")
 
 
 SAME_VALUES = {"maximum0": "relu", "clip6": "relu6"}  # and at ties another derivative
-NO_KERNEL = "no kernel yet on cpu adds to the input's gradient"
 
 
 def _residual_add(graph: Graph, dx: Value) -> Node | None:

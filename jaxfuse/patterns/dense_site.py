@@ -15,6 +15,7 @@ from jaxfuse.live import unneeded
 from jaxfuse.match import Chain, Match, Refusal, as_vector
 from jaxfuse.ops.dense import OP, DenseConfig
 from jaxfuse.patterns.autodiff import Part
+from jaxfuse.reasons import no_kernel
 
 
 class Site(NamedTuple):
@@ -45,15 +46,15 @@ def found(graph: Graph, part: Graph | Part, row, measured):
 
 def product(graph: Graph, part: Graph | Part, node: Node, name: str, nodes, measured) -> Match | str:
     """The Match of a product with nothing after it, or why there is none."""
-    config, original = config_of(node), _original(part)
+    config = config_of(node)
     if isinstance(config, str):
         return config
-    x, w = map(original, node.inputs)
+    x, w = map(part.original, node.inputs)
     kernel, reason = OP.forward.kernel(config, types_of(x, w))
     reason = reason or measured("dense", config, types_of(x, w))
     if reason:
         return reason
-    emission = Emission((x, w), (original(node.out),), lambda read: zip([original(node.out)], OP(config, read(x), read(w))))
+    emission = Emission((x, w), (part.original(node.out),), lambda read: zip([part.original(node.out)], OP(config, read(x), read(w))))
     return Match(name, node, nodes, (emission,), kernel.name, (x, w), 0)
 
 
@@ -97,10 +98,6 @@ def order_of(layer) -> tuple[int, ...]:
     return tuple((axis - outputs) % n for axis in layer.order)
 
 
-def _original(part: Graph | Part):
-    return part.original if isinstance(part, Part) else lambda value: value
-
-
 def _nodes(layer, chain: Chain) -> tuple[Node, ...]:
     return (layer.node, *layer.transposes, *chain.nodes)
 
@@ -120,29 +117,28 @@ def _site(graph: Graph, part, layer, measured) -> Site | str:
 
 
 def _fused(graph: Graph, part, layer, config: DenseConfig, chain: Chain, measured) -> Site | str:
-    original = _original(part)
     order, shape = order_of(layer), features(layer)
     straight = order == tuple(range(len(order)))
     if layer.weight_left and not straight and not layer.transposes:
         return f"{layer.node} has its weight on the left and makes columns: the kernel writes rows"
     if any(kind in ("mul", "div") for kind, _ in chain.affine):
-        return "no kernel yet on cpu scales a dense layer"
+        return no_kernel("a scale of a dense layer")
     outputs = [d for d in order if d >= len(order) - len(shape)]
     if chain.affine and outputs != sorted(outputs):
         return f"the bias lies otherwise than the outputs of {layer.node}"
-    smalls = tuple(original(value) for _, value in chain.affine)
+    smalls = tuple(part.original(value) for _, value in chain.affine)
     channels = int(np.prod(shape))
     if any(size(value) not in (1, channels) for value in smalls):
         return f"the bias is not one number for each of the {channels} outputs"
     name, alpha = chain.activation or ("none", 0.0)
     config = dataclasses.replace(
         config, has_bias=bool(chain.affine), has_residual=chain.residual is not None, activation=name, alpha=alpha)
-    z = _saved(graph, original, layer, chain)
+    z = _saved(graph, part, layer, chain)
     if isinstance(z, str):
         return z
     config = dataclasses.replace(config, saving=z is not None)
-    x, w, residual = original(layer.x), original(layer.w), chain.residual
-    added, undo = laid(graph, original(residual), chain.residual_layout, range(len(order))) if config.has_residual else (None, None)
+    x, w, residual = part.original(layer.x), part.original(layer.w), chain.residual
+    added, undo = laid(graph, part.original(residual), chain.residual_layout, range(len(order))) if config.has_residual else (None, None)
     out_shape = [layer.start.shape[d] for d in inverse(order)]
     types = [*types_of(x, w), *[jax.ShapeDtypeStruct(shape, jnp.float32)] * config.has_bias,
              *[jax.ShapeDtypeStruct(out_shape, added.dtype) for _ in range(config.has_residual)]]
@@ -152,7 +148,7 @@ def _fused(graph: Graph, part, layer, config: DenseConfig, chain: Chain, measure
         return reason
 
     def run(read):
-        center, _, offset = chain.coefficients(lambda value: as_vector(read(original(value)), channels))
+        center, _, offset = chain.coefficients(lambda value: as_vector(read(part.original(value)), channels))
         if center is not None:
             offset = -center if offset is None else offset - center
         operands = [] if offset is None else [offset.reshape(shape)]
@@ -160,26 +156,26 @@ def _fused(graph: Graph, part, layer, config: DenseConfig, chain: Chain, measure
             operands.append(lax.transpose(undo(read(added)), inverse(order)))
         outs = [out if straight else lax.transpose(out, order) for out in OP(config, read(x), read(w), *operands)]
         end = chain.layout.place(outs[0])
-        yield original(chain.end), end
+        yield part.original(chain.end), end
         if z is not None:
-            yield original(z.end), z.layout.place(outs[1])
+            yield part.original(z.end), z.layout.place(outs[1])
         for mask, array in chain.masks_from(end):
-            yield original(mask), array
+            yield part.original(mask), array
 
     needs = (x, w, *smalls, *[added] * config.has_residual)
-    defines = (original(chain.end), *[original(z.end) for z in [z] if z], *map(original, chain.masks))
+    defines = (part.original(chain.end), *[part.original(z.end) for z in [z] if z], *map(part.original, chain.masks))
     return Site(chain, Emission(needs, defines, run), kernel.name)
 
 
-def _saved(graph: Graph, original, layer, chain: Chain) -> Chain | str | None:
+def _saved(graph: Graph, part, layer, chain: Chain) -> Chain | str | None:
     """The chain to what the activation is applied to, where others, such as the activation's gradient, need that too; a
     sentence if they need what is inside even so."""
-    ends = tuple(map(original, (chain.end, *chain.masks)))
+    ends = tuple(map(part.original, (chain.end, *chain.masks)))
     before = [c for c in layer.chains if not c.activation and c.affine == chain.affine and c.residual is chain.residual]
     for saved in (None, before[-1]) if chain.activation else (None,):
-        gone = unneeded(graph, ends if saved is None else (*ends, original(saved.end)))
+        gone = unneeded(graph, ends if saved is None else (*ends, part.original(saved.end)))
         if layer.node.index in gone and (saved is None or saved.end.dtype == layer.node.out.dtype):
             return saved
-    inside = [original(value) for node in _nodes(layer, chain)[:-1] for value in node.outputs]
+    inside = [part.original(value) for node in _nodes(layer, chain)[:-1] for value in node.outputs]
     reader = next((user for value in inside for user in value.users if user.index not in gone), layer.node)
     return f"what is inside is read by {reader} too"

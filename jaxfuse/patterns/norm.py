@@ -79,7 +79,7 @@ def _name(norm: "_Norm", axes: tuple[int, ...], kept: list[int]) -> tuple[str, s
 def _regrouped(x: Value, axes: tuple[int, ...], end: Value) -> bool:
     """Whether x is another array with its channels split into groups, normalised over more than the channels of one place,
     or to be put together again."""
-    node = _uncast(x).producer
+    node = _narrowest(x).producer
     if node is None or node.primitive != "reshape":
         return False
     source = node.inputs[0]
@@ -89,14 +89,14 @@ def _regrouped(x: Value, axes: tuple[int, ...], end: Value) -> bool:
 
 def _squared(value: Value) -> Value | None:
     """What `value` is the square of, or of which it is the squared distance from the mean; casts are seen through."""
-    node = _uncast(value).producer
+    node = _narrowest(value).producer
     if node is None or not node.inputs or not is_square(node, node.inputs[0]):
         return None
     base = node.inputs[0]
-    centering = _uncast(base).producer
+    centering = _narrowest(base).producer
     if centering is not None and centering.primitive == "sub" and _is_mean(centering.inputs[1]):
         base = centering.inputs[0]
-    return _uncast(base)
+    return _narrowest(base)
 
 
 def _is_mean(value: Value) -> bool:
@@ -106,7 +106,7 @@ def _is_mean(value: Value) -> bool:
     return value.producer is not None and value.producer.primitive == "reduce_sum"
 
 
-def _uncast(value: Value) -> Value:
+def _narrowest(value: Value) -> Value:
     """What widening casts were made of."""
     while (inner := unwidened(value)) is not value:
         value = inner
@@ -152,7 +152,7 @@ class _Norm:
                     self.nodes.append(user)
             add(value)
         self.statistics[id(node.out)] = node.out
-        self.nodes += [_uncast(node.inputs[0]).producer, node]
+        self.nodes += [_narrowest(node.inputs[0]).producer, node]
         for value in list(self.statistics.values()):
             add(value)
         seen = {n.index for n in self.nodes}

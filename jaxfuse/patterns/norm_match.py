@@ -9,8 +9,8 @@ from jaxfuse.graph import Emission, Node, Value
 from jaxfuse.match import Match, Refusal, Walk, longest
 from jaxfuse.ops.norm import OP, normalised
 from jaxfuse.patterns.activations import name_activation
-from jaxfuse.patterns.autodiff import original
 from jaxfuse.patterns.norm_form import read_form
+from jaxfuse.reasons import no_kernel
 
 
 def fused(graph, part, node: Node, norm, name: str, claimed: set[int], measured):
@@ -24,7 +24,7 @@ def fused(graph, part, node: Node, norm, name: str, claimed: set[int], measured)
         if isinstance(form, str):
             return form
         if chain.affine or chain.residual is not None:
-            return "it adds to or scales the normalised value: no kernel yet on cpu"
+            return no_kernel("it adds to or scales the normalised value")
         return _match(graph, part, node, norm, form, chain, before if x.dtype == dtype else None, measured, name)
 
     found, chain, refused = longest(chains, dtype, attempt)
@@ -39,18 +39,18 @@ def fused(graph, part, node: Node, norm, name: str, claimed: set[int], measured)
 
 def _match(graph, part, node: Node, norm, form, chain, before: Node | None, measured, name: str) -> Match | str:
     """The match, or why not."""
-    x, end = original(part, norm.x), original(part, chain.end)
-    inner = {id(original(part, v)): original(part, v) for n in (*norm.nodes, *chain.nodes) for v in n.outputs}
+    x, end = part.original(norm.x), part.original(chain.end)
+    inner = {id(part.original(v)): part.original(v) for n in (*norm.nodes, *chain.nodes) for v in n.outputs}
     mine = {n.index for n in (*norm.nodes, *chain.nodes)}
     for value in inner.values():
         reader = next((n for n in value.users if n.index not in mine), None)
         if value is not end and reader is not None and not _is_cast_of(value, x) and not _is_before(value, x):
-            return f"{value!r} is read by {reader} too, in the backward pass: no kernel yet on cpu"
+            return no_kernel(f"{value!r} is read by {reader} too, in the backward pass")
     activation = chain.activation.name if chain.activation else "none"
     full, mine = (x,), mine | {before.index} if before else mine
     wants_sum = before is not None and (graph.is_returned(x) or any(n.index not in mine for n in x.users))
     if before is not None:
-        full = tuple(original(part, v) for v in before.inputs)
+        full = tuple(part.original(v) for v in before.inputs)
     config = form.config(rank=x.ndim, has_residual=before is not None, wants_sum=wants_sum,
                          activation=activation)
     batch = x.shape[: form.first] or (1,)
@@ -61,11 +61,11 @@ def _match(graph, part, node: Node, norm, form, chain, before: Node | None, meas
     reason = reason or measured("norm", config, types)
     if reason:
         return reason
-    parameters = [original(part, v) for v in form.used()]
+    parameters = [part.original(v) for v in form.used()]
 
     def run(read):
         arrays = [read(v).astype(end.dtype).reshape(x.shape) for v in full]
-        gamma, beta = form.arrays(lambda v: read(original(part, v)))
+        gamma, beta = form.arrays(lambda v: read(part.original(v)))
         outs = normalised(config, *arrays, gamma, beta)
         y, *sums = outs if wants_sum else (outs,)
         yield end, chain.layout.place(y.reshape(norm.end.shape)).reshape(end.shape)

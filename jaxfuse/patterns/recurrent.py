@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxfuse.canonical import ADD, CAST, Region, constant
+from jaxfuse.canonical import ADD, CAST, Region, constant, uncast
 from jaxfuse.elementwise import is_elementwise
 from jaxfuse.graph import Graph, Node, Value
 from jaxfuse.layout import RESHAPES
@@ -97,7 +97,7 @@ def _carried(body: Graph, params: dict, cell: Cell) -> Cell | str:
     """The cell with its states; or which of them the loop does not carry on."""
     carried = body.inputs[params["num_consts"] :][: params["num_carry"]]
     made = (cell.output, cell.next_state) if cell.output is not None else (cell.next_state,)
-    found = [next((i for i, v in enumerate(body.outputs[: len(carried)]) if _uncast(v) is _uncast(m)), None) for m in made]
+    found = [next((i for i, v in enumerate(body.outputs[: len(carried)]) if uncast(v) is uncast(m)), None) for m in made]
     if None in found:
         return f"the loop does not carry the cell's {made[found.index(None)]!r} on"
     return cell._replace(
@@ -114,7 +114,7 @@ def _sequence(part, cell: Cell) -> tuple[str, str]:
     if position is None:
         return cell.pattern, ""
     name = cell.pattern.removesuffix("_cell")
-    if _uncast(part.outputs[position]) is _uncast(cell.next_state):
+    if uncast(part.outputs[position]) is uncast(cell.next_state):
         return name, ""
     between = next((n for n in cell.next_state.users if part.outputs[position] in n.outputs), None)
     return name, f"the next step's state is not the cell's: {between or repr(part.outputs[position])} comes between"
@@ -290,7 +290,7 @@ def _is_product(value: Value) -> bool:
 
 
 def _product(value: Value) -> tuple[Value, Value] | None:
-    node = _uncast(value).producer
+    node = uncast(value).producer
     if node is None or node.primitive != "mul" or () in [v.shape for v in node.inputs]:
         return None
     return tuple(node.inputs)
@@ -299,9 +299,3 @@ def _product(value: Value) -> tuple[Value, Value] | None:
 def _is_one_minus(value: Value, gate: Value) -> bool:
     node = value.producer
     return node is not None and node.primitive == "sub" and node.inputs[1] is gate and constant(node.inputs[0]) == 1
-
-
-def _uncast(value: Value) -> Value:
-    while value.producer is not None and value.producer.primitive == CAST:
-        value = value.producer.inputs[0]
-    return value
