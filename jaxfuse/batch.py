@@ -52,6 +52,14 @@ def sharded(run: Callable, axes: BatchAxes, args, out_ranks) -> tuple:
     return tuple(call(*args))
 
 
+def reshaped(x, shape):
+    """x in another shape. Under a mesh of explicit axes JAX asks how that is sharded: along the first axis, as x is."""
+    mesh, spec = jax.typeof(x).sharding.mesh, jax.typeof(x).sharding.spec
+    if not any(spec):
+        return x.reshape(shape)
+    return jax.lax.reshape(x, shape, out_sharding=NamedSharding(mesh, PartitionSpec(spec[0], *[None] * (len(shape) - 1))))
+
+
 def equally_varying(args):
     """Inside `shard_map`: mark every argument as varying over the same mesh axes (the transpose is the psum)."""
     varying = [jax.typeof(a).manual_axis_type.varying for a in args]

@@ -86,7 +86,7 @@ class Stage:
         return kernel.run(config, args, mesh_axes) if kernel else self.reference(config, *args)
 
     def _abstract_eval(self, *avals, config):
-        return _out_types(self, config, tuple(map(_type_of, avals)))
+        return _out_types(self, config, tuple(map(type_of, avals)))
 
     def _jvp(self, primals, tangents, *, config):
         """Derivatives of the reference (for `forward`, FusedOp replaces this rule by a better one)."""
@@ -119,7 +119,7 @@ class Stage:
         kernel, _ = self.kernel(config, args)
         if kernel is None or not any(ax is not None for ax in axes.inputs):
             return self.run(config, args)
-        outs = _out_types(self, config, tuple(_type_of(jax.typeof(a)) for a in args))
+        outs = _out_types(self, config, tuple(type_of(jax.typeof(a)) for a in args))
         return sharded(functools.partial(self.run, config), axes, args, [len(o.shape) for o in outs])
 
 
@@ -168,7 +168,7 @@ class FusedOp:
         n_outs = len(outs) - saving.saves
         active = tuple(not isinstance(t, ad.Zero) for t in tangents)
         kept = self.keep(saving, primals, outs)
-        linear = Linear(saving, active, tuple(_type_of(jax.typeof(p)) for p in primals), len(kept))
+        linear = Linear(saving, active, tuple(type_of(jax.typeof(p)) for p in primals), len(kept))
         out_tangents = self.tangents(linear, *kept, *[t for t, a in zip(tangents, active) if a])
         return list(outs[:n_outs]), list(out_tangents)
 
@@ -254,7 +254,7 @@ def _jitted(stage: Stage, config):
     return jax.jit(lambda *args: stage.primitive.bind(*args, config=config))
 
 
-def _type_of(aval) -> jax.ShapeDtypeStruct:
+def type_of(aval) -> jax.ShapeDtypeStruct:
     """With what `explicit` meshes and `shard_map` add to a type: the sharding, and the mesh axes it varies over."""
     sharding = None if aval.sharding.mesh.empty else aval.sharding
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, manual_axis_type=aval.manual_axis_type)

@@ -99,6 +99,13 @@ def test_norm(name):
     assert fused(HITS[name], X, GAMMA, BETA) == [expected.removesuffix("+add")]
 
 
+def test_group_norm_of_a_value_that_is_widened_first():
+    def widened(x, g, b):
+        return group_norm(x.astype(jnp.float32), g, b).astype(x.dtype)
+
+    assert fused(widened, X.astype(jnp.bfloat16), GAMMA, BETA) == ["group_norm"]
+
+
 def test_what_follows_a_norm_and_is_not_taken():
     def leaky(x, g, b):
         return jax.nn.leaky_relu(layer_norm(x, g, b), 0.2)
@@ -285,3 +292,25 @@ def test_equinox_group_norm(x):
     apply, weights = equinox(eqx.nn.GroupNorm(2, 8), 1)
     assert fused(apply, weights, x) == ["group_norm"]
     assert fused(lambda x: eqx.nn.GroupNorm(2, 8)(x), x[0]) == ["group_norm"]
+
+
+MOVED = {
+    "in the end": lambda x, g, b: jnp.swapaxes(layer_norm(x, g, b), 0, 1),
+    "and reshaped": lambda x, g, b: jnp.swapaxes(layer_norm(x, g, b), 1, 2).reshape(2, -1, 8),
+    "a group norm's": lambda x, g, b: group_norm(x, g, b).transpose(3, 0, 1, 2),
+    "before what follows": lambda x, g, b: 2 * jnp.swapaxes(group_norm(x, g, b), 0, 1),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_result_that_is_transposed(name):
+    assert len(fused(MOVED[name], X, GAMMA, BETA)) == 1
+
+
+def test_a_value_that_is_transposed_inside():
+    def inner(x, g, b):
+        mean, var = moments(x, -1)
+        return jnp.swapaxes((x - mean) * lax.rsqrt(var + 1e-5), 0, 1) * g + b
+
+    ((pattern, reason),) = rows(inner, X, GAMMA, BETA)
+    assert pattern == "layer_norm" and "has the elements of float32[2, 6, 6, 8] in another order" in reason

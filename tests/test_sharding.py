@@ -50,7 +50,7 @@ def found():
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("function", ["conv", "batch_norm", "both"])
+@pytest.mark.parametrize("function", ["conv", "batch_norm", "both", "layers"])
 def test_as_on_one_device_and_nothing_is_gathered(function, setting, found):
     result = found[setting]
     if isinstance(result, str):
@@ -63,7 +63,7 @@ def test_as_on_one_device_and_nothing_is_gathered(function, setting, found):
 
 def test_a_batch_that_does_not_divide_is_computed_whole(found):
     result = found["jit, 6 on 4 devices"]
-    assert all(result[function]["distance"] < TOLERANCE for function in ("conv", "batch_norm", "both"))
+    assert all(result[function]["distance"] < TOLERANCE for function in ("conv", "batch_norm", "both", "layers"))
 
 
 def test_a_fused_train_step(found):
@@ -153,6 +153,17 @@ def both(a):
     return ops.conv(y, a["w"], a["bias"], h, activation="tanh"), mean, var
 
 
+def layers(a):
+    """A dense layer, layer norm, group norm and an LSTM over the places of an image."""
+    filters = a["w"].reshape(9, 8, 8)
+    y = ops.dense(a["x"], filters[0], a["bias"], a["residual"], activation="tanh")
+    y = ops.layer_norm(y, a["gamma"], a["beta"], a["residual"], activation="silu")
+    y = ops.group_norm(y, a["gamma"], a["beta"], groups=2)
+    w_x, w_h = (jnp.concatenate(list(four), -1) for four in (filters[1:5], filters[5:9]))
+    hs, h, _ = ops.lstm(jnp.moveaxis(y.reshape(len(y), 36, 8), 1, 0), w_x, w_h)
+    return jnp.moveaxis(hs, 0, 1), h
+
+
 def step(a):
     """As a user spells it, with nothing of jaxfuse."""
     conv = functools.partial(jax.lax.conv_general_dilated, window_strides=(1, 1), padding="SAME",
@@ -175,7 +186,7 @@ def forward_and_gradients(function):
     return lambda a: (function(a), jax.grad(lambda a: sum(jnp.sum(jnp.sin(out)) for out in function(a)))(a))
 
 
-def in_jit(mesh, items=8, functions=(conv, batch_norm, both), differentiated=forward_and_gradients):
+def in_jit(mesh, items=8, functions=(conv, batch_norm, both, layers), differentiated=forward_and_gradients):
     """Against the same on one device."""
 
     def result(function):
@@ -217,7 +228,7 @@ def in_shard_map(mesh, check_vma=True):
         expected = tuple(map(np.concatenate, zip(*ys))), whole
         return compared(mapped, arrays, mesh, specs, expected, kernels_in(on_one))
 
-    return {function.__name__: result(function) for function in (conv, batch_norm, both)}
+    return {function.__name__: result(function) for function in (conv, batch_norm, both, layers)}
 
 
 def compared(run, arrays, mesh, specs, expected, kernels_on_one):

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfuse import ffi
+from jaxfuse.batch import reshaped
 from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear
 from jaxfuse.ops.activations import TABLE as ACTIVATIONS
 from jaxfuse.ops.errors import Arguments
@@ -150,9 +151,9 @@ def normalised(config: NormConfig, x, *rest):
     *residual, gamma, beta = rest
     batch = x.shape[: x.ndim - config.inner_rank] or (1,)
     shape = (*batch, *x.shape[x.ndim - config.inner_rank :])
-    full = [v.reshape(shape) for v in (x, *residual)]
+    full = [reshaped(v, shape) for v in (x, *residual)]
     outs = OP(config, *full, *(v.reshape(config.parameter_shape) for v in (gamma, beta)))
-    outs = [out.reshape(x.shape) for out in outs[: 1 + config.wants_sum]]
+    outs = [reshaped(out, x.shape) for out in outs[: 1 + config.wants_sum]]
     return tuple(outs) if config.wants_sum else outs[0]
 
 
@@ -181,12 +182,13 @@ def _repeated(config: NormConfig, parameter):
 
 def _value(config: NormConfig, s, gamma, beta):
     """(y, mean, rstd)"""
-    grouped = _wide(s).reshape(*config.batch(s), *config.inner)
+    grouped = reshaped(_wide(s), (*config.batch(s), *config.inner))
     mean, rstd = _statistics(config, grouped)
     gamma, beta = (_repeated(config, _wide(v)) for v in (gamma, beta))
     z = (grouped - mean) * rstd * gamma + beta
-    y = ACTIVATIONS[config.activation].value(z, 0.0).astype(s.dtype).reshape(s.shape)
-    return y, *(v.reshape(*config.batch(s), config.inner[1]) for v in (mean, rstd))
+    y = ACTIVATIONS[config.activation].value(z, 0.0).astype(s.dtype)
+    statistic = (*config.batch(s), config.inner[1])
+    return reshaped(y, s.shape), *(reshaped(v, statistic) for v in (mean, rstd))
 
 
 def _reference(config: NormConfig, *args):
@@ -251,7 +253,8 @@ def _attrs(config: NormConfig):
 
 def _operands(config: NormConfig, full, parameters):
     """(tensors as (outer, spatial, groups, length), parameters as [groups, length] in float32)"""
-    return [v.reshape(-1, *config.inner) for v in full], [_repeated(config, p.astype(jnp.float32)) for p in parameters]
+    outer = math.prod(config.batch(full[0]))
+    return [reshaped(v, (outer, *config.inner)) for v in full], [_repeated(config, p.astype(jnp.float32)) for p in parameters]
 
 
 def _statistic_types(config: NormConfig, outer: int):
@@ -267,7 +270,7 @@ def _run_forward(config: NormConfig, args, mesh_axes):
         full[0], *parameters, *full[1:], has_residual=config.has_residual, wants_sum=config.gives_sum, saving=config.saving,
         **_attrs(config))
     statistic = (*config.batch(x), config.inner[1])
-    return tuple(out.reshape(x.shape if out.ndim == 4 else statistic) for out in outs)
+    return tuple(reshaped(out, x.shape if out.ndim == 4 else statistic) for out in outs)
 
 
 def _run_backward(linear: Linear, args, mesh_axes):
@@ -275,7 +278,7 @@ def _run_backward(linear: Linear, args, mesh_axes):
     s, gamma, beta, mean, rstd, dy, *ds = args
     *of_full, want_gamma, want_beta = linear.active
     (s4, dy4, *ds4), parameters = _operands(config, (s, dy, *ds), (gamma, beta))
-    statistics = [v.reshape(-1, config.inner[1]) for v in (mean, rstd)]
+    statistics = [reshaped(v, (s4.shape[0], config.inner[1])) for v in (mean, rstd)]
     wants_parameters = want_gamma or want_beta
     vector = jax.ShapeDtypeStruct(config.inner[1:], jnp.float32)
     dx, *dparameters = ffi.call(
@@ -285,7 +288,7 @@ def _run_backward(linear: Linear, args, mesh_axes):
         dparameters = lax.psum(dparameters, mesh_axes)
     dparameters = [d.reshape(*config.parameter_shape, config.repeats).sum(-1).astype(p.dtype)
                    for d, p in zip(dparameters, (gamma, beta))] or [None, None]
-    grads = (*[dx.reshape(s.shape)] * len(of_full), *dparameters)
+    grads = (*[reshaped(dx, s.shape)] * len(of_full), *dparameters)
     return tuple(g for g, active in zip(grads, linear.active) if active)
 
 

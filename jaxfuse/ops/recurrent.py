@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxfuse import ffi
 
@@ -55,8 +56,11 @@ def drive(tangents, dwh, states, like):
 
 def weight_gradient(states, dgates, dtype):
     """Σ states ⊗ dgates over steps and batch, one product of two matrices."""
-    rows, columns = (a.reshape(-1, a.shape[-1]) for a in (states.astype(dgates.dtype), dgates))
-    return jnp.dot(rows.T, columns, preferred_element_type=jnp.float32).astype(dtype)
+    sharding = jax.typeof(dgates).sharding  # of explicit axes JAX asks what becomes of those that are summed over
+    whole = NamedSharding(sharding.mesh, PartitionSpec()) if any(sharding.spec) else None
+    over = (((0, 1), (0, 1)), ((), ()))
+    return lax.dot_general(
+        states.astype(dgates.dtype), dgates, over, preferred_element_type=jnp.float32, out_sharding=whole).astype(dtype)
 
 
 def complete(linear, gradients, forward_axes, mesh_axes):

@@ -15,7 +15,7 @@ from jaxfuse.graph import Emission, Graph, Node, Value
 from jaxfuse.layout import channels_last, inverse, only_moved, transposed
 from jaxfuse.live import unneeded
 from jaxfuse.match import Activated, Match, Refusal, depends_on
-from jaxfuse.op import Linear
+from jaxfuse.op import Linear, type_of
 from jaxfuse.ops.conv import OP, ConvConfig
 from jaxfuse.patterns.activations import is_derivative, name_activation
 from jaxfuse.patterns.conv import config_of
@@ -213,7 +213,7 @@ def _moved(spec, order):
 
 
 def _types(values) -> tuple[jax.ShapeDtypeStruct, ...]:
-    return tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values)
+    return tuple(type_of(v.aval) for v in values)
 
 
 def _is_read_elsewhere(graph: Graph, gradients: Gradients, wanted: list[Value]) -> bool:

@@ -13,6 +13,7 @@ from jaxfuse.graph import Emission, Graph, Node
 from jaxfuse.layout import inverse, laid
 from jaxfuse.live import unneeded
 from jaxfuse.match import Chain, Match, Refusal, as_vector
+from jaxfuse.op import type_of
 from jaxfuse.ops.dense import OP, DenseConfig
 from jaxfuse.patterns.autodiff import Part
 from jaxfuse.reasons import no_kernel
@@ -80,7 +81,7 @@ def config_of(node: Node, weight_left: bool = False) -> DenseConfig | str:
 
 
 def types_of(*values) -> tuple[jax.ShapeDtypeStruct, ...]:
-    return tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values)
+    return tuple(type_of(v.aval) for v in values)
 
 
 def features(layer) -> tuple[int, ...]:

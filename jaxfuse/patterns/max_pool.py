@@ -4,7 +4,7 @@ import jax
 
 from jaxfuse.graph import Emission, Node, Value
 from jaxfuse.match import Match, Refusal
-from jaxfuse.op import Linear
+from jaxfuse.op import Linear, type_of
 from jaxfuse.ops.max_pool import OP, MaxPoolConfig
 
 
@@ -20,7 +20,7 @@ def match(graph, node: Node, claimed: set[int], measured):
     *numbers, padding, base, window = (tuple(node.params[name]) for name in names)
     gradients = _gradients(node)
     config = MaxPoolConfig(*numbers, tuple(map(tuple, padding)), base, window, saving=bool(gradients))
-    type_of_x = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    type_of_x = type_of(x.aval)
     kernel, reason = OP.forward.kernel(config, (type_of_x,))
     reason = reason or measured("max_pool", config, (type_of_x,))
     if reason:

@@ -134,7 +134,20 @@ class _Norm:
         self._start(node, x)
         ends = [v for v, step in self.full.values() if step.scaled and self._readers(v, part)]
         self.ends, self.end = ends, max(ends, key=lambda v: v.producer.index, default=None)
+        if len(ends) == 1:
+            self._leave_transposes()
         self.centered = self.end is not None and self.full[id(self.end)][1].centered
+
+    def _leave_transposes(self):
+        """The result is what is transposed in the end, if it is: the walk goes on from there."""
+        value, after, mine = self.end, [], {n.index for n in self.nodes}
+        while value.producer is not None and value.producer.index in mine and value.producer.primitive in SHAPED:
+            after.append(value.producer)
+            value = value.producer.inputs[0]
+            if after[-1].primitive == "transpose" and self.full[id(value)][1].scaled:
+                self.ends, self.end = [value], value
+                self.nodes = [n for n in self.nodes if n not in after]
+                self.full = {key: of for key, of in self.full.items() if of[0].producer not in after}
 
     def _start(self, node: Node, x: Value):
         """Seeds: the sum of squares, the sum of x over the same axes, x and its other shapes and types."""

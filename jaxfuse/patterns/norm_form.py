@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxfuse.graph import Node, Value
 from jaxfuse.ops.norm import NormConfig
-from jaxfuse.rows import MEAN, VAR, Key, Rows
+from jaxfuse.rows import MEAN, VAR, Key, Rows, merged, row_major
 
 UNREAD = "its steps are not those of a normalisation by mean and variance"
 
@@ -65,6 +65,8 @@ def read_form(x: Value, axes: set[int], same: list[Value], nodes: list[Node], en
     known = rows.known.get(id(end))
     if known is None or any(power > 1 for power, _ in known.terms):
         return UNREAD
+    if merged(sum(known.digits, ())) != merged(sum(row_major(x.shape), ())):
+        return f"{end!r} has the elements of {x!r} in another order"
     scaled = {key: table for (power, key), table in known.terms.items() if power == 1 and np.abs(table).max() > 0}
     root = next((_root(table) for table in scaled.values()), None)
     if root is None:

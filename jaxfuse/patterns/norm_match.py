@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfuse.batch import reshaped
 from jaxfuse.canonical import ADD, CAST, size, varying_axes
 from jaxfuse.graph import Emission, Node, Value
 from jaxfuse.match import Match, Refusal, Walk, longest
@@ -64,11 +65,11 @@ def _match(graph, part, node: Node, norm, form, chain, before: Node | None, meas
     parameters = [part.original(v) for v in form.used()]
 
     def run(read):
-        arrays = [read(v).astype(end.dtype).reshape(x.shape) for v in full]
+        arrays = [reshaped(read(v).astype(end.dtype), x.shape) for v in full]
         gamma, beta = form.arrays(lambda v: read(part.original(v)))
         outs = normalised(config, *arrays, gamma, beta)
         y, *sums = outs if wants_sum else (outs,)
-        yield end, chain.layout.place(y.reshape(norm.end.shape)).reshape(end.shape)
+        yield end, reshaped(chain.layout.place(reshaped(y, norm.end.shape)), end.shape)
         yield from zip([x], sums)
 
     nodes = (*[before] * (before is not None), *norm.nodes, *chain.nodes)
