@@ -63,6 +63,7 @@ def test_same_sites_and_numbers_as_through_the_loss(dtype):
     report = jaxfuse.explain(problem.step, *problem.arguments, policy="always")
     assert sites(report, "forward") == sites(through_loss, "forward")
     backward, forward = sites(report, "backward"), sites(report, "forward")
+    assert backward.pop("dense_grad+bias_grad") == forward.pop("dense+bias") == 1
     assert backward == forward
     residual = [site for site in report.skipped if site.pattern == "conv+residual gradient"]
     # the second block's skip connection; and in the first the gradients of two convolutions meet in one sum
