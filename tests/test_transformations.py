@@ -126,8 +126,13 @@ def transformed_truth(case, transformation):
         return jit(functools.partial(TRANSFORMATIONS[transformation], case.unfused))(as_float64(case.inputs()))
 
 
-@pytest.mark.parametrize("transformation", TRANSFORMATIONS)
-@pytest.mark.parametrize("name", CORE)
+# Second derivatives are taken of the reference: one case of each op's is enough, and they take long to compile.
+SECOND = [name for name in TRANSFORMATIONS if " over " in name]
+FIRST = {CASES[name].module: name for name in reversed(CORE)}.values()
+ROWS = [(name, kind) for name in CORE for kind in TRANSFORMATIONS if kind not in SECOND or name in FIRST]
+
+
+@pytest.mark.parametrize("name, transformation", ROWS)
 @pytest.mark.parametrize("kernel", ["installed"], indirect=True)
 def test_transformation(name, transformation, kernel):
     case = CASES[name]
