@@ -1,5 +1,6 @@
 """Side by side: every peer's process is started once, and while one of them works the others are stopped (SIGSTOP)."""
 
+import contextlib
 import json
 import os
 import signal
@@ -60,7 +61,8 @@ class Worker:
         if self._process.poll() is None:
             self._signal(signal.SIGKILL)
         self._process.wait()
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # what it was asked last, and will not read
+            self._process.stdin.close()
         self._process.stdout.close()
         self._log.close()
 

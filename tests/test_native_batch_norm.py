@@ -322,7 +322,7 @@ RECOMPUTE = BACKWARD | {"deriv": "recompute"}
 @pytest.mark.parametrize(
     "target, out_types, operands, attrs, sentence",
     [
-        ("stats", [vector(6)] * 2, [X.astype(np.float16)], {}, "x has dtype F16, expected float32 or bfloat16"),
+        ("stats", [vector(6)] * 2, [X.astype(np.float16)], {}, "x has dtype float16, expected float32 or bfloat16"),
         ("stats", [vector(6)] * 2, [V], {}, r"x has shape \(6,\), expected at least 2 dimensions"),
         ("stats", [vector(6), vector(5)], [X], {}, r"var has shape \(5,\), expected \(6,\)"),
         ("stats", [vector(6)], [X], {}, "got 1 results, expected 2"),

@@ -41,7 +41,7 @@ RULES = OpRules(
     "elements", size, shape_class=shape_class,
     ladders={
         "rows": Ladder(_layer_norm, _shapes((4, 32), (32, 64), (64, 256), (128, 768))),
-        "places": Ladder(_group_norm, _shapes((1, 4, 4, 16), (2, 8, 8, 32), (4, 16, 16, 64))),
+        "places": Ladder(_group_norm, _shapes((2, 4, 4, 32), (2, 8, 8, 32), (4, 16, 16, 64))),
     },
     rules=(
         Rule(points(
@@ -55,7 +55,12 @@ RULES = OpRules(
             (16_384, (25.8, 10.9), (51.5, 23.6)),
             (98_304, (70.3, 21.6), (182.0, 63.1))), dtype="bfloat16", shape="rows"),
         Rule(points(
-            (4_096, (41.4, 6.96), (66.6, 17.4)),
-            (65_536, (106.0, 45.3), (272.0, 136.0))), dtype="float32", shape="places"),
+            (1_024, (28.8, 3.51), (67.2, 8.37)),
+            (4_096, (28.7, 4.67), (58.4, 11.7)),
+            (65_536, (100, 47.8), (273, 135))), dtype="float32", shape="places"),
+        Rule(points(
+            (1_024, (10.1, 3.82), (20.9, 9.13)),
+            (4_096, (29.6, 7.75), (53.7, 20.2)),
+            (65_536, (147, 57.2), (337, 142))), dtype="bfloat16", shape="places"),
     ),
 )  # fmt: skip
