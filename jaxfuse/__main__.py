@@ -34,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
 
     # No option of its own but --tune, not even --help: whatever follows is the benchmark's. Hence a prefix that no argument has.
     text = "measure ops and models against XLA and PyTorch; what follows goes to python -m benchmarks. --tune: from which size on " \
-        "each fused kernel wins on this machine, kept for policy \"measured\" (a minute or two; --tune --quick tries it)"
+        "each fused kernel wins on this machine, kept for policy \"measured\" (a few minutes; --tune --quick tries it)"
     bench = commands.add_parser("bench", help=text, add_help=False, prefix_chars="\0")
     bench.add_argument("rest", nargs=argparse.REMAINDER)
     bench.set_defaults(run=_bench)

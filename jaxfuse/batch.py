@@ -52,6 +52,11 @@ def sharded(run: Callable, axes: BatchAxes, args, out_ranks) -> tuple:
     return tuple(call(*args))
 
 
+def completed(found, batch_axes, mesh_axes) -> tuple:
+    """What a shard's kernel gives: values without a batch axis are sums over the batch, so over those mesh axes too."""
+    return tuple(jax.lax.psum(f, mesh_axes) if mesh_axes and ax is None else f for f, ax in zip(found, batch_axes))
+
+
 def reshaped(x, shape):
     """x in another shape. Under a mesh of explicit axes JAX asks how that is sharded: along the first axis, as x is."""
     mesh, spec = jax.typeof(x).sharding.mesh, jax.typeof(x).sharding.spec

@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from jaxfuse import ffi
+from jaxfuse.batch import completed
 from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear, widened
 from jaxfuse.ops.activations import TABLE as ACTIVATIONS
 from jaxfuse.ops.errors import Arguments
@@ -303,10 +304,7 @@ def _run_backward(linear: Linear, args, mesh_axes):
     if want_dw:
         found = (*found[:want_dx], _turned(config, found[want_dx]), *found[want_dx + 1 :])
     found = tuple(f.astype(t.dtype) for f, t in zip(found, wanted))
-    if not mesh_axes:
-        return found
-    whole = _backward_axes(linear, [a.ndim for a in args]).outputs
-    return tuple(f if ax is not None else lax.psum(f, mesh_axes) for f, ax in zip(found, whole))
+    return completed(found, _backward_axes(linear, [a.ndim for a in args]).outputs, mesh_axes)
 
 
 OP = FusedOp(

@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from jaxfuse import ffi
+from jaxfuse.batch import completed
 from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear
 from jaxfuse.ops.activations import TABLE as ACTIVATIONS
 from jaxfuse.ops.errors import Arguments
@@ -226,10 +227,7 @@ def _run_backward(linear: Linear, args, mesh_axes):
     attrs = _attributes(config, x, w) | dict(
         by_value=not config.saving, want_dx=want_dx, want_dw=want_dw, want_db=want_db, want_dresidual=want_dresidual)
     found = ffi.call("jaxfuse_dense_bwd", results, *operands, **attrs)
-    if not mesh_axes:
-        return found
-    whole = _backward_axes(linear, [a.ndim for a in args]).outputs
-    return tuple(f if ax is not None else lax.psum(f, mesh_axes) for f, ax in zip(found, whole))
+    return completed(found, _backward_axes(linear, [a.ndim for a in args]).outputs, mesh_axes)
 
 
 OP = FusedOp(

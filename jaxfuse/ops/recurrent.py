@@ -6,6 +6,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxfuse import ffi
+from jaxfuse.batch import completed
 
 _DTYPES = ("float32", "bfloat16")
 
@@ -66,8 +67,8 @@ def weight_gradient(states, dgates, dtype):
 def complete(linear, gradients, forward_axes, mesh_axes):
     """Those that are wanted, what is summed over a sharded batch completed."""
     axes = forward_axes(linear.config, None).inputs
-    return tuple(lax.psum(g, mesh_axes) if mesh_axes and ax is None else g
-                 for g, ax, active in zip(gradients, axes, linear.active) if active)
+    wanted = [(g, ax) for g, ax, active in zip(gradients, axes, linear.active) if active]
+    return completed(*zip(*wanted), mesh_axes)
 
 
 def types_of(function, *args):
