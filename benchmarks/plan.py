@@ -8,7 +8,8 @@ from pathlib import Path
 from . import report
 
 # Seconds of one peer for one case where no result tells, and what a turn of a short call costs beside its own time.
-UNKNOWN = {"model": 20.0, "batch_norm": 2.0, "conv": 2.0, "issue": 3.0}
+UNKNOWN = {"model": 20.0, "issue": 3.0}
+UNKNOWN_OP = 2.0
 STARTING = 5.0  # s of every worker
 
 
@@ -33,7 +34,7 @@ def seconds(work, names, turns, turn_seconds, rows):
         for name in names:
             answer = before.get(case.name, {}).get("peers", {}).get(name, {})
             total[case.kind] += _of_peer(answer, turns, turn_seconds) or _of_kind(case.kind, name, rows, turns, turn_seconds)
-        total[case.kind] += UNKNOWN[case.kind] / 4  # the float64 reference
+        total[case.kind] += UNKNOWN.get(case.kind, UNKNOWN_OP) / 4  # the float64 reference
     return total
 
 
@@ -50,7 +51,7 @@ def _of_kind(kind, name, rows, turns, turn_seconds):
         found = [_of_peer(row["peers"].get(n, {}), turns, turn_seconds) for row in rows if row["kind"] == kind for n in names]
         if any(found):
             return statistics.median(filter(None, found))
-    return UNKNOWN[kind]
+    return UNKNOWN.get(kind, UNKNOWN_OP)
 
 
 def sentence(work, skipped, names, per_kind):
