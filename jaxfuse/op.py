@@ -23,14 +23,15 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
 
-from jaxfuse import private
+from jaxfuse import platforms, private
 from jaxfuse.batch import BatchAxes, equally_varying, merge, sharded, split
+from jaxfuse.reasons import no_kernel
 
 Arrays = tuple[jax.Array, ...]
 
 
 class Kernel(NamedTuple):
-    """One way to run a stage on the CPU.
+    """One way to run a stage on a platform, as lowering rules name it ("cpu", "cuda").
 
     `refuse(config, args)` says in words why these arguments cannot be taken (None: they can); `args` need only have
     shape and dtype. `run(config, args, mesh_axes)` computes the outputs on arrays; `mesh_axes` are the mesh axes over
@@ -40,6 +41,7 @@ class Kernel(NamedTuple):
     name: str
     refuse: Callable[[Any, tuple], str | None]
     run: Callable[[Any, Arrays, tuple[str, ...]], Arrays]
+    platform: str = "cpu"
 
 
 def widened(arrays: Arrays) -> Arrays:
@@ -64,23 +66,26 @@ class Stage:
         mlir.register_lowering(p, _lowering(lambda *args, config: reference(config, *args)))
         if kernels:
             private.needs_devices(p)
-            on_cpu = _lowering(lambda *args, config: self._partitioned(config, args))
-            mlir.register_lowering(p, on_cpu, platform="cpu")
+        for platform in {kernel.platform for kernel in kernels}:
+            mlir.register_lowering(p, _lowering(self._partitioned_on(platform)), platform=platform)
 
     def __call__(self, config: Hashable, *args) -> list[jax.Array]:
         return self.primitive.bind(*equally_varying(args), config=config)
 
-    def kernel(self, config, args) -> tuple[Kernel | None, str]:
-        """The first kernel that takes these arguments, or (None, why the last one does not)."""
-        reason = "this op has no native kernel"
+    def kernel(self, config, args, platform: str | None = None) -> tuple[Kernel | None, str]:
+        """The first kernel of the platform (None: where programs run here) that takes these arguments, or (None, why the
+        last one does not)."""
+        platform = platform or platforms.current()
+        reason = no_kernel()
         for kernel in self.kernels:
-            reason = kernel.refuse(config, args)
-            if reason is None:
-                return kernel, ""
+            if kernel.platform == platform:
+                reason = kernel.refuse(config, args)
+                if reason is None:
+                    return kernel, ""
         return None, reason
 
-    def run(self, config, args, mesh_axes: tuple[str, ...] = ()) -> Arrays:
-        kernel, _ = self.kernel(config, args)
+    def run(self, config, args, platform: str, mesh_axes: tuple[str, ...] = ()) -> Arrays:
+        kernel, _ = self.kernel(config, args, platform)
         if kernel is None and mesh_axes:
             raise NotImplementedError(f"{self.name}: no kernel for {args} on a shard")
         return kernel.run(config, args, mesh_axes) if kernel else self.reference(config, *args)
@@ -113,14 +118,22 @@ class Stage:
         outs = self(config, *merged)
         return [split(o, ax, size) for o, ax in zip(outs, axes.outputs)], axes.outputs
 
-    def _partitioned(self, config, args):
+    def _partitioned_on(self, platform: str):
         """`run` on every shard of the batch: no all-gather of what is sharded along the batch axis."""
-        axes = self.batch_axes(config, [jnp.ndim(a) for a in args])
-        kernel, _ = self.kernel(config, args)
-        if kernel is None or not any(ax is not None for ax in axes.inputs):
-            return self.run(config, args)
-        outs = _out_types(self, config, tuple(type_of(jax.typeof(a)) for a in args))
-        return sharded(functools.partial(self.run, config), axes, args, [len(o.shape) for o in outs])
+
+        def partitioned(*args, config):
+            axes = self.batch_axes(config, [jnp.ndim(a) for a in args])
+            kernel, _ = self.kernel(config, args, platform)
+            if kernel is None or not any(ax is not None for ax in axes.inputs):
+                return self.run(config, args, platform)
+            outs = _out_types(self, config, tuple(type_of(jax.typeof(a)) for a in args))
+
+            def run(shards, mesh_axes=()):
+                return self.run(config, shards, platform, mesh_axes)
+
+            return sharded(run, axes, args, [len(o.shape) for o in outs])
+
+        return partitioned
 
 
 class FusedOp:

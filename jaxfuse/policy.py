@@ -3,9 +3,7 @@
 
 import math
 
-import jax
-
-from jaxfuse import tuned
+from jaxfuse import platforms, tuned
 from jaxfuse.ops.errors import one_of
 from jaxfuse.reasons import no_kernel
 from jaxfuse.rules import TABLE
@@ -28,8 +26,7 @@ def _never(op, config, types, direction="forward") -> str:
 
 
 def _measured(op, config, types, direction="forward") -> str:
-    platform = jax.default_backend()
-    if platform != "cpu":
+    if platforms.current() != "cpu":
         return no_kernel()
     table = TABLE[op]
     site = direction, str(types[0].dtype), table.shape_class(config, types), tuned.isa()

@@ -1,11 +1,12 @@
 """How it is put that what was recognised has no kernel. Such a row asks nothing of the user's program."""
 
-import jax
+from jaxfuse import platforms
 
 
 def no_kernel(what: str = "") -> str:
     """The reason of a row that is recognised before its kernel exists, or of the step `what` that no kernel takes."""
-    return f"{what}: no kernel yet on {jax.default_backend()}" if what else f"no kernel yet on {jax.default_backend()}"
+    reason = f"no kernel yet on {platforms.current()}"
+    return f"{what}: {reason}" if what else reason
 
 
 def lacks_kernel(reason: str) -> bool:

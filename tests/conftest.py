@@ -29,7 +29,7 @@ def kernel(request):
 
 @pytest.fixture
 def some_kernel(monkeypatch):
-    def kernel(stage, config, args):
+    def kernel(stage, config, args, platform=None):
         return op.Kernel("reference", None, lambda config, args, mesh_axes: stage.reference(config, *args)), ""
 
     if any(ffi.unavailable(target) for target in ffi.TARGETS):
