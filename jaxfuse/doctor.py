@@ -7,7 +7,7 @@ import jaxlib
 from rich.console import Console
 from rich.table import Table
 
-from jaxfuse import ffi, tuned
+from jaxfuse import cuda, ffi, tuned
 from jaxfuse.rules import TABLE
 
 
@@ -20,7 +20,7 @@ def doctor() -> str:
     table = Table(show_header=False)
     table.add_column()
     table.add_column(overflow="fold")
-    for name, value in (*_versions(), *_native_module(), *_rules()):
+    for name, value in (*_versions(), *_native_module(), *_cuda_library(), *_rules()):
         table.add_row(name, value)
     console = Console(width=110)
     with console.capture() as capture:
@@ -41,9 +41,9 @@ def _native_module() -> list[tuple[str, str]]:
         module = ffi.native()
         targets = [(target, ffi.unavailable(target) or "usable") for target in ffi.TARGETS]
     except RuntimeError as error:
-        return [("native module", f"broken: {error}"), _CUDA]
+        return [("native module", f"broken: {error}")]
     if module is None:
-        return [("native module", "absent: everything runs by reference"), *targets, _CUDA]
+        return [("native module", "absent: everything runs by reference"), *targets]
     info = module.info()
     onednn = f"{info['onednn']}, uses {info['isa']}" if info["onednn"] else f"absent: {info['no_onednn']}"
     return [
@@ -52,8 +52,18 @@ def _native_module() -> list[tuple[str, str]]:
         ("our own kernels", f"use {info['simd']}"),
         ("threads", str(info["threads"])),
         *targets,
-        _CUDA,
     ]
+
+
+def _cuda_library() -> list[tuple[str, str]]:
+    try:
+        if (reason := cuda.unavailable("")) and not cuda.library():
+            return [("CUDA library", f"absent: {reason}")]
+    except RuntimeError as error:
+        return [("CUDA library", f"broken: {error}")]
+    info = cuda.info()
+    built = f"{cuda.path()}\nnvcc {info.pop('nvcc')} for sm_{info.pop('architectures')}, XLA FFI {info.pop('ffi_api')}"
+    return [("CUDA library", built), *info.items(), *((f"{target} on CUDA", "built") for target in sorted(cuda.targets()))]
 
 
 def _rules() -> list[tuple[str, str]]:
@@ -70,6 +80,3 @@ def _rules() -> list[tuple[str, str]]:
         rules = (*found.rules.get(op, ()), *table.rules)
         rows.append((f"  {op}", "\n".join(f"{rule.sites}: {rule.wins_from(table.unit)}; {rule.machine}" for rule in rules)))
     return [('policy "measured"', f"{origin}; the fused kernel is used from this size on:"), *rows]
-
-
-_CUDA = ("CUDA", "not built in this version")

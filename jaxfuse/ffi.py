@@ -36,7 +36,7 @@ TARGETS = (
 )
 
 _ONEDNN_PACKAGE = "onednn-cpu-gomp"
-_REINSTALL = "reinstall jaxfuse with its dependencies: from its source tree, python -m pip install --force-reinstall ."
+REINSTALL = "reinstall jaxfuse with its dependencies: from its source tree, python -m pip install --force-reinstall ."
 _loading = threading.RLock()
 
 
@@ -49,6 +49,11 @@ def call(target: str, out_types: Any, *operands: jax.Array, **attrs: Any) -> Any
     """
     if reason := unavailable(target):
         raise NotImplementedError(f"{target}: {reason}")
+    return call_registered(target, out_types, *operands, **attrs)
+
+
+def call_registered(target: str, out_types: Any, *operands: jax.Array, **attrs: Any) -> Any:
+    """``call`` of whatever is registered by that name for the platform that the program is lowered for."""
     attributes = {name: _attribute(value) for name, value in attrs.items()}
     return jax.ffi.ffi_call(target, out_types)(*operands, **attributes)
 
@@ -65,7 +70,7 @@ def unavailable(target: str) -> str | None:
         return None
     if target in TARGETS and "no_onednn" in module.info():
         return f"the native module has no such kernel: {module.info()['no_onednn']}"
-    return f"the native module has no such kernel, it comes from another version of jaxfuse; {_REINSTALL}"
+    return f"the native module has no such kernel, it comes from another version of jaxfuse; {REINSTALL}"
 
 
 def native() -> ModuleType | None:
@@ -85,22 +90,22 @@ def _native() -> ModuleType | None:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except (ImportError, OSError) as error:
-        raise RuntimeError(f"jaxfuse: the native module {path} does not load: {error}; {_REINSTALL}") from error
-    _check_api(module, path)
+        raise RuntimeError(f"jaxfuse: the native module {path} does not load: {error}; {REINSTALL}") from error
+    check_api(module.info()["ffi_api"], path)
     sys.modules["jaxfuse._native"] = module
     return module
 
 
-def _check_api(module: ModuleType, path: pathlib.Path) -> None:
+def check_api(built: str, path: pathlib.Path) -> None:
     """XLA takes handlers built for its own FFI version or an older one. It checks when its CPU backend starts, and that
     failing leaves JAX without a CPU; so this asks first."""
     header = pathlib.Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text()
     major, minor = (int(re.search(rf"#define XLA_FFI_API_{part} (\d+)", header)[1]) for part in ("MAJOR", "MINOR"))
-    built_major, built_minor = (int(part) for part in module.info()["ffi_api"].split("."))
+    built_major, built_minor = (int(part) for part in built.split("."))
     if built_major != major or built_minor > minor:
         raise RuntimeError(
-            f"jaxfuse: the native module {path} is built for XLA's FFI {built_major}.{built_minor}, "
-            f"and jaxlib {jaxlib.__version__} has {major}.{minor}; {_REINSTALL}"
+            f"jaxfuse: {path} is built for XLA's FFI {built_major}.{built_minor}, "
+            f"and jaxlib {jaxlib.__version__} has {major}.{minor}; {REINSTALL}"
         )
 
 
@@ -123,18 +128,19 @@ def _native_path() -> pathlib.Path | None:
     root of the repository), where the installed package has it."""
     names = {"_native" + suffix for suffix in importlib.machinery.EXTENSION_SUFFIXES}
     beside = (path for path in pathlib.Path(__file__).parent.iterdir() if path.name in names)
-    return next(beside, None) or _installed_file("jaxfuse", names)
+    return next(beside, None) or installed_file("jaxfuse", names)
 
 
 def _load_onednn() -> None:
     """Loads libdnnl.so.3 from the installed oneDNN package, so that the native module needs no search path for it: the
     dynamic linker takes a library that is loaded already. Where the package is not installed, the linker may find one
     elsewhere, or the native module was built without."""
-    if library := _installed_file(_ONEDNN_PACKAGE, {"libdnnl.so.3"}):
+    if library := installed_file(_ONEDNN_PACKAGE, {"libdnnl.so.3"}):
         ctypes.CDLL(str(library))
 
 
-def _installed_file(package: str, names: set[str]) -> pathlib.Path | None:
+def installed_file(package: str, names: set[str]) -> pathlib.Path | None:
+    """The first file of an installed package that has one of these names."""
     try:
         files = importlib.metadata.files(package) or ()
     except importlib.metadata.PackageNotFoundError:

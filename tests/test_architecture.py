@@ -33,12 +33,13 @@ ALLOWED = {
     "layout": {"graph"},
     "graph": {"source"},
     "source": set(),
-    "ops": {"batch", "ops", "op", "ffi", "reasons"},
+    "ops": {"batch", "ops", "op", "cuda", "ffi", "reasons"},
     "op": {"batch", "platforms", "private", "reasons"},
     "batch": set(),
     "private": set(),
     "ffi": {"_native"},
-    "doctor": {"ffi", "__init__", "rules", "tuned"},
+    "cuda": {"ffi"},
+    "doctor": {"cuda", "ffi", "__init__", "rules", "tuned"},
     "flax": {"flax", "fuse", "report", "signature"},
     "demo": {"__init__", "demo", "report"},
 }
@@ -90,7 +91,7 @@ def test_patterns_and_ops_have_the_same_names():
     assert {name.removesuffix("_grad") for name in ops} <= handlers
 
 
-@pytest.mark.parametrize("pattern", ["jaxfuse/**/*.py", "xla_ext/*", "tests/*.py", "benchmarks/*.py"])
+@pytest.mark.parametrize("pattern", ["jaxfuse/**/*.py", "xla_ext/*", "cuda/*", "tests/*.py", "benchmarks/*.py"])
 def test_files_are_small(pattern):
     long = {str(p.relative_to(ROOT)): n for p in ROOT.glob(pattern) if p.is_file() and (n := len(p.read_text().splitlines())) > 350}
     assert not long

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "activation.h"
-#include "handler.h"
+#include "call.h"
 
 namespace jaxfuse {
 

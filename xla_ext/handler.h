@@ -1,54 +1,16 @@
-// What every kernel file needs to become an XLA FFI target: checked access to operands, results and attributes, errors
-// in words, and registration. A kernel is a function `void f(const Call&)`; it checks its arguments with the helpers
-// here, which throw, and JAXFUSE_HANDLER turns what is thrown into an ffi::Error naming the target.
+// What every kernel file needs to become an XLA FFI target on the CPU: JAXFUSE_HANDLER, and through call.h checked
+// arguments and errors in words. A kernel is a function `void f(const Call&)`.
 #pragma once
 
 #include <cstdint>
-#include <initializer_list>
-#include <map>
-#include <new>
-#include <sstream>
-#include <stdexcept>
-#include <string>
-#include <vector>
 
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
 
-#include "xla/ffi/api/ffi.h"
+#include "call.h"
 
 namespace jaxfuse {
-
-namespace ffi = xla::ffi;
-using DType = ffi::DataType;
-using Shape = std::vector<int64_t>;
-
-inline std::string to_string(const Shape& shape) {
-  std::string text = "(";
-  for (size_t i = 0; i < shape.size(); ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
-  return text + (shape.size() == 1 ? ",)" : ")");
-}
-
-inline std::string to_string(DType dtype) {
-  switch (dtype) {
-    case DType::F32: return "float32";
-    case DType::BF16: return "bfloat16";
-    case DType::F16: return "float16";
-    case DType::U8: return "uint8";
-    case DType::S32: return "int32";
-    default: break;
-  }
-  std::ostringstream other;
-  other << dtype;
-  return other.str();
-}
-
-inline int64_t size_of(const Shape& shape) {
-  int64_t size = 1;
-  for (int64_t extent : shape) size *= extent;
-  return size;
-}
 
 // Asks for 2 MB pages behind a large result. XLA maps a program's large values anew for every run, and first touches in
 // 4 KB pages cost more than writing them (170,000 faults, 150 of 850 ms, in a ResNet-50 training step). Only advice: where
@@ -62,115 +24,10 @@ inline void advise_huge_pages(void* data, size_t bytes) {
 #endif
 }
 
-// One operand or result: row-major, `shape` is the logical shape.
-struct Tensor {
-  const char* name;
-  void* data;
-  DType dtype;
-  Shape shape;
-
-  int64_t size() const { return size_of(shape); }
-  size_t bytes() const { return size() * ffi::ByteWidth(dtype); }
-  template <class T>
-  T* as() const { return static_cast<T*>(data); }
-};
-
-class Call {
- public:
-  Call(const char* target, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attrs)
-      : target_(target), args_(args), rets_(rets), attrs_(attrs) {}
-
-  template <class... Parts>
-  [[noreturn]] void refuse(const Parts&... parts) const {
-    std::ostringstream text;
-    text << target_ << ": ";
-    (text << ... << parts);
-    throw std::invalid_argument(text.str());
+inline void advise_huge_pages(ffi::RemainingRets results) {
+  for (size_t i = 0; i < results.size(); ++i) {
+    if (auto buffer = results.get<ffi::AnyBuffer>(i)) advise_huge_pages((*buffer)->untyped_data(), (*buffer)->size_bytes());
   }
-
-  void expect_counts(size_t operands, size_t results) const {
-    if (args_.size() != operands) refuse("got ", args_.size(), " operands, expected ", operands);
-    if (rets_.size() != results) refuse("got ", rets_.size(), " results, expected ", results);
-  }
-
-  size_t results() const { return rets_.size(); }
-
-  Tensor operand(size_t i, const char* name) const {
-    auto buffer = args_.get<ffi::AnyBuffer>(i);
-    if (!buffer) refuse("operand ", name, " (number ", i, ") is missing");
-    return tensor(*buffer, name);
-  }
-
-  Tensor result(size_t i, const char* name) const {
-    auto buffer = rets_.get<ffi::AnyBuffer>(i);
-    if (!buffer) refuse("result ", name, " (number ", i, ") is missing");
-    Tensor result = tensor(**buffer, name);
-    advise_huge_pages(result.data, result.bytes());
-    return result;
-  }
-
-  template <class T>
-  T attr(const char* name) const {
-    auto value = attrs_.get<T>(name);
-    if (!value) refuse("attribute ", name, " is missing or of another type: ", value.error().message());
-    return *value;
-  }
-
-  Shape int_array(const char* name) const {
-    auto span = attr<ffi::Span<const int64_t>>(name);
-    return Shape(span.begin(), span.end());
-  }
-
-  void expect_dtype(const Tensor& t, std::initializer_list<DType> allowed) const {
-    std::string wanted;
-    for (DType dtype : allowed) {
-      if (t.dtype == dtype) return;
-      wanted += (wanted.empty() ? "" : " or ") + to_string(dtype);
-    }
-    refuse(t.name, " has dtype ", to_string(t.dtype), ", expected ", wanted);
-  }
-
-  void expect_shape(const Tensor& t, const Shape& shape) const {
-    if (t.shape != shape) refuse(t.name, " has shape ", to_string(t.shape), ", expected ", to_string(shape));
-  }
-
- private:
-  static Tensor tensor(const ffi::AnyBuffer& buffer, const char* name) {
-    auto dims = buffer.dimensions();
-    return {name, buffer.untyped_data(), buffer.element_type(), Shape(dims.begin(), dims.end())};
-  }
-
-  const char* target_;
-  ffi::RemainingArgs args_;
-  ffi::RemainingRets rets_;
-  ffi::Dictionary attrs_;
-};
-
-template <class Kernel>
-ffi::Error run_guarded(const char* target, Kernel kernel, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                       ffi::Dictionary attrs) {
-  try {
-    kernel(Call(target, args, rets, attrs));
-    return ffi::Error::Success();
-  } catch (const std::invalid_argument& e) {
-    return ffi::Error::InvalidArgument(e.what());
-  } catch (const std::bad_alloc&) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(target) + ": out of memory");
-  } catch (const std::exception& e) {
-    return ffi::Error::Internal(std::string(target) + ": " + e.what());
-  }
-}
-
-// target name -> handler, filled by static initialisers of the kernel files, read by module.cc.
-inline std::map<std::string, XLA_FFI_Handler*>& handlers() {
-  static std::map<std::string, XLA_FFI_Handler*> table;
-  return table;
-}
-
-// What jaxfuse._native.info() says, e.g. "simd" -> "avx512", filled by static initialisers of the files that know.
-inline std::map<std::string, std::string>& facts() {
-  static std::map<std::string, std::string> table;
-  return table;
 }
 
 // JAXFUSE_HANDLER(jaxfuse_relu, relu) at namespace scope registers `void relu(const Call&)`.
@@ -178,7 +35,10 @@ inline std::map<std::string, std::string>& facts() {
   XLA_FFI_DEFINE_HANDLER(                                                                                          \
       target##_handler,                                                                                            \
       [](::xla::ffi::RemainingArgs args, ::xla::ffi::RemainingRets rets, ::xla::ffi::Dictionary attrs) {            \
-        return ::jaxfuse::run_guarded(#target, kernel, args, rets, attrs);                                         \
+        return ::jaxfuse::guarded(#target, [&] {                                                                   \
+          ::jaxfuse::advise_huge_pages(rets);                                                                      \
+          kernel(::jaxfuse::Call(#target, args, rets, attrs));                                                     \
+        });                                                                                                        \
       },                                                                                                           \
       ::xla::ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs());                                            \
   static const bool target##_registered = ::jaxfuse::handlers().emplace(#target, target##_handler).second

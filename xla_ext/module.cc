@@ -32,6 +32,7 @@ py::dict info() {
 #ifdef JAXFUSE_NO_ONEDNN
   result["no_onednn"] = JAXFUSE_NO_ONEDNN;
 #endif
+  result["no_cuda"] = JAXFUSE_NO_CUDA;  // empty: libjaxfuse_cuda.so was built with it
   return result;
 }
 
