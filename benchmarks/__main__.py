@@ -9,7 +9,7 @@ from . import cases, machine, peers, plan, report, run, screen
 from .turns import WorkerError
 
 ROOT = Path(__file__).resolve().parent.parent
-SELECTION = 'kinds ("conv", "batch_norm", "model", "issue") or dotted parts of a case\'s name ("resnet50.bf16"); all if none is given'
+SELECTION = f'kinds ({", ".join(cases.KINDS)}) or dotted parts of a case\'s name ("resnet50.bf16"); all if none is given'
 MERGING = "a file of the same machine, versions and settings keeps its other cases"
 ALLOCATOR = "glibc's malloc settings, the same for every peer"
 

@@ -64,6 +64,51 @@ class Dense:
 
 
 @dataclass(frozen=True)
+class Norm:
+    """A "layer", "rms" or "group" norm (32 groups) over the channels of tokens or of a square image, its scale and shift in
+    float32."""
+
+    title: str
+    norm: str
+    channels: int
+    size: int
+    dimensions: int
+    activation: str = "none"
+
+
+@dataclass(frozen=True)
+class Recurrent:
+    """A sequence of `size` steps, time first, through an "lstm" or "gru" cell with as many inputs as hidden units."""
+
+    title: str
+    cell: str
+    hidden: int
+    size: int = 64
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """An encoder layer as BERT has it, norms last, of `size` tokens; without `inner` features the attention alone, which takes
+    queries, keys and values."""
+
+    title: str
+    features: int
+    heads: int
+    inner: int = 0
+    size: int = 128
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An update of all a network's parameters, written over the old ones: "momentum" or "adamw", both with weight decay."""
+
+    title: str
+    rule: str
+    network: str
+    small: bool = False
+
+
+@dataclass(frozen=True)
 class Model:
     """A network on square RGB images with 1000 classes."""
 
@@ -112,6 +157,25 @@ DENSE = {
     "dense_c3072_c768_residual": Dense("dense+residual, 3072→768, 128 tokens", 3072, 768, residual=True),
     "dense_c768_c768": Dense("dense, 768→768, 128 tokens", 768, 768),
 }
+NORMS = {
+    "layer_norm_c768": Norm("layer norm, 768, 128 tokens", "layer", 768, 128, 1),
+    "layer_norm_c96_s56": Norm("layer norm, 96, 56²", "layer", 96, 56, 2),
+    "rms_norm_c768": Norm("RMS norm, 768, 128 tokens", "rms", 768, 128, 1),
+    "group_norm_silu_c96_s56": Norm("group norm + silu, 96, 56²", "group", 96, 56, 2, "silu"),
+}
+RECURRENT = {
+    f"{cell}_h{hidden}": Recurrent(f"{cell.upper()}, {hidden} hidden, 64 steps", cell, hidden)
+    for cell in ("lstm", "gru")
+    for hidden in (28, 512, 1024)
+}
+TRANSFORMERS = {
+    "attention_h12_c768": Transformer("attention, 12 heads of 64, 128 tokens", 768, 12),
+    "bert_layer_c768": Transformer("BERT-base layer, 128 tokens", 768, 12, 3072),
+}
+OPTIMIZERS = {
+    "momentum_resnet50": Optimizer("SGD with momentum, ResNet-50's parameters", "momentum", "resnet50"),
+    "adamw_resnet50": Optimizer("AdamW, ResNet-50's parameters", "adamw", "resnet50"),
+}
 MODELS = {
     "resnet50": Model("ResNet-50", "resnet50"),
     "mobilenet_v2": Model("MobileNetV2", "mobilenet_v2"),
@@ -130,20 +194,39 @@ ISSUES = {
     ("jax#1606", "gradient", "f32"): "very slow compile: CNN, per sample gradient",
     ("jax#13111", "gradient", "f32"): "Add support for RNNs using library calls",
 }
-KINDS = {"model": Model, "batch_norm": BatchNorm, "conv": Conv, "dense": Dense, "issue": Issue}
+KINDS = {
+    "model": Model,
+    "batch_norm": BatchNorm,
+    "conv": Conv,
+    "dense": Dense,
+    "norm": Norm,
+    "recurrent": Recurrent,
+    "transformer": Transformer,
+    "optimizer": Optimizer,
+    "issue": Issue,
+}
+# Of the kinds with a forward and a gradient case: (shapes, batches).
+LAYERS = {
+    "batch_norm": (BATCH_NORMS, (8,)),
+    "conv": (CONVS, (1, 8)),
+    "dense": (DENSE, (1, 8)),
+    "norm": (NORMS, (8,)),
+    "recurrent": (RECURRENT, (8,)),
+    "transformer": (TRANSFORMERS, (8,)),
+}
 
 
 @dataclass(frozen=True)
 class Case:
     """task: "forward"; "gradient" (forward, and the gradients of every input for a given cotangent); "inference";
-    "training" (one step)."""
+    "training" (one step); "update" (of an optimizer)."""
 
     name: str
     kind: str
     task: str
     dtype: str
     batch: int
-    shape: Conv | BatchNorm | Dense | Model | Issue
+    shape: Conv | BatchNorm | Dense | Norm | Recurrent | Transformer | Optimizer | Model | Issue
 
     def to_json(self):
         return asdict(self)
@@ -159,12 +242,14 @@ def _table():
             for batch in batches:
                 for dtype in ("f32", "bf16"):
                     yield Case(f"{name}.b{batch}.{dtype}.{task}", "model", task, dtype, batch, shape)
-    for kind, shapes, batches in (("batch_norm", BATCH_NORMS, (8,)), ("conv", CONVS, (1, 8)), ("dense", DENSE, (1, 8))):
+    for kind, (shapes, batches) in LAYERS.items():
         for name, shape in shapes.items():
             for batch in batches:
                 for dtype in ("f32", "bf16"):
                     for task in ("forward", "gradient"):
                         yield Case(f"{name}.b{batch}.{dtype}.{task}", kind, task, dtype, batch, shape)
+    for name, shape in OPTIMIZERS.items():
+        yield Case(f"{name}.f32.update", "optimizer", "update", "f32", 1, shape)
     for (name, task, dtype), title in ISSUES.items():
         yield Case(name, "issue", task, dtype, issues.sizes(name)["batch"], Issue(f"{name}: {title}"))
 
@@ -191,5 +276,7 @@ def quick(case):
     """The case made small, to try the machinery: a result of it says nothing about speed."""
     if case.kind == "issue":
         return replace(case, batch=issues.sizes(case.name, True)["batch"], shape=replace(case.shape, small=True))
+    if case.kind == "optimizer":
+        return replace(case, shape=replace(case.shape, small=True))
     size = 64 if case.kind == "model" else min(case.shape.size, 28)
     return replace(case, batch=min(case.batch, 2), shape=replace(case.shape, size=size))

@@ -10,8 +10,8 @@ from .peers import PEERS
 # bf16. A network repeats every rounding through tens of layers and relu decisions, so that two equally careful runs
 # differ by chance, the more so in a single number like the loss.
 _OP = {"f32": 4 * 2.0**-23, "bf16": 2.0**-8}
-FLOOR = {"conv": _OP, "dense": _OP, "batch_norm": _OP, "issue": _OP, "model": {"f32": 32 * 2.0**-23, "bf16": 2.0**-8}}
-FACTOR = {"conv": 1.0, "dense": 1.1, "batch_norm": 1.0, "issue": 1.0, "model": 2.0}
+FLOOR = {"model": {"f32": 32 * 2.0**-23, "bf16": 2.0**-8}}
+FACTOR = {"dense": 1.1, "recurrent": 1.1, "transformer": 1.1, "model": 2.0}
 ANOTHER = 0.05  # relative rms error that no rounding makes
 NOT_FINITE = 1e30  # for the infinity that JSON has not
 
@@ -43,12 +43,16 @@ def error(output, truth):
     }
 
 
+def floor(kind, dtype):
+    return FLOOR.get(kind, _OP)[dtype]
+
+
 def worse(fused, unfused, kind, dtype):
     """Sentences, one for each output whose fused rms error is above what is allowed; none if all is well."""
     return [
         f"{name}: rms error {fused[name]['rms']:.2g} fused, {unfused[name]['rms']:.2g} unfused"
         for name in unfused
-        if not fused[name]["rms"] <= max(FACTOR[kind] * unfused[name]["rms"], FLOOR[kind][dtype])
+        if not fused[name]["rms"] <= max(FACTOR.get(kind, 1.0) * unfused[name]["rms"], floor(kind, dtype))
     ]
 
 

@@ -6,56 +6,13 @@ from importlib.metadata import version
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from . import inputs, issues
+from . import inputs, issues, layers_jax
 from .peers import REFERENCE
 
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 # A preactivation nearer to 0 than this may change sign by rounding alone.
 SIGN_MARGIN = {"f32": 1e-4, "bf16": 2.0**-6}
-
-
-def conv_bias(x, w, bias, *, shape):
-    n = shape.dimensions
-    strides, ones = (shape.stride,) * n, (1,) * n
-    y = lax.conv_general_dilated(
-        x,
-        w,
-        ones if shape.transposed else strides,
-        [shape.padding] * n,
-        lhs_dilation=strides if shape.transposed else ones,
-        rhs_dilation=(shape.dilation,) * n,
-        dimension_numbers=("NHWC", "HWIO", "NHWC") if n == 2 else ("NWC", "WIO", "NWC"),
-        feature_group_count=shape.groups,
-    )
-    return y + bias
-
-
-def dense_bias(x, w, bias, residual=None):
-    y = x @ w + bias
-    return y if residual is None else y + residual
-
-
-def batch_norm_add(x, gamma, beta, residual=None):
-    """As Flax computes it: the variance by one reading of x, the statistics in float32."""
-    x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    mean = jnp.mean(x32, axis=(0, 1, 2))
-    var = jnp.maximum(0.0, jnp.mean(lax.square(x32), axis=(0, 1, 2)) - lax.square(mean))
-    y = (x32 - mean) * (lax.rsqrt(var + 1e-5) * gamma) + beta
-    y = y.astype(x.dtype)
-    return y if residual is None else y + residual
-
-
-ACTIVATIONS = {"none": lambda z: z, "relu": jax.nn.relu, "silu": jax.nn.silu, "gelu": partial(jax.nn.gelu, approximate=False)}
-
-
-def layer(case):
-    """(what is linear in the layer, its activation)"""
-    activation = ACTIVATIONS[case.shape.activation]
-    if case.kind == "dense":
-        return dense_bias, activation
-    return partial(conv_bias, shape=case.shape) if case.kind == "conv" else batch_norm_add, activation
 
 
 class Prepared:
@@ -84,9 +41,8 @@ class JaxPeer:
 
     def prepare(self, case, folder):
         jax.clear_caches()
-        if case.kind == "issue":
-            return self._issue(case)
-        return self._model(case) if case.kind == "model" else self._op(case, folder)
+        prepare = {"issue": self._issue, "model": self._model, "optimizer": self._optimizer}.get(case.kind)
+        return prepare(case) if prepare else self._op(case, folder)
 
     def _array(self, value, dtype):
         """bf16 inputs are rounded first: the float64 reference starts from what the others start from."""
@@ -96,8 +52,8 @@ class JaxPeer:
     def _op(self, case, folder):
         arrays, cotangent = inputs.operands(case)
         names = list(arrays)
-        arguments = [self._array(arrays[name], "f32" if name in ("gamma", "beta") else case.dtype) for name in names]
-        linear, activation = layer(case)
+        arguments = [self._array(arrays[name], inputs.dtype(name, case)) for name in names]
+        linear, activation = layers_jax.layer(case)
         function = self.fuse(lambda *arguments: activation(linear(*arguments)))
         if case.task == "forward":
             return self._compiled(function, arguments, lambda y: {"y": y})
@@ -140,23 +96,32 @@ class JaxPeer:
             return self._compiled(self.fuse(model.apply), [variables, images], lambda logits: {"logits": logits})
         params, batch_stats = variables["params"], variables["batch_stats"]
         state = models.TrainState(params, batch_stats, jax.tree.map(jnp.zeros_like, params))
-        return self._training(models.make_train_step(model, self.fuse), state, images, jnp.asarray(inputs.labels(case)))
-
-    def _training(self, train_step, state, images, labels):
-        compiled = jax.jit(train_step, donate_argnums=0).lower(state, images, labels).compile()
-
-        def step():
-            nonlocal state
-            state, loss = jax.block_until_ready(compiled(state, images, labels))
-            return state, loss
+        train_step = models.make_train_step(model, self.fuse)
 
         def named(result):
             # The momentum after the first step is the gradient.
             state, loss = result
-            outputs = {"loss": loss}
-            for kind, tree in (("gradient", state.momentum), ("batch_stats", state.batch_stats)):
-                for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-                    outputs[kind + jax.tree_util.keystr(path)] = leaf
-            return outputs
+            return {"loss": loss, **_leaves("gradient", state.momentum), **_leaves("batch_stats", state.batch_stats)}
 
-        return Prepared(step, named, compiled.memory_analysis().temp_size_in_bytes)
+        return self._donating(train_step, state, (images, jnp.asarray(inputs.labels(case))), named)
+
+    def _optimizer(self, case):
+        init, update = layers_jax.optimizer(case.shape.rule)
+        parameters, gradients = ([self._array(a, case.dtype) for a in arrays] for arrays in inputs.parameters(case))
+        state = parameters, init(parameters)
+        return self._donating(self.fuse(update), state, (gradients,), lambda result: _leaves("parameters", result[0][0]))
+
+    def _donating(self, step, state, arguments, name_outputs):
+        """Of step(state, *arguments) -> (state, what else), its old state given up for the new one."""
+        compiled = jax.jit(step, donate_argnums=0).lower(state, *arguments).compile()
+
+        def run():
+            nonlocal state
+            state, rest = jax.block_until_ready(compiled(state, *arguments))
+            return state, rest
+
+        return Prepared(run, name_outputs, compiled.memory_analysis().temp_size_in_bytes)
+
+
+def _leaves(name, tree):
+    return {name + jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}

@@ -13,9 +13,13 @@ SECTIONS = {
     "batch_norm": "Batch norm in training, batch 8",
     "conv": "Convolution + bias + activation",
     "dense": "Dense layers, 128 tokens",
+    "norm": "Layer, RMS and group norm, batch 8",
+    "recurrent": "LSTM and GRU sequences, batch 8",
+    "transformer": "Attention and transformer layers, batch 8",
+    "optimizer": "Optimizer updates, in place",
     "issue": "Users' issues",
 }
-TASKS = {"forward": "forward", "gradient": "forward+backward", "inference": "inference", "training": "training step"}
+TASKS = {"forward": "forward", "gradient": "forward+backward", "inference": "inference", "training": "training step", "update": "update"}
 
 
 def fitting_rows(path, result):
@@ -91,7 +95,7 @@ def _errors(row):
     fused, unfused = row["errors"].get("jaxfuse"), row["errors"].get("xla")
     if not fused or not unfused:
         return "–"
-    floor = checks.FLOOR[row["kind"]][row["dtype"]]
+    floor = checks.floor(row["kind"], row["dtype"])
     name = max(fused, key=lambda name: fused[name]["rms"] / max(unfused[name]["rms"], floor))
     return f"{fused[name]['rms']:.1e} / {unfused[name]['rms']:.1e}"
 

@@ -31,7 +31,16 @@ def test_select_by_kind_and_by_parts_of_the_name():
         cases.select(["resnet5"])
 
 
-@pytest.mark.parametrize("name", ["conv7x7_stride2_c3_c64_s224.b1.f32.gradient", "bn_add_relu_c2048_s7.b8.f32.gradient"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "conv7x7_stride2_c3_c64_s224.b1.f32.gradient",
+        "bn_add_relu_c2048_s7.b8.f32.gradient",
+        "group_norm_silu_c96_s56.b8.bf16.gradient",
+        "gru_h28.b8.f32.gradient",
+        "attention_h12_c768.b8.f32.gradient",
+    ],
+)
 def test_inputs_are_the_same_in_every_process_and_fit_the_function(name):
     jax_peer = pytest.importorskip("benchmarks.jax_peer")
     (case,) = cases.select([name])
@@ -42,6 +51,18 @@ def test_inputs_are_the_same_in_every_process_and_fit_the_function(name):
     prepared = jax_peer.JaxPeer("xla").prepare(case, None)
     assert prepared.outputs["y"].shape == cotangent.shape
     assert {f"d{key}" for key in arrays} <= prepared.outputs.keys()
+
+
+def test_an_optimizer_updates_what_the_network_has():
+    (case,) = cases.select(["momentum_resnet50"])
+    parameters, gradients = inputs.parameters(case)
+    assert len(parameters) == 161 and sum(p.size for p in parameters) == 25_557_032
+    assert [p.shape for p in parameters] == [g.shape for g in gradients]
+    jax_peer = pytest.importorskip("benchmarks.jax_peer")
+    small = cases.quick(case)
+    updated = jax_peer.JaxPeer("xla").prepare(small, None).outputs
+    for i, (p, g) in enumerate(zip(*inputs.parameters(small))):
+        np.testing.assert_allclose(updated[f"parameters[{i}]"], p - 1e-3 * (g + 1e-4 * p), rtol=1e-5, atol=1e-7)
 
 
 def test_time_calls_counts_three_short_calls_or_one_long_one():
