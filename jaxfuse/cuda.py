@@ -7,9 +7,11 @@ import ctypes
 import functools
 import pathlib
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxfuse import ffi
 
@@ -17,19 +19,38 @@ _NAME = "libjaxfuse_cuda.so"
 _loading = threading.RLock()
 
 
-def call(target: str, out_types: Any, *operands: jax.Array, workspace: jax.ShapeDtypeStruct | None = None, **attrs: Any) -> Any:
+def call(target: str, out_types: Any, *operands: jax.Array, **attrs: Any) -> Any:
     """Calls an FFI target of the CUDA library; as ``ffi.call``, which calls the one of the same name on the CPU.
 
-    ``workspace`` is memory for the kernel's intermediate results: the target's last result, which is dropped here.
+    Memory for a kernel's intermediate results, if it needs any, is the target's last result, which is dropped here.
     Raises ``NotImplementedError`` if the target is not available.
     """
     if reason := unavailable(target):
         raise NotImplementedError(f"{target} on CUDA: {reason}")
-    if workspace is None:
-        return ffi.call_registered(target, out_types, *operands, **attrs)
-    single = not isinstance(out_types, (list, tuple))
-    outs = ffi.call_registered(target, [*([out_types] if single else out_types), workspace], *operands, **attrs)
-    return outs[0] if single else outs[:-1]
+    return call_registered(target, out_types, *operands, **attrs)
+
+
+def call_registered(target: str, out_types: Any, *operands: jax.Array, prefix: str = "", **attrs: Any) -> Any:
+    """``call`` of what is registered under the target's name, after a prefix."""
+    if target not in _WORKSPACES:
+        return ffi.call_registered(prefix + target, out_types, *operands, **attrs)
+    *outs, _ = ffi.call_registered(prefix + target, [*out_types, _WORKSPACES[target](operands, attrs)], *operands, **attrs)
+    return outs
+
+
+def _sums_of_channels(operands, attrs) -> jax.ShapeDtypeStruct:
+    """Batch norm's partial sums, (parts, 2, channels): parts of the rows, so many that the blocks fill a GPU once, and each
+    has rows enough to be worth its sums. The number follows from the shape alone, so sums come out the same in every run."""
+    channels = operands[0].shape[-1]
+    rows, tiles = operands[0].size // channels, -(-channels // 64)
+    return jax.ShapeDtypeStruct((max(1, min(1024 // tiles, -(-rows // 256))), 2, channels), np.float32)
+
+
+# target -> the type of its workspace. The kernel takes the number of parts from it.
+_WORKSPACES: dict[str, Callable] = {
+    "jaxfuse_batch_norm_stats": _sums_of_channels,
+    "jaxfuse_batch_norm_bwd_stats": _sums_of_channels,
+}
 
 
 def unavailable(target: str) -> str | None:
@@ -75,8 +96,7 @@ def _library() -> ctypes.CDLL | None:
         return None
     try:
         loaded = ctypes.CDLL(str(found))
-        loaded.jaxfuse_cuda_name.restype = loaded.jaxfuse_cuda_info.restype = ctypes.c_char_p
-        loaded.jaxfuse_cuda_handler.restype = ctypes.c_void_p
+        loaded.jaxfuse_cuda_info.restype = ctypes.c_char_p
     except (OSError, AttributeError) as error:
         raise RuntimeError(f"jaxfuse: the CUDA library {found} does not load: {error}; {ffi.REINSTALL}") from error
     lines = loaded.jaxfuse_cuda_info().decode().splitlines()
@@ -86,14 +106,18 @@ def _library() -> ctypes.CDLL | None:
 
 @functools.cache
 def _register() -> frozenset[str]:
-    found = library()
-    names = []
-    for i in range(found.jaxfuse_cuda_count() if found else 0):
-        name = found.jaxfuse_cuda_name(i).decode()
-        handler = ctypes.CFUNCTYPE(ctypes.c_void_p)(found.jaxfuse_cuda_handler(i))
-        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="CUDA")
-        names.append(name)
-    return frozenset(names)
+    table = handlers(library()) if library() else []
+    for name, handler in table:
+        jax.ffi.register_ffi_target(name, handler, platform="CUDA")
+    return frozenset(name for name, _ in table)
+
+
+def handlers(loaded: ctypes.CDLL) -> list[tuple[str, Any]]:
+    """The library's targets by name, each with the capsule that XLA registers."""
+    loaded.jaxfuse_cuda_name.restype, loaded.jaxfuse_cuda_handler.restype = ctypes.c_char_p, ctypes.c_void_p
+    address = ctypes.CFUNCTYPE(ctypes.c_void_p)
+    return [(loaded.jaxfuse_cuda_name(i).decode(), jax.ffi.pycapsule(address(loaded.jaxfuse_cuda_handler(i))))
+            for i in range(loaded.jaxfuse_cuda_count())]
 
 
 def _why_absent() -> str:

@@ -1,0 +1,43 @@
+// What kernels need of the device: a launch, 16-byte accesses, sums over a warp. Without nvcc, emulation.h of the tests
+// has the same names, and the same kernels run block by block on the CPU.
+#pragma once
+
+#include <cstdint>
+
+#ifdef __CUDACC__
+#include <cuda_runtime.h>
+
+#include <stdexcept>
+#include <string>
+
+#define HOST_DEVICE __host__ __device__ __forceinline__
+
+namespace jaxfuse::cuda {
+
+template <class Args>
+void launch(const char* name, void (*kernel)(Args), dim3 grid, dim3 block, cudaStream_t stream, const Args& args) {
+  kernel<<<grid, block, 0, stream>>>(args);
+  const cudaError_t status = cudaGetLastError();
+  if (status == cudaSuccess) return;
+  throw std::runtime_error(std::string("kernel ") + name + " was not launched: CUDA says " + cudaGetErrorName(status) + ": " +
+                           cudaGetErrorString(status));
+}
+
+}  // namespace jaxfuse::cuda
+#else
+#include "emulation.h"
+#endif
+
+namespace jaxfuse::cuda {
+
+struct alignas(16) Words {
+  uint32_t word[4];
+};
+
+// The same sum in every lane: xor pairs, and addition commutes. `lanes` is a power of 2, at most 32.
+__device__ inline float warp_sum(float v, int lanes) {
+  for (int distance = lanes / 2; distance > 0; distance /= 2) v += __shfl_xor_sync(0xffffffffu, v, distance);
+  return v;
+}
+
+}  // namespace jaxfuse::cuda

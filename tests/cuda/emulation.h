@@ -1,0 +1,118 @@
+// CUDA's kernels on the CPU, block by block: each thread of a block is a fiber, and a barrier gives way to the next thread. So
+// the code under test is the code that runs on a GPU, with its index arithmetic, barriers and order of sums; what is not
+// seen here is a race within a warp, memory spaces, and the device's own mathematical functions.
+#pragma once
+
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __shared__ static
+#define __launch_bounds__(...)
+#define HOST_DEVICE inline
+
+struct EmulatedStream;
+using cudaStream_t = EmulatedStream*;
+using cudaError_t = int;
+constexpr cudaError_t cudaSuccess = 0;
+inline const char* cudaGetErrorName(cudaError_t) { return "cudaSuccess"; }
+inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }
+
+struct dim3 {
+  unsigned x, y, z;
+  dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+
+inline dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+namespace emulation {
+
+struct Fiber {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack;
+  dim3 index;
+  float shared_value;  // for shuffles
+  bool finished;
+};
+
+inline std::vector<Fiber> fibers;
+inline size_t current;
+inline ucontext_t scheduler;
+inline std::function<void()> body;
+inline std::mutex one_kernel;
+
+inline void enter() {
+  body();
+  fibers[current].finished = true;
+  swapcontext(&fibers[current].context, &scheduler);
+}
+
+inline void barrier() { swapcontext(&fibers[current].context, &scheduler); }
+
+// Every thread of the block runs to its next barrier, in turn, until all are finished.
+inline void run_block(unsigned threads) {
+  constexpr size_t kStack = 64 << 10;
+  if (fibers.size() < threads) fibers.resize(threads);
+  for (size_t t = 0; t < threads; ++t) {
+    Fiber& fiber = fibers[t];
+    if (!fiber.stack) fiber.stack.reset(new char[kStack]);
+    fiber.finished = false;
+    fiber.index = dim3(t % blockDim.x, t / blockDim.x % blockDim.y, t / (blockDim.x * blockDim.y));
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.get();
+    fiber.context.uc_stack.ss_size = kStack;
+    makecontext(&fiber.context, enter, 0);
+  }
+  for (size_t left = threads; left > 0;) {
+    left = 0;
+    for (size_t t = 0; t < threads; ++t) {
+      if (fibers[t].finished) continue;
+      current = t;
+      threadIdx = fibers[t].index;
+      swapcontext(&scheduler, &fibers[t].context);
+      left += !fibers[t].finished;
+    }
+  }
+}
+
+}  // namespace emulation
+
+inline void __syncthreads() { emulation::barrier(); }
+
+// Of threads of one warp, all of which must be there.
+inline float __shfl_xor_sync(unsigned, float v, int distance) {
+  using namespace emulation;
+  fibers[current].shared_value = v;
+  barrier();
+  const float other = fibers[current ^ distance].shared_value;
+  barrier();
+  return other;
+}
+
+namespace jaxfuse::cuda {
+
+template <class Args>
+void launch(const char*, void (*kernel)(Args), dim3 grid, dim3 block, cudaStream_t, const Args& args) {
+  const std::lock_guard<std::mutex> lock(emulation::one_kernel);
+  gridDim = grid, blockDim = block;
+  emulation::body = [&] { kernel(args); };
+  for (unsigned z = 0; z < grid.z; ++z) {
+    for (unsigned y = 0; y < grid.y; ++y) {
+      for (unsigned x = 0; x < grid.x; ++x) {
+        blockIdx = dim3(x, y, z);
+        emulation::run_block(block.x * block.y * block.z);
+      }
+    }
+  }
+}
+
+}  // namespace jaxfuse::cuda

@@ -1,0 +1,53 @@
+"""The CUDA kernels and their handlers compiled for the CPU (`tests/cuda/emulation.h`), as FFI targets: the code under test
+is the code that runs on a GPU."""
+
+import ctypes
+import functools
+import pathlib
+import shutil
+import subprocess
+
+import jax
+
+from jaxfuse import cuda, ffi
+
+HERE = pathlib.Path(__file__).parent
+SOURCES = ("module.cc", "batch_norm.cc", "batch_norm.cu")
+FLAGS = ("-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wno-unknown-pragmas",
+         '-DJAXFUSE_NVCC="none"', '-DJAXFUSE_CUDA_ARCHITECTURES="the CPU"')
+
+
+def compiler() -> str | None:
+    return shutil.which("g++") or shutil.which("clang++")
+
+
+def includes() -> list[str]:
+    folders = (HERE / "cuda", HERE.parent / "cuda", HERE.parent / "xla_ext")
+    return [*(f"-I{folder}" for folder in folders), "-isystem", jax.ffi.include_dir()]
+
+
+def build(folder: pathlib.Path) -> pathlib.Path:
+    """The library, built in `folder`: each file by a compiler of its own, at the same time."""
+    sources = [*(HERE.parent / "cuda" / name for name in SOURCES), HERE.parent / "xla_ext" / "activation_attr.cc"]
+    objects = [folder / f"{source.name}.o" for source in sources]
+    runs = [subprocess.Popen([compiler(), *FLAGS, *includes(), "-x", "c++", "-c", str(source), "-o", str(target)])
+            for source, target in zip(sources, objects)]
+    assert [run.wait() for run in runs] == [0] * len(runs)
+    library = folder / "emulated.so"
+    subprocess.run([compiler(), "-shared", "-o", str(library), *map(str, objects)], check=True)
+    return library
+
+
+@functools.cache
+def register(library: pathlib.Path) -> frozenset[str]:
+    """Registers its targets with XLA's CPU client, as emulated_<target>, and returns their names."""
+    names = []
+    for name, handler in cuda.handlers(ctypes.CDLL(str(library))):
+        jax.ffi.register_ffi_target("emulated_" + name, handler, platform="cpu")
+        names.append(name)
+    return frozenset(names)
+
+
+def call(target, out_types, *operands, **attrs):
+    """As `cuda.call`."""
+    return cuda.call_registered(target, out_types, *operands, prefix="emulated_", **attrs)

@@ -1,0 +1,120 @@
+"""The CUDA kernels, emulated on the CPU, beside the CPU's kernels of the same targets, operands and attributes."""
+
+import fcntl
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cuda_emulated
+from jaxfuse import ffi
+
+pytestmark = pytest.mark.skipif(cuda_emulated.compiler() is None, reason="no g++ or clang++ to compile the kernels for the CPU")
+
+DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
+# Of one rounding of the results: sums are taken in another order, and float16's reference is the CPU's float32.
+ROUNDING = {"f32": 4e-6, "bf16": 2**-8, "f16": 2**-11}
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory):
+    folder = tmp_path_factory.getbasetemp().parent / "cuda_emulated"
+    folder.mkdir(exist_ok=True)
+    with open(folder / "lock", "w") as lock:  # one of the test processes builds
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        library = folder / "emulated.so"
+        cuda_emulated.register(library if library.exists() else cuda_emulated.build(folder))
+    return cuda_emulated.call
+
+
+def random(seed, shape, dtype=jnp.float32, scale=1.0, offset=0.0):
+    return (scale * jax.random.normal(jax.random.key(seed), shape) + offset).astype(dtype)
+
+
+def like(dtype, *arrays):
+    """Types of `arrays` with another dtype where they are full-size."""
+    return [jax.ShapeDtypeStruct(a.shape, dtype if a.ndim > 1 and a.dtype != jnp.uint8 else a.dtype) for a in arrays]
+
+
+def both(emulated, target, dtype, out_types, *operands, **attrs):
+    """Results of the emulated kernel and of the CPU's, which has no float16: that one computes in float32."""
+    name = next(name for name, known in DTYPES.items() if known == dtype)
+    wide = jnp.float32 if name == "f16" and "batch_norm" in target else dtype
+    of_cpu = [v.astype(wide) if v.dtype == dtype else v for v in operands]
+    ours = jax.jit(lambda *args: emulated(target, like(dtype, *out_types), *args, **attrs))(*operands)
+    theirs = jax.jit(lambda *args: ffi.call(target, like(wide, *out_types), *args, **attrs))(*of_cpu)
+    for got, want in zip(ours, theirs, strict=True):
+        if got.dtype == jnp.uint8:
+            np.testing.assert_array_equal(got, want)
+            continue
+        got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+        np.testing.assert_allclose(got, want, rtol=ROUNDING[name], atol=ROUNDING[name] * np.abs(want[np.isfinite(want)]).max())
+    return ours
+
+
+# Rows that fill no chunk, one and several; channels that are aligned and not, one tile and several.
+SHAPES = [(2, 3, 3, 24), (1, 1000, 1, 8), (5, 7, 9, 13), (3, 130, 3, 136), (1, 1, 1, 1), (600, 64)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_batch_norm(emulated, dtype, shape):
+    """Statistics, the result and the mask, the gradient's sums and the gradient; then bit for bit the same again."""
+    dtype, vector = DTYPES[dtype], random(9, shape[-1:])
+    x, z, dy = (random(i, shape, dtype, offset=3.0 * (i == 0)) for i in range(3))
+    mean, var = both(emulated, "jaxfuse_batch_norm_stats", dtype, [vector] * 2, x)
+    again = jax.jit(lambda x: emulated("jaxfuse_batch_norm_stats", like(dtype, mean, var), x))(x)
+    np.testing.assert_array_equal(again[0], mean)
+    np.testing.assert_array_equal(again[1], var)
+    affine = mean, 1 + 0.1 * vector, 0.3 * vector
+    mask = jax.ShapeDtypeStruct((x.size // shape[-1], -(-shape[-1] // 8)), jnp.uint8)
+    forward = dict(alpha=np.float32(0), activation="relu")
+    y, bits = both(emulated, "jaxfuse_batch_norm_apply", dtype, [x, mask], x, *affine, z, has_residual=True, save_mask=True, **forward)
+    want = np.packbits(np.asarray(y, np.float32).reshape(mask.shape[0], -1) > 0, axis=-1, bitorder="little")
+    np.testing.assert_array_equal(bits, want)
+    backward = dict(**forward, deriv="mask", has_residual=False)
+    both(emulated, "jaxfuse_batch_norm_bwd_stats", dtype, [vector] * 2, dy, x, mean, bits, **backward)
+    both(emulated, "jaxfuse_batch_norm_bwd_apply", dtype, [x, x], dy, x, mean, *affine, bits, want_dresidual=True, **backward)
+
+
+ACTIVATIONS = ["none", "relu", "maximum0", "relu6", "clip6", "clip", "leaky_relu", "elu", "selu", "celu", "sigmoid", "tanh", "silu",
+               "gelu", "gelu_tanh", "mish", "hard_swish", "hard_sigmoid", "hard_tanh", "softplus", "relu_squared"]
+
+
+@pytest.mark.parametrize("activation, channels, has_residual",
+                         [(a, 16 if i % 2 else 11, i % 3 == 0) for i, a in enumerate(ACTIVATIONS)] + [("relu", 16, False)])
+def test_activations_of_batch_norm(emulated, activation, channels, has_residual):
+    """And their derivatives, computed again from x and the residual."""
+    x, z, dy = (random(i, (70, channels), scale=3) for i in range(3))
+    vectors = [random(i, (channels,)) for i in range(3, 7)]
+    attrs = dict(activation=activation, alpha=np.float32(0.3), has_residual=has_residual)
+    added = (z,) * has_residual
+    both(emulated, "jaxfuse_batch_norm_apply", x.dtype, [x], x, *vectors[:3], *added, save_mask=False, **attrs)
+    told = () if activation == "none" else (*vectors[:3], *added)
+    attrs["deriv"] = "recompute" if told else "none"
+    both(emulated, "jaxfuse_batch_norm_bwd_stats", x.dtype, vectors[:2], dy, x, vectors[0], *told, **attrs)
+    both(emulated, "jaxfuse_batch_norm_bwd_apply", x.dtype, [x], dy, x, vectors[0], *vectors[1:], *told, want_dresidual=False, **attrs)
+
+
+def test_nan_and_inf_of_batch_norm(emulated):
+    """They come out where they would have, and spoil no other channel. Large means cost no digits of the variance."""
+    x = np.array(random(0, (500, 16), offset=1000.0))
+    x[3, 1], x[499, 2], x[0, 3] = np.nan, np.inf, -np.inf
+    mean, var = jax.jit(lambda x: emulated("jaxfuse_batch_norm_stats", [jax.ShapeDtypeStruct((16,), jnp.float32)] * 2, x))(x)
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_allclose(mean, x.astype(np.float64).mean(0), rtol=1e-6)
+        np.testing.assert_allclose(var, x.astype(np.float64).var(0), rtol=2e-5)
+
+
+def test_refusals_name_the_target(emulated):
+    x, vector = random(0, (4, 8)), random(1, (8,))
+    attrs = dict(activation="relu", alpha=np.float32(0), has_residual=False, save_mask=False)
+    for operands, options, message in [
+        ((x, vector, vector, vector[:7]), {}, "offset has shape"),
+        ((x.astype(jnp.int32), vector, vector, vector), {}, "x has dtype int32"),
+        ((x, vector, vector, vector), dict(activation="cubic"), "expected one of"),
+        ((x, vector, vector), {}, "got 3 operands, expected 4"),
+    ]:
+        with pytest.raises(Exception, match=f"jaxfuse_batch_norm_apply: .*{message}"):
+            jax.block_until_ready(jax.jit(lambda *a: emulated("jaxfuse_batch_norm_apply", like(a[0].dtype, a[0]), *a, **attrs | options))(*operands))
