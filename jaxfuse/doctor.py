@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxfuse import cuda, ffi, tuned
+from jaxfuse.cudnn import backend
 from jaxfuse.rules import TABLE
 
 
@@ -63,7 +64,14 @@ def _cuda_library() -> list[tuple[str, str]]:
         return [("CUDA library", f"broken: {error}")]
     info = cuda.info()
     built = f"{cuda.path()}\nnvcc {info.pop('nvcc')} for sm_{info.pop('architectures')}, XLA FFI {info.pop('ffi_api')}"
-    return [("CUDA library", built), *info.items(), *((f"{target} on CUDA", "built") for target in sorted(cuda.targets()))]
+    return [("CUDA library", built), _cudnn(), *info.items(), *((f"{target} on CUDA", "built") for target in sorted(cuda.targets()))]
+
+
+def _cudnn() -> tuple[str, str]:
+    try:
+        return "cuDNN", f"{backend.version()}, for plans of its graph API"
+    except backend.CudnnError as error:
+        return "cuDNN", f"absent: {error}"
 
 
 def _rules() -> list[tuple[str, str]]:

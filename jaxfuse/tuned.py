@@ -9,10 +9,8 @@ import functools
 import importlib.metadata
 import json
 import math
-import os
 import platform
 import re
-import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -20,7 +18,7 @@ from typing import NamedTuple
 
 import jaxlib
 
-from jaxfuse import ffi
+from jaxfuse import cache, ffi
 from jaxfuse.rules.rule import DIRECTIONS, Point, Rule
 
 FORMAT = 1
@@ -36,16 +34,8 @@ class Tuned(NamedTuple):
 
 
 def path() -> Path:
-    """rules.json in the folder that JAXFUSE_CACHE names, else in that of the platform's caches."""
-    if folder := os.environ.get("JAXFUSE_CACHE"):
-        return Path(folder) / "rules.json"
-    if sys.platform == "win32":
-        caches = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData/Local"
-    elif sys.platform == "darwin":
-        caches = Path.home() / "Library/Caches"
-    else:
-        caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(caches) / "jaxfuse" / "rules.json"
+    """rules.json in the folder of caches."""
+    return cache.folder() / "rules.json"
 
 
 @functools.cache
@@ -85,9 +75,7 @@ def save(measured: dict[str, tuple[Rule, ...]], date: str) -> Path:
     where = writable()
     rows = {op: [rule._asdict() for rule in own] for op, own in measured.items()}
     data = {"format": FORMAT, "date": date, **identity(), "rules": rows}
-    with tempfile.NamedTemporaryFile("w", dir=where.parent, suffix=".part", delete=False) as file:
-        json.dump(data, file, indent=1)
-    os.replace(file.name, where)
+    cache.replace(where, json.dumps(data, indent=1))
     _warned.cache_clear()
     return where
 

@@ -12,6 +12,7 @@ from jax import lax
 from jaxfuse import ffi
 from jaxfuse.batch import completed
 from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear, widened
+from jaxfuse.ops import conv_cudnn
 from jaxfuse.ops.activations import TABLE as ACTIVATIONS
 from jaxfuse.ops.errors import Arguments
 
@@ -315,7 +316,7 @@ OP = FusedOp(
     decompose=_decompose,
     differentiable=lambda config: not config.has_scale,
     for_autodiff=lambda config: dataclasses.replace(config, saves=int(config.derivative == "z")),
-    forward_kernels=(Kernel("onednn", _refuse_forward, _run_forward),),
+    forward_kernels=(Kernel("onednn", _refuse_forward, _run_forward), conv_cudnn.KERNEL),
     backward_kernels=(Kernel("onednn", _refuse_backward, _run_backward),),
     forward_axes=_forward_axes,
     backward_axes=_backward_axes,

@@ -155,7 +155,8 @@ def _fused(graph, node: Node, head: Head, chain: Chain, measured) -> Match | str
     full = (x, w, added) if has_residual else (x, w)
     smalls = tuple(value for _, value in chain.affine)
     channels = node.out.shape[channel_axis]
-    vectors = [jax.ShapeDtypeStruct((channels,), jnp.float32)] * (config.has_scale + config.has_bias)
+    given = x.dtype if all(v.dtype == x.dtype for v in smalls) else jnp.float32
+    vectors = [jax.ShapeDtypeStruct((channels,), given)] * (config.has_scale + config.has_bias)
     types = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (x, w)] + vectors
     types += [jax.ShapeDtypeStruct([node.out.shape[d] for d in permutation], x.dtype)] * has_residual
     kernel, reason = OP.forward.kernel(config, tuple(types))

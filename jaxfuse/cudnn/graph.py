@@ -1,0 +1,179 @@
+"""An operation graph of cuDNN as plain data, a pure function of what is to be computed: no library is needed to build, compare
+or hash one. Every sum and every pointwise step is in float32, whatever the dtypes of the arrays are."""
+
+import dataclasses
+import math
+from collections.abc import Hashable
+from typing import NamedTuple
+
+FLOAT = "float32"
+
+
+class Layout(NamedTuple):
+    """How an array lies in memory: its extents and strides (in elements) in cuDNN's order, batch, channels, spatial."""
+
+    dtype: str
+    extents: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def row_major(dtype, shape, axes) -> Layout:
+    """The layout of a row-major array whose batch axis is axes[0], whose channel axis is axes[1], and so on; of a filter these
+    are the output and the input channels."""
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    return Layout(str(dtype), tuple(shape[d] for d in axes), tuple(strides[d] for d in axes))
+
+
+def per_channel(dtype, channels: int, rank: int) -> Layout:
+    """A vector that repeats along every axis but the channels'."""
+    return Layout(str(dtype), (1, channels, *[1] * (rank - 2)), (channels, 1, *[channels] * (rank - 2)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A value of the graph. A virtual one is never in memory."""
+
+    uid: int
+    layout: Layout
+    virtual: bool
+
+
+class Operation(NamedTuple):
+    """`kind` is a key of `backend.OPERATIONS`, `tensors` are (role, uid), `settings` are (name, value)."""
+
+    kind: str
+    tensors: tuple[tuple[str, int], ...]
+    settings: tuple[tuple[str, Hashable], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Graph:
+    """`bound` are the uids of the operands, then of the results, in the order in which the handler is called."""
+
+    tensors: tuple[Tensor, ...]
+    operations: tuple[Operation, ...]
+    bound: tuple[int, ...]
+
+
+class Builder:
+    """Takes the operands first, in the order of the call, then the operations; `finish` names the results."""
+
+    def __init__(self):
+        self._tensors: list[Tensor] = []
+        self._operations: list[Operation] = []
+
+    def operand(self, layout: Layout) -> Tensor:
+        tensor = Tensor(len(self._tensors) + 1, layout, virtual=False)
+        self._tensors.append(tensor)
+        return tensor
+
+    def convolution(self, x: Tensor, w: Tensor, y: Layout, window) -> Tensor:
+        """y of (x, w); `window` as `window_of` gives it."""
+        out = self._value(y)
+        self._operations.append(Operation("convolution", (("x", x.uid), ("w", w.uid), ("y", out.uid)), window))
+        return out
+
+    def input_gradient(self, dy: Tensor, w: Tensor, dx: Layout, window) -> Tensor:
+        out = self._value(dx)
+        self._operations.append(Operation("input_gradient", (("dy", dy.uid), ("w", w.uid), ("dx", out.uid)), window))
+        return out
+
+    def pointwise(self, mode: str, x: Tensor, b: Tensor | None = None, **settings) -> Tensor:
+        """`mode` is a key of `backend.POINTWISE`."""
+        out = self._value(x.layout)
+        operands = (("x", x.uid), *([("b", b.uid)] if b else []), ("y", out.uid))
+        self._operations.append(Operation("pointwise", operands, (("mode", mode), *sorted(settings.items()))))
+        return out
+
+    def pointwise_gradient(self, mode: str, dy: Tensor, x: Tensor) -> Tensor:
+        out = self._value(dy.layout)
+        self._operations.append(
+            Operation("pointwise_gradient", (("dy", dy.uid), ("x", x.uid), ("dx", out.uid)), (("mode", mode),)))
+        return out
+
+    def channel_sums(self, x: Tensor) -> Tensor:
+        """`[channels]`: the sum over all other axes."""
+        extents = x.layout.extents
+        out = self._value(per_channel(FLOAT, extents[1], len(extents)))
+        self._operations.append(Operation("sum", (("x", x.uid), ("y", out.uid))))
+        return out
+
+    def finish(self, operands, results) -> Graph:
+        """`results` are (tensor, dtype): what is written to memory, and as what."""
+        dtypes = {tensor.uid: str(dtype) for tensor, dtype in results}
+        for uid, dtype in dtypes.items():
+            layout = self._tensors[uid - 1].layout
+            self._tensors[uid - 1] = Tensor(uid, layout._replace(dtype=dtype), virtual=False)
+        bound = tuple(t.uid for t in operands) + tuple(t.uid for t, _ in results)
+        return Graph(tuple(self._tensors), tuple(self._operations), bound)
+
+    def _value(self, like: Layout) -> Tensor:
+        tensor = Tensor(len(self._tensors) + 1, like._replace(dtype=FLOAT), virtual=True)
+        self._tensors.append(tensor)
+        return tensor
+
+
+def window_of(strides, padding, dilation):
+    """The settings of a convolution: a stride, a pair of paddings and a dilation for each spatial axis."""
+    low, high = zip(*padding)
+    return (("strides", tuple(strides)), ("low", tuple(low)), ("high", tuple(high)), ("dilation", tuple(dilation)))
+
+
+# name in jaxfuse.ops.activations -> (mode, settings) with alpha
+ACTIVATIONS = {
+    "relu": lambda alpha: ("relu", {}),
+    "maximum0": lambda alpha: ("relu", {}),
+    "relu6": lambda alpha: ("relu", dict(upper=6.0)),
+    "clip6": lambda alpha: ("relu", dict(upper=6.0)),
+    "clip": lambda alpha: ("relu", dict(upper=alpha)),
+    "leaky_relu": lambda alpha: ("relu", dict(slope=alpha)),
+    "elu": lambda alpha: ("elu", dict(elu_alpha=alpha)),
+    "sigmoid": lambda alpha: ("sigmoid", {}),
+    "tanh": lambda alpha: ("tanh", {}),
+    "silu": lambda alpha: ("swish", dict(swish_beta=1.0)),
+    "gelu": lambda alpha: ("gelu", {}),
+    "gelu_tanh": lambda alpha: ("gelu_tanh", {}),
+    "softplus": lambda alpha: ("softplus", dict(softplus_beta=1.0)),
+}
+
+
+def convolution(x: Layout, w: Layout, y: Layout, window, *, scale=None, bias=None, residual=None, activation="none", alpha=0.0,
+                residual_last=False, saves=False) -> Graph:
+    """y = activation(scale · conv(x, w) + bias + residual), or activation(…) + residual; with `saves` also z, what the activation
+    is applied to. Operands: x, w, then what there is of scale, bias and residual (layouts, or None); results: y, then z."""
+    builder = Builder()
+    operands = [builder.operand(layout) for layout in (x, w)]
+    extras = [layout and builder.operand(layout) for layout in (scale, bias, residual)]
+    factor, offset, addend = extras
+    z = builder.convolution(*operands, y, window)
+    for mode, operand in (("mul", factor), ("add", offset), ("add", None if residual_last else addend)):
+        z = builder.pointwise(mode, z, operand) if operand else z
+    value = z
+    if activation != "none":
+        mode, settings = ACTIVATIONS[activation](alpha)
+        value = builder.pointwise(mode, value, **settings)
+    if residual_last and addend:
+        value = builder.pointwise("add", value, addend)
+    return builder.finish([*operands, *filter(None, extras)], [(value, y.dtype), *[(z, y.dtype)] * saves])
+
+
+def convolution_with_sums(x: Layout, w: Layout, y: Layout, window) -> Graph:
+    """y = conv(x, w), and for the batch norm that follows Σy and Σy² of each channel, of y before it is rounded."""
+    builder = Builder()
+    operands = [builder.operand(layout) for layout in (x, w)]
+    value = builder.convolution(*operands, y, window)
+    square = builder.pointwise("mul", value, value)
+    sums = builder.channel_sums(value), builder.channel_sums(square)
+    return builder.finish(operands, [(value, y.dtype), *[(s, FLOAT) for s in sums]])
+
+
+def input_gradient_with_sums(dy: Layout, w: Layout, x: Layout, window) -> Graph:
+    """Through a convolution, the relu before it and into the batch norm before that: g = dx · (y > 0) with dx the convolution's
+    input gradient and y the relu's output, and of each channel Σg and Σg·n for n, what was normalised."""
+    builder = Builder()
+    operands = [builder.operand(layout) for layout in (dy, w, x, x)]
+    dx = builder.input_gradient(*operands[:2], x, window)
+    g = builder.pointwise_gradient("relu", dx, operands[2])
+    product = builder.pointwise("mul", g, operands[3])
+    sums = builder.channel_sums(g), builder.channel_sums(product)
+    return builder.finish(operands, [(g, x.dtype), *[(s, FLOAT) for s in sums]])

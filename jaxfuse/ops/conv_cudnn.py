@@ -1,0 +1,108 @@
+"""The convolution on CUDA, by a plan of cuDNN's graph API: what XLA does not make one kernel of by itself.
+
+XLA:GPU fuses a bias of the convolution's own dtype, a residual and relu. It leaves other activations, a scale per channel and a
+float32 bias on bfloat16 as passes of their own.
+"""
+
+import hashlib
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxfuse import cuda
+from jaxfuse.cudnn import graph, plans
+from jaxfuse.op import Kernel
+
+TARGET = "jaxfuse_cudnn_graph"
+_DTYPES = ("bfloat16", "float16")
+_BY_XLA = ("none", "relu", "maximum0")
+
+
+def _refuse(config, args) -> str | None:
+    return _refuse_arrays(config, args) or _refuse_epilogue(config, args) or cuda.unavailable(TARGET) or _refuse_plan(config, args)
+
+
+def _refuse_arrays(config, args) -> str | None:
+    x, w, *_ = args
+    if str(x.dtype) not in _DTYPES:
+        return f"dtype {x.dtype}: cuDNN's kernel is used for {' and '.join(_DTYPES)}"
+    if any(0 in a.shape for a in args):
+        return "an empty array"
+    if len(x.shape) not in (4, 5):
+        return f"x of rank {len(x.shape)}: cuDNN's kernel takes 4 and 5"
+    if config.transposed or config.feature_group_count > 1:
+        return f"lhs_dilation {config.lhs_dilation}, feature_group_count {config.feature_group_count}: cuDNN's kernel takes neither"
+    if min(min(pair) for pair in config.padding) < 0:
+        return f"negative padding {config.padding}"
+    if (config.lhs_spec, config.out_spec) != (_channels_last(len(x.shape)),) * 2:
+        return f"axes {config.lhs_spec} -> {config.out_spec}: cuDNN's kernel takes channels-last"
+    return None
+
+
+def _refuse_epilogue(config, args) -> str | None:
+    x, w, scale, bias, residual = config.unpack(args)
+    if config.activation not in ("none", *graph.ACTIVATIONS):
+        return f"cuDNN has no {config.activation}"
+    plain = scale is None and (bias is None or bias.dtype == x.dtype)
+    if plain and config.activation in _BY_XLA and not config.residual_last:
+        return "XLA makes one kernel of it"
+    return None
+
+
+def _refuse_plan(config, args) -> str | None:
+    found = plans.plan(_graph(config, args))
+    return f"no plan by cuDNN: {found}" if isinstance(found, str) else None
+
+
+def _channels_last(rank: int):
+    return (0, rank - 1, *range(1, rank - 1))
+
+
+def _filter_axes(config):
+    """Output features, spatial axes, input features: as cuDNN's tensor-core engines want it."""
+    features, inputs, *spatial = config.rhs_spec
+    return (features, *spatial, inputs)
+
+
+def _out_shape(config, x, w):
+    def extent(axis, i):
+        low, high = config.padding[i]
+        reach = (w.shape[config.rhs_spec[2 + i]] - 1) * config.rhs_dilation[i]
+        return (x.shape[axis] + low + high - reach - 1) // config.window_strides[i] + 1
+
+    n, _, *spatial = config.lhs_spec
+    return (x.shape[n], *[extent(axis, i) for i, axis in enumerate(spatial)], w.shape[config.rhs_spec[0]])
+
+
+def _graph(config, args) -> graph.Graph:
+    x, w, scale, bias, residual = config.unpack(args)
+    axes, channels = _channels_last(len(x.shape)), w.shape[config.rhs_spec[0]]
+    y = graph.row_major(x.dtype, _out_shape(config, x, w), axes)
+    filter_shape = tuple(w.shape[d] for d in _filter_axes(config))
+    return graph.convolution(
+        graph.row_major(x.dtype, x.shape, axes), graph.row_major(w.dtype, filter_shape, axes), y,
+        graph.window_of(config.window_strides, config.padding, config.rhs_dilation),
+        scale=None if scale is None else graph.per_channel("float32", channels, len(axes)),
+        bias=None if bias is None else graph.per_channel(bias.dtype, channels, len(axes)),
+        residual=None if residual is None else y, activation=config.activation, alpha=config.alpha,
+        residual_last=config.residual_last, saves=bool(config.saves))
+
+
+def _run(config, args, mesh_axes):
+    described = _graph(config, args)
+    plan = plans.plan(described)
+    x, w, scale, bias, residual = config.unpack(args)
+    w = lax.transpose(w, _filter_axes(config))
+    scale = None if scale is None else scale.astype(jnp.float32)
+    operands = [a for a in (x, w, scale, bias, residual) if a is not None]
+    y = jax.ShapeDtypeStruct(_out_shape(config, *args[:2]), x.dtype)
+    workspace = jax.ShapeDtypeStruct((plan.workspace,), jnp.uint8)
+    *outs, _ = cuda.call(
+        TARGET, [*[y] * (1 + config.saves), workspace], *operands, plan=plan.text,
+        digest=hashlib.sha256(plan.text.encode()).hexdigest(), uids=described.bound, operands=len(operands),
+        what=f"conv of {x.dtype} {tuple(x.shape)}, activation {config.activation}")
+    return tuple(outs)
+
+
+KERNEL = Kernel("cudnn", _refuse, _run, platform="cuda")
