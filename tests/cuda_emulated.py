@@ -12,7 +12,7 @@ import jax
 from jaxfuse import cuda, ffi
 
 HERE = pathlib.Path(__file__).parent
-SOURCES = ("module.cc", "batch_norm.cc", "batch_norm.cu")
+SOURCES = ("module.cc", "batch_norm.cc", "batch_norm.cu", "cudnn_api.cc", "cudnn_graph.cc")
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wno-unknown-pragmas",
          '-DJAXFUSE_NVCC="none"', '-DJAXFUSE_CUDA_ARCHITECTURES="the CPU"')
 
@@ -35,6 +35,8 @@ def build(folder: pathlib.Path) -> pathlib.Path:
     assert [run.wait() for run in runs] == [0] * len(runs)
     library = folder / "emulated.so"
     subprocess.run([compiler(), "-shared", "-o", str(library), *map(str, objects)], check=True)
+    fake = [str(HERE / "cuda" / "fake_cudnn.c"), "-o", str(folder / "libcudnn.so.9")]
+    subprocess.run([compiler(), "-x", "c", "-shared", "-fPIC", "-Wl,-soname,libcudnn.so.9", *fake], check=True)
     return library
 
 
@@ -42,6 +44,7 @@ def build(folder: pathlib.Path) -> pathlib.Path:
 def register(library: pathlib.Path) -> frozenset[str]:
     """Registers its targets with XLA's CPU client, as emulated_<target>, and returns their names."""
     names = []
+    ctypes.CDLL(str(library.with_name("libcudnn.so.9")))  # which is then the one that the handler finds
     for name, handler in cuda.handlers(ctypes.CDLL(str(library))):
         jax.ffi.register_ffi_target("emulated_" + name, handler, platform="cpu")
         names.append(name)

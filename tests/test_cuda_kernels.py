@@ -118,3 +118,30 @@ def test_refusals_name_the_target(emulated):
     ]:
         with pytest.raises(Exception, match=f"jaxfuse_batch_norm_apply: .*{message}"):
             jax.block_until_ready(jax.jit(lambda *a: emulated("jaxfuse_batch_norm_apply", like(a[0].dtype, a[0]), *a, **attrs | options))(*operands))
+
+
+class TestPlansOfCudnn:
+    """The handler that runs them, by a libcudnn whose plans add a number (`tests/cuda/fake_cudnn.c`)."""
+
+    @pytest.fixture
+    def run(self, emulated):
+        def run(plan, x=jnp.arange(8.0), workspace=64, **attrs):
+            outs = [jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((workspace,), jnp.uint8)]
+            attrs = dict(plan=plan, digest=plan, uids=(1, 4), operands=1, what="conv of a test") | attrs
+            return jax.jit(lambda x: emulated("jaxfuse_cudnn_graph", outs, x, **attrs))(x)[0]
+
+        return run
+
+    def test_each_call_runs_its_plan(self, run):
+        for plan, added in (("add 7 64", 7), ("add 2 0", 2), ("add 7 64", 7)):
+            np.testing.assert_array_equal(run(plan), np.arange(8.0) + added)
+
+    @pytest.mark.parametrize("options, words", [
+        (dict(plan="what?"), "conv of a test: setting an attribute: cuDNN says CUDNN_STATUS_NOT_SUPPORTED: no such plan"),
+        (dict(plan="add 1 65"), "jaxfuse_cudnn_graph: workspace has 64 bytes, the plan needs 65"),
+        (dict(plan="add 1 0", uids=(1, 3)), "conv of a test: cudnnBackendExecute: cuDNN says CUDNN_STATUS_NOT_SUPPORTED: other tensors"),
+        (dict(plan="add 1 0", operands=3), "attribute operands is 3, expected at most 2, as there are uids"),
+        (dict(plan="add 1 0", uids=(1, 4, 5)), "got 2 results, expected 3")])
+    def test_errors_name_the_op_and_the_status(self, run, options, words):
+        with pytest.raises(Exception, match=words.replace("?", r"\?")):
+            run(**options).block_until_ready()

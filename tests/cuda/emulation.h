@@ -24,6 +24,9 @@ struct EmulatedStream;
 using cudaStream_t = EmulatedStream*;
 using cudaError_t = int;
 constexpr cudaError_t cudaSuccess = 0;
+enum cudaStreamCaptureMode { cudaStreamCaptureModeRelaxed };
+inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
+inline cudaError_t cudaGetDevice(int* ordinal) { return *ordinal = 0, cudaSuccess; }
 inline const char* cudaGetErrorName(cudaError_t) { return "cudaSuccess"; }
 inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }
 
