@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import scipy.special
 
-from jaxfuse import cuda, ops
+import jaxfuse
+from jaxfuse import cuda, ops, platforms
 from jaxfuse.cudnn import backend, graph, plans
 from jaxfuse.cudnn.devices import KNOWN
 from jaxfuse.ops import conv_cudnn
@@ -247,3 +248,20 @@ class TestTheKernel:
         assert text.count("stablehlo.custom_call @jaxfuse_cudnn_graph") == 1 and "tensor<512xui8>" in text
         assert text.count("stablehlo.transpose") == 1 and "stablehlo.convolution" not in text
         assert 'plan = "plan 1"' in text and "operands = 5 : i64" in text
+
+    @pytest.mark.parametrize("end, bias, row", [
+        (jax.nn.silu, jnp.bfloat16, ("conv+bias+silu", "cudnn", "")),
+        (jax.nn.relu, jnp.bfloat16, ("conv+bias+relu", "", "XLA makes one kernel of it")),
+        (jax.nn.relu, jnp.float32, ("conv+bias+relu", "cudnn", ""))])
+    def test_fuse_takes_what_xla_leaves(self, monkeypatch, end, bias, row):
+        monkeypatch.setattr(platforms, "current", lambda: "cuda")
+
+        def program(x, w, b):
+            z = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")) + b
+            return end(z).astype(x.dtype)
+
+        specs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (
+            ((2, 8, 8, 8), jnp.bfloat16), ((3, 3, 8, 8), jnp.bfloat16), ((8,), bias))]
+        report = jaxfuse.explain(program, *specs, policy="always")
+        (site,) = report.fused + report.skipped
+        assert (site.pattern, site.kernel, site.reason) == row
