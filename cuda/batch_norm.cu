@@ -3,18 +3,11 @@
 
 #include <algorithm>
 
+#include "column_sums.h"
+#include "dispatch.cuh"
+
 namespace jaxfuse::cuda::batch_norm {
 namespace {
-
-// f(an object of the element's type)
-template <class F>
-void with_element(Element element, F f) {
-  switch (element) {
-    case Element::f32: return f(float{});
-    case Element::bf16: return f(bf16{});
-    case Element::f16: return f(f16{});
-  }
-}
 
 // Octets across, at most `widest` (a power of 2), rows down. Few across keep the sums of a block small; many across write whole sectors of a mask.
 struct Shape {
@@ -33,11 +26,7 @@ struct Shape {
 constexpr int kSumsAcross = 8, kApplyAcross = 32;
 constexpr int64_t kApplyBlocks = 2048;  // some rounds of them, each of which loads its coefficients once
 
-void finish(const char* name, void (*kernel)(FinishArgs), const Args& args, const Shape& shape, int unroll, cudaStream_t stream) {
-  const dim3 grid((args.channels + kFinishChannels - 1) / kFinishChannels);
-  const Deal deal{args.rows, args.parts, int32_t(shape.block.y) * unroll};
-  launch(name, kernel, grid, dim3(kFinishChannels, kFinishLanes), stream, FinishArgs{args, deal});
-}
+ColumnSums parts_of(const Args& args) { return {args.partials, args.parts, args.channels, args.first, args.second}; }
 
 dim3 apply_grid(const Args& args, const Shape& shape, int unroll) {
   const int64_t chunk = int64_t(shape.block.y) * unroll;
@@ -79,7 +68,7 @@ void stats(const Args& args, cudaStream_t stream) {
   with_element(args.element, [&](auto element) {
     using T = decltype(element);
     launch("stats", args.aligned ? stats_kernel<T, true> : stats_kernel<T, false>, grid, shape.block, stream, args);
-    finish("finish_stats", finish_stats_kernel, args, shape, kStatsRows<T>, stream);
+    finish_moments(parts_of(args), Deal{args.rows, args.parts, int32_t(shape.block.y) * kStatsRows<T>}, stream);
   });
 }
 
@@ -100,9 +89,8 @@ void backward_stats(const Args& given, cudaStream_t stream) {
   const Shape shape(args.channels, kSumsAcross);
   with_instance(args, [&](auto element, auto aligned, auto source) {
     using T = decltype(element);
-    constexpr int unroll = Gradient<T, aligned(), source()>::kUnroll;
     launch("backward_stats", backward_stats_kernel<T, aligned(), source()>, dim3(shape.tiles, args.parts), shape.block, stream, args);
-    finish("finish_sums", finish_sums_kernel, args, shape, unroll, stream);
+    finish_sums(parts_of(args), stream);
   });
 }
 

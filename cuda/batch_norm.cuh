@@ -34,7 +34,7 @@ __device__ __forceinline__ const T* row_of(const void* tensor, int64_t row, int6
   return static_cast<const T*>(tensor) + row * channels + channel;
 }
 
-// ---- sums over rows: within a thread, over the lanes of a block in a tree, over the parts in finish
+// ---- sums over rows: within a thread, over the lanes of a block in a tree, over the parts in column_sums.cu
 
 // Two numbers for each thread and channel, side by side so that threads meet no bank conflicts.
 struct Lanes {
@@ -117,60 +117,6 @@ __global__ void __launch_bounds__(kThreads, 2) stats_kernel(const Args args) {
     }
   });
   store_partials(args, lanes, place, thread);
-}
-
-// ---- the parts, in f64: x counts channels, y counts lanes that share the parts
-
-constexpr int kFinishChannels = 8, kFinishLanes = 32;
-
-__device__ inline double sum_over_lanes(double v) {
-  __shared__ double sums[kFinishLanes][kFinishChannels];
-  __syncthreads();
-  sums[threadIdx.y][threadIdx.x] = v;
-  for (int half = kFinishLanes / 2; half > 0; half /= 2) {
-    __syncthreads();
-    if (int(threadIdx.y) < half) sums[threadIdx.y][threadIdx.x] += sums[threadIdx.y + half][threadIdx.x];
-  }
-  __syncthreads();
-  return sums[0][threadIdx.x];
-}
-
-// f(part, the part's two numbers of this thread's channel), summed over all parts.
-template <class F>
-__device__ __forceinline__ double over_parts(const Args& args, int64_t channel, F f) {
-  double sum = 0;
-  if (channel < args.channels) {
-    for (int part = threadIdx.y; part < args.parts; part += kFinishLanes) {
-      const float* partials = args.partials + int64_t(part) * 2 * args.channels + channel;
-      sum += f(part, double(partials[0]), double(partials[args.channels]));
-    }
-  }
-  return sum_over_lanes(sum);
-}
-
-struct FinishArgs {
-  Args args;
-  Deal deal;
-};
-
-__global__ void finish_stats_kernel(const FinishArgs finish) {
-  const Args& args = finish.args;
-  const int64_t channel = int64_t(blockIdx.x) * kFinishChannels + threadIdx.x;
-  const auto rows = [&](int part) { return double(finish.deal.count(part, 0, 1)); };
-  const double n = double(args.rows);
-  const double mean = over_parts(args, channel, [&](int part, double mean, double) { return rows(part) * mean; }) / n;
-  const double m2 = over_parts(args, channel, [&](int part, double of_part, double m2) {
-    return m2 + rows(part) * (of_part - mean) * (of_part - mean);
-  });
-  if (channel < args.channels && threadIdx.y == 0) args.first[channel] = float(mean), args.second[channel] = float(m2 / n);
-}
-
-__global__ void finish_sums_kernel(const FinishArgs finish) {
-  const Args& args = finish.args;
-  const int64_t channel = int64_t(blockIdx.x) * kFinishChannels + threadIdx.x;
-  const double first = over_parts(args, channel, [](int, double v, double) { return v; });
-  const double second = over_parts(args, channel, [](int, double, double v) { return v; });
-  if (channel < args.channels && threadIdx.y == 0) args.first[channel] = float(first), args.second[channel] = float(second);
 }
 
 // ---- z, y and g

@@ -32,9 +32,10 @@ def call(target: str, out_types: Any, *operands: jax.Array, **attrs: Any) -> Any
 
 def call_registered(target: str, out_types: Any, *operands: jax.Array, prefix: str = "", **attrs: Any) -> Any:
     """``call`` of what is registered under the target's name, after a prefix."""
-    if target not in _WORKSPACES:
+    workspace = _WORKSPACES[target](operands, attrs) if target in _WORKSPACES else None
+    if workspace is None:
         return ffi.call_registered(prefix + target, out_types, *operands, **attrs)
-    *outs, _ = ffi.call_registered(prefix + target, [*out_types, _WORKSPACES[target](operands, attrs)], *operands, **attrs)
+    *outs, _ = ffi.call_registered(prefix + target, [*out_types, workspace], *operands, **attrs)
     return outs
 
 
@@ -46,10 +47,19 @@ def _sums_of_channels(operands, attrs) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((max(1, min(1024 // tiles, -(-rows // 256))), 2, channels), np.float32)
 
 
-# target -> the type of its workspace. The kernel takes the number of parts from it.
+def _sums_of_parameters(operands, attrs) -> jax.ShapeDtypeStruct | None:
+    """A norm's partial sums of dgamma and dbeta, (parts, 2, channels): one part for each multiprocessor of an H100, fewer where
+    they would be more to write than a sixteenth of the rows."""
+    outer, _, groups, length = operands[0].shape
+    parts = max(1, min(132 // groups, outer // 16))
+    return jax.ShapeDtypeStruct((parts, 2, groups * length), np.float32) if attrs["wants_parameters"] else None
+
+
+# target -> the type of its workspace, or None. The kernel takes the number of parts from it.
 _WORKSPACES: dict[str, Callable] = {
     "jaxfuse_batch_norm_stats": _sums_of_channels,
     "jaxfuse_batch_norm_bwd_stats": _sums_of_channels,
+    "jaxfuse_norm_bwd": _sums_of_parameters,
 }
 
 

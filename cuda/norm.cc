@@ -1,0 +1,109 @@
+// Layer and RMS norm's FFI targets on CUDA, with the operands, results and attributes of xla_ext/norm.cc, for tensors (outer, 1, groups,
+// length) without an activation. With dgamma and dbeta, bwd has one more result, memory for partial sums: f32 (parts, 2, groups·length).
+#include "norm.h"
+
+#include <string_view>
+
+#include "handler.h"
+
+namespace jaxfuse::cuda::norm {
+namespace {
+
+class Reader {
+ public:
+  Args args{};
+
+  Reader(const Call& call, size_t i, const char* name, size_t gamma) : call_(call), x_(call.operand(i, name)) {
+    call.expect_dtype(x_, {DType::F32, DType::BF16, DType::F16});
+    if (x_.shape.size() != 4 || x_.shape[1] != 1 || x_.size() == 0 || x_.shape[3] > kLongestRow) {
+      call.refuse(name, " has shape ", to_string(x_.shape), ", expected (outer, 1, groups, length) with elements and at most ",
+                  kLongestRow, " of them in a row");
+    }
+    const auto activation = call.attr<std::string_view>("activation");
+    if (activation != "none") call.refuse("attribute activation is \"", activation, "\", expected none");
+    if (x_.shape[2] > 65535) call.refuse(name, " has ", x_.shape[2], " groups, expected at most 65535");
+    args.element = x_.dtype == DType::F32 ? Element::f32 : x_.dtype == DType::BF16 ? Element::bf16 : Element::f16;
+    args.groups = x_.shape[2];
+    args.length = x_.shape[3];
+    args.rows = x_.shape[0] * args.groups;
+    args.aligned = args.length % 8 == 0;
+    args.centered = call.attr<bool>("centered");
+    args.epsilon_outside = call.attr<bool>("epsilon_outside");
+    args.epsilon = call.attr<float>("epsilon");
+    if (!(args.epsilon >= 0)) call.refuse("attribute epsilon is ", args.epsilon, ", expected 0 or more");
+    args.gamma = parameter(call.operand(gamma, "gamma"));
+    args.beta = parameter(call.operand(gamma + 1, "beta"));
+    full(x_);
+  }
+
+  void* full(const Tensor& t) { return at_16_bytes(checked(t, x_.dtype, x_.shape).data); }
+  void* x() { return x_.data; }
+  float* parameter(const Tensor& t) {
+    return static_cast<float*>(at_16_bytes(checked(t, DType::F32, {args.groups, args.length}).data));
+  }
+  float* statistic(const Tensor& t) { return checked(t, DType::F32, {x_.shape[0], args.groups}).as<float>(); }
+  void workspace(const Tensor& t) {
+    const int64_t parts = t.shape.empty() ? 0 : t.shape[0];
+    if (parts < 1 || parts > 65535) call_.refuse("workspace has shape ", to_string(t.shape), ", expected 1 to 65535 parts");
+    args.partials = checked(t, DType::F32, {parts, 2, args.groups * args.length}).as<float>();
+    args.parts = int32_t(parts);
+  }
+
+ private:
+  const Tensor& checked(const Tensor& t, DType dtype, const Shape& shape) const {
+    call_.expect_dtype(t, {dtype});
+    call_.expect_shape(t, shape);
+    return t;
+  }
+  void* at_16_bytes(void* data) {
+    args.aligned &= reinterpret_cast<uintptr_t>(data) % 16 == 0;
+    return data;
+  }
+
+  const Call& call_;
+  Tensor x_;
+};
+
+void forward_handler(const Call& call, cudaStream_t stream) {
+  const bool has_residual = call.attr<bool>("has_residual"), wants_sum = call.attr<bool>("wants_sum");
+  const bool saving = call.attr<bool>("saving");
+  if (wants_sum && !has_residual) call.refuse("attribute wants_sum is true but there is no residual");
+  call.expect_counts(3 + has_residual, 1 + wants_sum + 2 * saving);
+  Reader reader(call, 0, "x", 1);
+  Args& args = reader.args;
+  args.x = reader.x();
+  if (has_residual) args.residual = reader.full(call.operand(3, "residual"));
+  args.y = reader.full(call.result(0, "y"));
+  if (wants_sum) args.sum = reader.full(call.result(1, "sum"));
+  if (saving) {
+    args.mean = reader.statistic(call.result(1 + wants_sum, "mean"));
+    args.rstd = reader.statistic(call.result(2 + wants_sum, "rstd"));
+  }
+  forward(args, stream);
+}
+
+void backward_handler(const Call& call, cudaStream_t stream) {
+  const bool has_ds = call.attr<bool>("has_ds"), wants_parameters = call.attr<bool>("wants_parameters");
+  call.expect_counts(6 + has_ds, 1 + 3 * wants_parameters);
+  Reader reader(call, 1, "s", 2);
+  Args& args = reader.args;
+  args.s = reader.x();
+  args.dy = reader.full(call.operand(0, "dy"));
+  args.mean = reader.statistic(call.operand(4, "mean"));
+  args.rstd = reader.statistic(call.operand(5, "rstd"));
+  if (has_ds) args.ds = reader.full(call.operand(6, "ds"));
+  args.dx = reader.full(call.result(0, "dx"));
+  args.parts = 132;
+  if (wants_parameters) {
+    args.dgamma = reader.parameter(call.result(1, "dgamma"));
+    args.dbeta = reader.parameter(call.result(2, "dbeta"));
+    reader.workspace(call.result(3, "workspace"));
+  }
+  backward(args, stream);
+}
+
+JAXFUSE_CUDA_HANDLER(jaxfuse_norm_fwd, forward_handler);
+JAXFUSE_CUDA_HANDLER(jaxfuse_norm_bwd, backward_handler);
+
+}  // namespace
+}  // namespace jaxfuse::cuda::norm
