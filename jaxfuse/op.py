@@ -185,10 +185,10 @@ class FusedOp:
         out_tangents = self.tangents(linear, *kept, *[t for t, a in zip(tangents, active) if a])
         return list(outs[:n_outs]), list(out_tangents)
 
-    def _tangent_reference(self, linear: "Linear", *args):
+    def _tangent_reference(self, linear: "Linear", *args, tangent=None):
         kept, given = args[: linear.n_kept], iter(args[linear.n_kept :])
         tangents = [next(given) if a else None for a in linear.active]
-        return tuple(self.tangent(linear.config, kept, tangents))
+        return tuple((tangent or self.tangent)(linear.config, kept, tangents))
 
     def _transpose(self, cotangents, *args, config: "Linear"):
         kept, tangents = args[: config.n_kept], args[config.n_kept :]
@@ -204,11 +204,15 @@ class FusedOp:
         return [None] * len(kept) + [next(found) if w else None for w in wanted]
 
     def _backward_reference(self, linear: "Linear", *args):
+        return self.transposed(linear, args, self.tangent)
+
+    def transposed(self, linear: "Linear", args, tangent):
+        """`backward`'s outputs by the transpose of `tangent`, the op's own or another way to compute it."""
         kept, cotangents = args[: linear.n_kept], args[linear.n_kept :]
         types = [t for t, a in zip(self._types_here(linear, args), linear.active) if a]
 
         def tangent_of(*active_tangents):
-            return self._tangent_reference(linear, *kept, *active_tangents)
+            return self._tangent_reference(linear, *kept, *active_tangents, tangent=tangent)
 
         return tuple(jax.linear_transpose(tangent_of, *types)(tuple(cotangents)))
 

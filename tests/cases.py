@@ -177,7 +177,7 @@ CONV = [
          padding=((1, 1), (2, 1), (1, 1))),
     conv("transposed_channels_first", (2, 8, 4, 4), (12, 8, 4, 4), "bias residual", activation="leaky_relu", alpha=0.2,
          lhs_dilation=(2, 2), padding=((2, 2), (2, 2)), dimension_numbers=CHANNELS_FIRST),
-    conv("transposed_odd", (3, 3, 4, 5), (3, 2, 5, 7), "bias", lhs_dilation=(3, 2), padding=((2, 2), (1, 0))),
+    conv("transposed_odd", (3, 3, 4, 5), (3, 2, 5, 9), "bias", lhs_dilation=(3, 2), padding=((2, 2), (1, 0))),
     conv("transposed_and_strided", (2, 6, 6, 8), (3, 3, 8, 8), "bias", lhs_dilation=(2, 2), window_strides=(2, 2),
          padding=((1, 1), (1, 1)), refused="window_strides (2, 2) with lhs_dilation"),
     conv("transposed_padded_beyond", (2, 4, 4, 8), (2, 2, 8, 8), lhs_dilation=(2, 2), padding=((2, 1), (1, 1)),

@@ -12,7 +12,7 @@ from jax import lax
 from jaxfuse import ffi
 from jaxfuse.batch import completed
 from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear, widened
-from jaxfuse.ops import conv_cudnn
+from jaxfuse.ops import conv_cudnn, scattered
 from jaxfuse.ops.activations import TABLE as ACTIVATIONS
 from jaxfuse.ops.errors import Arguments
 
@@ -159,9 +159,9 @@ def _per_channel(config: ConvConfig, vector, like):
     return jnp.expand_dims(vector, [d for d in range(like.ndim) if d != config.out_spec[1]])
 
 
-def _reference(config: ConvConfig, *args):
+def _reference(config: ConvConfig, *args, convolve=_convolve):
     x, w, scale, bias, residual = config.unpack(args)
-    y = _convolve(config, x, w)
+    y = convolve(config, x, w)
     wide = jnp.promote_types(y.dtype, jnp.float32) if scale is not None or bias is not None else y.dtype
     z = y.astype(wide)
     if scale is not None:
@@ -190,7 +190,7 @@ def _keep(config: ConvConfig, args, outs):
     return (x, w, *dict(none=(), y=outs[:1], z=outs[1:])[config.derivative])
 
 
-def _tangent(config: ConvConfig, kept, tangents):
+def _tangent(config: ConvConfig, kept, tangents, convolve=_convolve):
     """dy = act'(z) · (conv(dx, w) + conv(x, dw) + dbias + dresidual), or dresidual outside of the product."""
     x, w, *told = kept
     dx, dw, dscale, dbias, dresidual = config.unpack(tangents)
@@ -198,9 +198,9 @@ def _tangent(config: ConvConfig, kept, tangents):
     out_type = jax.eval_shape(functools.partial(_convolve, config), x, w)
     total = jnp.zeros(out_type.shape, out_type.dtype)
     if dx is not None:
-        total = total + _convolve(config, dx, w)
+        total = total + convolve(config, dx, w)
     if dw is not None:
-        total = total + _convolve(config, x, dw)
+        total = total + convolve(config, x, dw)
     if dbias is not None:
         total = total + _per_channel(config, dbias.astype(total.dtype), total)
     if dresidual is not None and not config.residual_last:
@@ -308,6 +308,27 @@ def _run_backward(linear: Linear, args, mesh_axes):
     return completed(found, _backward_axes(linear, [a.ndim for a in args]).outputs, mesh_axes)
 
 
+# --- CPU kernel: a product and what it is scattered to ---------------------------------------------------------------
+
+
+def _refuse_product(config: ConvConfig, args) -> str | None:
+    return scattered.refuse(config, *args[:2]) or _refuse_geometry(config, args[1], args[0])
+
+
+def _run_product(config: ConvConfig, args, mesh_axes):
+    return _reference(config, *args, convolve=scattered.convolve)
+
+
+def _run_product_backward(linear: Linear, args, mesh_axes):
+    """In float32, where sums of bfloat16 would be rounded at every step."""
+    types = [t for t, active in zip(OP._types_here(linear, args), linear.active) if active]
+    wide = dataclasses.replace(linear, types=tuple(t.update(dtype=jnp.promote_types(t.dtype, jnp.float32)) for t in linear.types))
+    args = [a.astype(jnp.promote_types(a.dtype, jnp.float32)) for a in args]
+    found = OP.transposed(wide, args, functools.partial(_tangent, convolve=scattered.convolve))
+    found = [f.astype(t.dtype) for f, t in zip(found, types)]
+    return completed(found, _backward_axes(linear, [a.ndim for a in args]).outputs, mesh_axes)
+
+
 OP = FusedOp(
     "conv",
     reference=_reference,
@@ -316,8 +337,12 @@ OP = FusedOp(
     decompose=_decompose,
     differentiable=lambda config: not config.has_scale,
     for_autodiff=lambda config: dataclasses.replace(config, saves=int(config.derivative == "z")),
-    forward_kernels=(Kernel("onednn", _refuse_forward, _run_forward), conv_cudnn.KERNEL),
-    backward_kernels=(Kernel("onednn", _refuse_backward, _run_backward),),
+    forward_kernels=(Kernel("product", _refuse_product, _run_product), Kernel("onednn", _refuse_forward, _run_forward),
+                     conv_cudnn.KERNEL),
+    backward_kernels=(
+        Kernel("product", lambda linear, args: _refuse_product(linear.config, args), _run_product_backward),
+        Kernel("onednn", _refuse_backward, _run_backward),
+    ),
     forward_axes=_forward_axes,
     backward_axes=_backward_axes,
 )

@@ -8,6 +8,9 @@ from jax import lax
 from jaxfuse.rules.rule import Ladder, OpRules, Rule, points
 
 
+ZEN3 = "AMD Zen 3, 2 cores, AVX2"
+
+
 def size(config, types) -> int:
     """2 · output positions · filter elements; `x // strides` stands for the positions, whatever the padding."""
     x, w = (t.shape for t in types[:2])
@@ -16,10 +19,10 @@ def size(config, types) -> int:
 
 
 def shape_class(config, types) -> str:
-    """A transposed one of few outputs has no rule: 513 features to 1, width 1024, took oneDNN 24 ms and XLA 14."""
+    """A transposed one of few outputs is a product (`ops/scattered.py`): a class of its own."""
     transposed = any(d > 1 for d in config.lhs_dilation or ()) and config.feature_group_count == 1
-    if transposed and len(types[0].shape) < 5 and types[1].shape[config.rhs_spec[0]] < 8:
-        return "transposed, fewer than 8 outputs"
+    if transposed and types[1].shape[config.rhs_spec[0]] < 8 and all(d == 1 for d in config.rhs_dilation):
+        return "scattered"
     return "full" if config.feature_group_count == 1 else "grouped"
 
 
@@ -28,6 +31,11 @@ def _conv_bias_relu(x, w, b):
     y = lax.conv_general_dilated(
         x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups)
     return jax.nn.relu(y + b.astype(y.dtype))
+
+
+def _overlapping(x, w):
+    """Frames of a signal, added up where they overlap: as many outputs as x has numbers."""
+    return lax.conv_transpose(x, w, x.shape[-1:], "SAME", dimension_numbers=("NWC", "WIO", "NWC")).reshape(x.shape)
 
 
 def _shapes(*rows):
@@ -40,6 +48,7 @@ LADDERS = {
         (1, 4, 3, 4, 4), (1, 8, 3, 8, 8), (1, 8, 3, 16, 16), (1, 14, 1, 32, 32), (1, 14, 3, 32, 32), (1, 14, 3, 64, 64),
         (8, 14, 3, 64, 64))),
     "grouped": Ladder(_conv_bias_relu, _shapes((1, 4, 3, 1, 8), (1, 8, 3, 1, 16), (1, 14, 3, 1, 64))),
+    "scattered": Ladder(_overlapping, tuple(((n, s, c), (4 * c, c, 1)) for n, s, c in ((1, 8, 8), (1, 32, 64), (2, 128, 256)))),
 }
 RULES = OpRules(
     "operations", size, ladders=LADDERS, shape_class=shape_class,
@@ -68,5 +77,13 @@ RULES = OpRules(
             (2_304, (32.6, 11.9), (51.3, 26.1)),
             (18_432, (57.2, 9.65), (182, 27.4)),
             (225_792, (375, 12.4), (894, 37.5))), dtype="bfloat16", shape="grouped"),
+        Rule(points(
+            (4_096, (23.1, 6.07), (28.2, 23.6)),
+            (1_048_576, (124, 46), (424, 151)),
+            (134_217_728, (9564, 1384), (57326, 7605))), dtype="float32", shape="scattered", machine=ZEN3),
+        Rule(points(
+            (4_096, (8.67, 8.05), (24.8, 33.6)),
+            (1_048_576, (129, 51.5), (479, 175)),
+            (134_217_728, (9493, 1748), (53981, 8855))), dtype="bfloat16", shape="scattered", machine=ZEN3),
     ),
 )  # fmt: skip
