@@ -4,14 +4,14 @@ import os
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
 
-import equinox as eqx  # noqa: E402
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import optax  # noqa: E402
-from common import arguments, batches, closing, console, digits, train  # noqa: E402
-from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from common import arguments, batches, closing, console, digits, train
+from jax.sharding import NamedSharding, PartitionSpec
 
-import jaxfuse  # noqa: E402
+import jaxfuse
 
 OPTIMIZER = optax.sgd(0.05, momentum=0.9)
 

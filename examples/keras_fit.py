@@ -5,12 +5,12 @@ import time
 
 os.environ["KERAS_BACKEND"] = "jax"
 
-import keras  # noqa: E402
-import numpy as np  # noqa: E402
-from common import arguments, closing, console, digits  # noqa: E402
-from keras import layers  # noqa: E402
+import keras
+import numpy as np
+from common import arguments, closing, console, digits
+from keras import layers
 
-import jaxfuse  # noqa: E402
+import jaxfuse
 
 
 class FusedModel(keras.Model):

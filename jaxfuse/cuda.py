@@ -116,7 +116,8 @@ def _library() -> ctypes.CDLL | None:
 
 @functools.cache
 def _register() -> frozenset[str]:
-    table = handlers(library()) if library() else []
+    loaded = library()
+    table = handlers(loaded) if loaded else []
     for name, handler in table:
         jax.ffi.register_ffi_target(name, handler, platform="CUDA")
     return frozenset(name for name, _ in table)

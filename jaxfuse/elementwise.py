@@ -5,6 +5,7 @@ in the table, and interpreted in float64 on a few hundred points: no compilation
 """
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ def _half(params, x):
 
 
 # primitive -> numpy function of (params, *operands)
-RULES = {
+RULES: dict[str, Callable] = {
     "add": lambda p, x, y: x + y,
     "add_any": lambda p, x, y: x + y,
     "sub": lambda p, x, y: x - y,
@@ -103,7 +104,8 @@ def table_of(function, like) -> np.ndarray | None:
 
 
 def values_of(function, like, points: np.ndarray) -> np.ndarray | None:
-    """[outputs, points]: what the function of one array, of the type `like`, gives at each of the points; None if a primitive is unknown."""
+    """[outputs, points]: what the function of one array, of the type `like`, gives at each of the points; None if a primitive is
+    unknown."""
     traced = jax.make_jaxpr(function)(like)
     try:
         with np.errstate(all="ignore"):

@@ -66,7 +66,7 @@ def unavailable(target: str) -> str | None:
     module = native()
     if module is None:
         return "the native module is not built; to build it: python -m pip install . in the source tree of jaxfuse"
-    if target in _registered():
+    if target in _registered(module):
         return None
     if target in TARGETS and "no_onednn" in module.info():
         return f"the native module has no such kernel: {module.info()['no_onednn']}"
@@ -87,6 +87,8 @@ def _native() -> ModuleType | None:
     try:
         _load_onednn()
         spec = importlib.util.spec_from_file_location("jaxfuse._native", path)
+        if spec is None or spec.loader is None:
+            raise ImportError("Python has no loader for a file of this name")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except (ImportError, OSError) as error:
@@ -100,7 +102,7 @@ def check_api(built: str, path: pathlib.Path) -> None:
     """XLA takes handlers built for its own FFI version or an older one. It checks when its CPU backend starts, and that
     failing leaves JAX without a CPU; so this asks first."""
     header = pathlib.Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text()
-    major, minor = (int(re.search(rf"#define XLA_FFI_API_{part} (\d+)", header)[1]) for part in ("MAJOR", "MINOR"))
+    major, minor = (int(n) for part in ("MAJOR", "MINOR") for n in re.findall(rf"#define XLA_FFI_API_{part} (\d+)", header))
     built_major, built_minor = (int(part) for part in built.split("."))
     if built_major != major or built_minor > minor:
         raise RuntimeError(
@@ -109,15 +111,15 @@ def check_api(built: str, path: pathlib.Path) -> None:
         )
 
 
-def _registered() -> frozenset[str]:
+def _registered(module: ModuleType) -> frozenset[str]:
     with _loading:
-        return _register()
+        return _register(module)
 
 
 @functools.cache
-def _register() -> frozenset[str]:
+def _register(module: ModuleType) -> frozenset[str]:
     """Registers every handler with XLA, and returns the names."""
-    handlers = _native().registrations()
+    handlers = module.registrations()
     for name, handler in handlers.items():
         jax.ffi.register_ffi_target(name, handler, platform="cpu")
     return frozenset(handlers)

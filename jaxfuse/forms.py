@@ -64,7 +64,7 @@ class Form(NamedTuple):
             terms[key] = tensor, terms[key][1] + coefficient if key in terms else coefficient
         return Form(terms, _sum(self.offset, other.offset))
 
-    def __mul__(self, factor: Vector):
+    def times(self, factor: Vector) -> "Form":
         terms = {key: (tensor, coefficient * factor) for key, (tensor, coefficient) in self.terms.items()}
         return Form(terms, self.offset and self.offset * factor)
 
@@ -78,8 +78,8 @@ class Product(NamedTuple):
     left: Form
     right: Form
 
-    def __mul__(self, factor: Vector):
-        return Product(self.left * factor, self.right)
+    def times(self, factor: Vector) -> "Product":
+        return Product(self.left.times(factor), self.right)
 
 
 class Forms:
@@ -100,7 +100,8 @@ class Forms:
         self._pending: list[tuple[int, Node]] = []
         for tensor in cotangents:
             self._found(tensor, Form({id(tensor): (tensor, number(1))}))
-        self._found(self.x, Form({id(self.x): (self.x, number(1))}, vector(self.mean)))
+        self.offset = vector(self.mean)
+        self._found(self.x, Form({id(self.x): (self.x, number(1))}, self.offset))
         while self._pending:
             _, node = heapq.heappop(self._pending)
             if node.index not in self.nodes:
@@ -112,7 +113,7 @@ class Forms:
             self.nodes.add(reduction.first.index)
             if reduction.left == (self.axis,) and id(reduction.value) not in self._summed:
                 self._summed.add(id(reduction.value))
-                self.sums.append((reduction.value, form * number(reduction.weight)))
+                self.sums.append((reduction.value, form.times(number(reduction.weight))))
         for node in value.users:
             if node.index >= 0 and len(node.outputs) == 1:
                 heapq.heappush(self._pending, (node.index, node))
@@ -127,7 +128,7 @@ class Forms:
         name = node.primitive
         if is_float_cast(node) or name in ("neg", "copy"):
             form = self.of[id(node.inputs[0])][1]
-            return form * number(-1) if name == "neg" else form
+            return form.times(number(-1)) if name == "neg" else form
         if is_square(node, node.inputs[0]):
             form = self._operand(node.inputs[0])
             return Product(form, form) if isinstance(form, Form) else None
@@ -139,7 +140,7 @@ class Forms:
         if isinstance(right, Product) or name == "div" and right.terms:
             return None
         if name == "div":
-            return left * right.offset.inverse()
+            return left.times(right.offset.inverse())
         if isinstance(left, Product):
             return None
         difference = name == "sub"
@@ -147,7 +148,7 @@ class Forms:
             without = self._without_mean(left)
             if without is not None:
                 return without
-        return left + (right * number(-1) if difference else right)
+        return left + (right.times(number(-1)) if difference else right)
 
     def _operand(self, value: Value) -> Form | Product:
         known = self.of.get(id(value))
@@ -181,8 +182,7 @@ class Forms:
 
     def _without_mean(self, form: Form) -> Form | None:
         """x - mean, if the form is x's own: exactly what the tensor stands for."""
-        own = self.of[id(self.x)][1]
-        return Form(form.terms) if form.offset is own.offset and set(form.terms) == {id(self.x)} else None
+        return Form(form.terms) if form.offset is self.offset and set(form.terms) == {id(self.x)} else None
 
 
 def _sum(left: Vector | None, right: Vector | None) -> Vector | None:
@@ -192,5 +192,5 @@ def _sum(left: Vector | None, right: Vector | None) -> Vector | None:
 def _times(left: Form | Product, right: Form | Product) -> Form | Product | None:
     for one, other in ((left, right), (right, left)):
         if isinstance(other, Form) and not other.terms:
-            return one * other.offset
-    return None if Product in map(type, (left, right)) else Product(left, right)
+            return one.times(other.offset)
+    return Product(left, right) if isinstance(left, Form) and isinstance(right, Form) else None

@@ -1,7 +1,8 @@
 """fuse(fn): trace → graph → match → rewrite. The rest of the package is each of these words in a file of its own."""
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
@@ -14,6 +15,8 @@ from jaxfuse.patterns import autodiff
 from jaxfuse.reasons import lacks_kernel
 from jaxfuse.signature import Call, Untraceable, compiled, is_part_of_a_program
 
+P = ParamSpec("P")
+R = TypeVar("R")
 CIRCULAR = "what it needs is computed from what it gives by another fused site"
 
 
@@ -77,7 +80,7 @@ def plan(closed: ClosedJaxpr, judge, outer: tuple[Graph, Node] | None = None) ->
 
 def _joined(graph: Graph, claimed: set[int], judge) -> dict[int, tuple]:
     """What `loops.joined` gives for the scans whose backward scan is in this program too; the backward scan's own is empty."""
-    results = {}
+    results: dict[int, tuple] = {}
     for first, second in loops.pairs(graph, autodiff.backward(graph), lambda node: node.index not in claimed | graph.gone):
         result = loops.joined(graph, first, second, lambda closed: plan(closed, judge))
         if result:
@@ -126,7 +129,7 @@ def _closed(body) -> ClosedJaxpr:
     return body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ())
 
 
-def fuse(fn, *, policy: str = "measured", strict: bool = False):
+def fuse(fn: Callable[P, R], *, policy: str = "measured", strict: bool = False) -> Callable[P, R]:
     """`fn` with its convolutions and batch norms, and what follows each, replaced by fused operations.
 
     Args:
@@ -150,7 +153,7 @@ def fuse(fn, *, policy: str = "measured", strict: bool = False):
     return compiled(fn, functools.partial(_run, fn, judge, strict), give_up)
 
 
-def inline(fn, *, policy: str = "measured"):
+def inline(fn: Callable[P, R], *, policy: str = "measured") -> Callable[P, R]:
     """As `fuse(fn)`, but traced anew at every call and compiled with the caller: for a layer of a larger program.
 
     Within a function that is itself being fused, fn as it is: the whole is fused.
@@ -170,7 +173,7 @@ def inline(fn, *, policy: str = "measured"):
     return call
 
 
-def explain(fn, *args, policy: str = "measured", **kwargs) -> reports.FusionReport:
+def explain(fn: Callable, *args, policy: str = "measured", **kwargs) -> reports.FusionReport:
     """The sites that `fuse(fn, policy=policy)` finds for these arguments; nothing is compiled or run.
 
     Arguments may be `jax.ShapeDtypeStruct`s. Raises ValueError for an unknown policy.

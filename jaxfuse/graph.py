@@ -6,8 +6,8 @@ its custom derivative rules; a `Value` is what flows between nodes.
 
 import functools
 import numbers
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -92,7 +92,7 @@ class Graph:
         self.nodes: list[Node] = []
         self.replaced: set[int] = set()  # ids of values that a match computes instead of their producers
         self.gone: set[int] = set()  # indices of nodes that nobody needs any more
-        self.parts = None  # forward and backward, once patterns/autodiff.py has told them apart
+        self.parts: Any = None  # forward and backward, once patterns/autodiff.py has told them apart
         self.transposes: dict[tuple[int, tuple[int, ...]], Value] = {}  # see layout.transposed
         self._seen: dict = {}
         jaxpr = closed.jaxpr
@@ -201,8 +201,8 @@ class Emission(NamedTuple):
     run: Callable[[Callable[[Value], object]], Iterable[tuple[Value, object]]]
 
 
-def evaluate(graph: Graph, arguments: list, replacements: dict[int, Emission], replay=Node.replay) -> list:
-    """The program's outputs for `arguments`; `replacements` maps id(value) to what computes it instead of `replay`.
+def evaluate(graph, arguments: Sequence, replacements: dict[int, Emission], replay=Node.replay) -> list:
+    """The outputs of a graph, or of a part of one, for `arguments`; `replacements` maps id(value) to what computes it instead of `replay`.
 
     Nodes that nobody needs any more are left out; nodes with effects stay, in their order.
     """
@@ -235,7 +235,7 @@ def compute(wanted: Iterable[Value], environment: dict[int, object], replacement
         else:
             environment.update(zip(map(id, node.outputs), replay(node, [read(v) for v in node.inputs])))
 
-    stack = [(value, None) for value in wanted]
+    stack: list[tuple[Value, Iterator[Value] | None]] = [(value, None) for value in wanted]
     while stack:
         value, running = stack.pop()
         if value.literal is not None or id(value) in environment:

@@ -59,7 +59,7 @@ class Layout:
         if node.primitive == "transpose":
             split = self if self.shape == self.transposed else self._split()
             permutation = split._then_permuted(node.params["permutation"])
-            return permutation and dataclasses.replace(split, permutation=permutation, shape=shape)
+            return dataclasses.replace(split, permutation=permutation, shape=shape) if permutation else None
         return None
 
     def _split(self) -> "Layout":
@@ -128,7 +128,8 @@ def is_reshape(node: Node) -> bool:
 
 def only_moved(value: Value) -> tuple[Value, tuple[int, ...]]:
     """(source, permutation): the furthest value that `value` is a mere transpose of, reshapes undone."""
-    path, best = [], (value, tuple(range(value.ndim)))
+    path: list[Node] = []
+    best = value, tuple(range(value.ndim))
     while value.producer is not None and (is_reshape(value.producer) or value.producer.primitive == "transpose"):
         path.insert(0, value.producer)
         value = value.producer.inputs[0]

@@ -7,7 +7,9 @@ from jaxfuse.match import Match
 class FusedReader:
     """Stands among the users of a value for the match that needs it. No pattern looks through it."""
 
-    primitive, params, inputs, outputs = "fused", {}, (), ()
+    primitive = "fused"
+    params: dict = {}
+    inputs = outputs = ()
 
     def __init__(self, match: Match):
         self.match, self.index = match, -1 - match.anchor.index  # no node of the graph
@@ -24,7 +26,7 @@ def accept(graph: Graph, match: Match) -> set[int]:
     needs = [need for emission in match.emissions for need in emission.needs]
     needs += [value.producer.inputs[0] for value in needs if value.producer and value.producer.index < 0]  # of a transpose
     for value in dict.fromkeys(needs):
-        value.users.append(reader)
+        value.users.append(reader)  # type: ignore[arg-type]  # it has what readers are asked for
     defined = tuple(value for emission in match.emissions for value in emission.defines)
     graph.replaced |= set(map(id, defined))
     gone = unneeded(graph, defined)

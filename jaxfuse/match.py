@@ -6,14 +6,14 @@ a report can say what was almost fused.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Set as AbstractSet
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from jaxfuse.canonical import ADD, NotPerChannel, Region, constant, is_float_cast, per_channel, regions, repeats, unwidened
 from jaxfuse.elementwise import is_elementwise
-from jaxfuse.graph import Emission, Graph, Node, Value
+from jaxfuse.graph import Emission, Node, Value
 from jaxfuse.layout import Layout
 from jaxfuse.reasons import no_kernel
 
@@ -66,7 +66,7 @@ class Chain:
         parts += [*activated, *added] if self.residual_last else [*added, *activated]
         return "+".join(parts)
 
-    def coefficients(self, vector: Callable[[Value], object]):
+    def coefficients(self, vector: Callable[[Value], Any]):
         """(center, scale, offset), None where there is none; `vector` gives a step's operand as `[channels]`."""
         center = scale = offset = None
         for kind, value in self.affine:
@@ -118,7 +118,7 @@ class Walk:
     `adds_last`: a residual may come after the activation.
     """
 
-    def __init__(self, graph: Graph, axis: int, claimed: set[int], name_activation, aside: frozenset[int] = frozenset(),
+    def __init__(self, graph, axis: int, claimed: set[int], name_activation, aside: frozenset[int] = frozenset(),
                  adds_last: bool = False):
         self.graph, self.axis, self.claimed, self.name_activation = graph, axis, claimed, name_activation
         self.aside, self.adds_last = aside, adds_last
@@ -261,7 +261,7 @@ def as_vector(array, channels: int):
     return jnp.broadcast_to(array, (channels,))
 
 
-def depends_on(values: list[Value], targets: set[int], since: int, behind: set[int] = frozenset()) -> bool:
+def depends_on(values: list[Value], targets: set[int], since: int, behind: AbstractSet[int] = frozenset()) -> bool:
     """Whether any of the values is computed from a target; only nodes from index `since` on need to be looked at, and not
     what lies behind the values `behind`."""
     stack, seen = list(values), set()

@@ -1,6 +1,7 @@
 """Which values of the program are batch statistics of another, however they are written: sums, means of means, E[x²]-E[x]²,
 E[(x-E[x])²]."""
 
+import dataclasses
 import functools
 import numbers
 from collections.abc import Callable, Iterator
@@ -22,7 +23,8 @@ class Reduction(NamedTuple):
     first: Node
 
 
-class Part(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Part:
     """An axis along which this is one of several that were stacked: Flax makes one `pmean` of the mean and the mean square."""
 
     index: int

@@ -14,7 +14,7 @@ the reference, as plain JAX. (`jax.custom_vjp` has no forward mode at all; that 
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -69,7 +69,7 @@ class Stage:
         for platform in {kernel.platform for kernel in kernels}:
             mlir.register_lowering(p, _lowering(self._partitioned_on(platform)), platform=platform)
 
-    def __call__(self, config: Hashable, *args) -> list[jax.Array]:
+    def __call__(self, config, *args) -> list[jax.Array]:
         return self.primitive.bind(*equally_varying(args), config=config)
 
     def kernel(self, config, args, platform: str | None = None) -> tuple[Kernel | None, str]:
@@ -79,9 +79,10 @@ class Stage:
         reason = no_kernel()
         for kernel in self.kernels:
             if kernel.platform == platform:
-                reason = kernel.refuse(config, args)
-                if reason is None:
+                refused = kernel.refuse(config, args)
+                if refused is None:
                     return kernel, ""
+                reason = refused
         return None, reason
 
     def run(self, config, args, platform: str, mesh_axes: tuple[str, ...] = ()) -> Arrays:
@@ -236,7 +237,7 @@ class FusedOp:
 class Linear:
     """Config of `tangent` and `backward`: which of the op's arguments have a tangent, and all their types."""
 
-    config: Hashable
+    config: Any
     active: tuple[bool, ...]
     types: tuple[jax.ShapeDtypeStruct, ...]
     n_kept: int

@@ -77,8 +77,7 @@ class FusionReport:
         title = f"{len(self.fused)} fused, about {saved / 1e6:.1f} MB of memory traffic saved"
         table = Table("pattern", "direction", "operands", "source", "kernel", "MB saved", title=title)
         for site in self.fused:
-            saved = f"{site.bytes_saved / 1e6:.2f}"
-            table.add_row(site.pattern, site.direction, _operands(site), site.source, site.kernel, saved)
+            table.add_row(site.pattern, site.direction, _operands(site), site.source, site.kernel, f"{site.bytes_saved / 1e6:.2f}")
         return table
 
 

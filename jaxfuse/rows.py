@@ -183,16 +183,16 @@ def _regrouped(run, shape) -> Digits | None:
 
 def _joined(several: list[Digits], shape) -> Digits | None:
     """Those of an elementwise function of values of one shape: each digit that any of them has; they must agree."""
-    joined = tuple(((0, n),) for n in shape)
+    joined: Digits = tuple(((0, n),) for n in shape)
     for digits in several:
         axes = []
         for n, left, right in zip(shape, joined, digits):
             right = right if math.prod(length for _, length in right) == n else ((0, n),)  # of length 1, repeated
             cuts = sorted(_ends(left) | _ends(right))
-            left, right = _cut(left, cuts), _cut(right, cuts)
-            if left is None or right is None or any(a != b and a[0] and b[0] for a, b in zip(left, right)):
+            mine, theirs = _cut(left, cuts), _cut(right, cuts)
+            if mine is None or theirs is None or any(a != b and a[0] and b[0] for a, b in zip(mine, theirs)):
                 return None
-            axes.append(tuple(a if a[0] else b for a, b in zip(left, right)))
+            axes.append(tuple(a if a[0] else b for a, b in zip(mine, theirs)))
         joined = tuple(axes)
     return joined
 

@@ -6,6 +6,7 @@ import pathlib
 import sys
 import sysconfig
 from collections.abc import Callable
+from types import FrameType
 
 FRAMEWORKS = ("jax", "jaxlib", "jaxfuse", "flax", "haiku", "equinox", "keras", "optax", "transformers", "numpy")
 
@@ -28,7 +29,7 @@ def user_line(tracebacks: list) -> str:
 
 def calling_line() -> str:
     """file:line of the user's code that is being run: for equations that were traced for one layer, apart from its caller."""
-    frame = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     while frame is not None and _is_library(frame.f_code.co_filename):
         frame = frame.f_back
     return "unknown" if frame is None else f"{_relative(frame.f_code.co_filename)}:{frame.f_lineno}"

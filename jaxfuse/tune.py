@@ -63,7 +63,7 @@ def measure(effort: Effort, console: Console) -> dict[str, tuple[Rule, ...]]:
     """For each op the rules of this machine, one for each ladder, dtype and, where the built-in rules tell directions
     apart, direction. What is not fused here (no kernel) gets none."""
     work = [(op, shape, dtype) for op, table in TABLE.items() for shape in table.ladders for dtype in table.dtypes]
-    found = {op: () for op in TABLE}
+    found: dict[str, tuple[Rule, ...]] = {op: () for op in TABLE}
     with Progress(console=console, refresh_per_second=2) as bar:
         task = bar.add_task("", total=len(work))
         for op, shape, dtype in work:

@@ -115,7 +115,8 @@ def _rule(row: dict) -> Rule:
 
 
 def _info() -> dict:
-    return ffi.native().info() if ffi.native() else {}
+    module = ffi.native()
+    return module.info() if module else {}
 
 
 def _cpu() -> str:

@@ -81,7 +81,8 @@ def around(scope: Scope, name: str, key: int, choice: int, body, x):
             return y + run(scope, body, y) if y.shape == x.shape else y
         if y.shape == x.shape and name == "residual":
             return (x + y, y + x, jax.nn.relu(y + x), x + 0.5 * y)[choice]
-        if y.shape[:scope.axis(y)] == x.shape[:scope.axis(y)] and y.ndim == x.ndim and y.shape[scope.axis(y) + 1:] == x.shape[scope.axis(y) + 1:]:
+        axis = scope.axis(y)
+        if y.ndim == x.ndim and y.shape[:axis] == x.shape[:axis] and y.shape[axis + 1 :] == x.shape[axis + 1 :]:
             return jnp.concatenate([x, y], scope.axis(y))
         return y
     if name == "bf16":

@@ -28,7 +28,8 @@ def step(**choices):
 @dataclasses.dataclass
 class Scope:
     """Where a step runs: `params` is what it takes its parameters from, by name; what is not there yet is made and put there.
-    `first`: images are channels-first. `mapped`: under a vmap over the batch, whose name is "batch". `extras`: what else enters the loss."""
+    `first`: images are channels-first. `mapped`: under a vmap over the batch, whose name is "batch". `extras`: what else enters
+    the loss."""
 
     params: dict
     first: bool

@@ -268,7 +268,7 @@ def barriers(x):
 
 @program
 def higher_derivatives_inside(x):
-    loss = lambda v: jnp.sum(jnp.sin(block(v)) ** 2)  # noqa: E731
+    loss = lambda v: jnp.sum(jnp.sin(block(v)) ** 2)
     gradient, tangent = jax.jvp(jax.grad(loss), (x,), (jnp.cos(x),))
     value, pullback = jax.vjp(block, x)
     linear = jax.linearize(loss, x)[1]

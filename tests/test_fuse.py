@@ -257,7 +257,8 @@ def test_report():
     assert site.shapes == (X.shape, W.shape) and site.dtypes == ("float32", "float32")
     assert site.bytes_saved > 0
     file, line = site.source.rsplit(":", 1)
-    assert pathlib.Path(file).name == "test_fuse.py" and "conv_general_dilated" in pathlib.Path(__file__).read_text().splitlines()[int(line) - 1]
+    assert pathlib.Path(file).name == "test_fuse.py"
+    assert "conv_general_dilated" in pathlib.Path(__file__).read_text().splitlines()[int(line) - 1]
     assert "conv+bias+relu" in str(report) and "onednn" in str(report)
     assert "nothing to fuse" in str(jaxfuse.explain(jnp.sin, X))
 

@@ -4,16 +4,16 @@ import os
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
-import equinox as eqx  # noqa: E402
-import flax.linen as nn  # noqa: E402
-import haiku as hk  # noqa: E402
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import keras  # noqa: E402
-import pytest  # noqa: E402
-from flax import nnx  # noqa: E402
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import keras
+import pytest
+from flax import nnx
 
-from test_patterns import patterns  # noqa: E402
+from test_patterns import patterns
 
 X = jnp.ones((4, 8, 8, 16))
 FIRST = jnp.ones((4, 16, 8, 8))

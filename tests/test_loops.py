@@ -77,7 +77,8 @@ def nested(layers, x):
     return lax.scan(lambda x, p: (lax.scan(lambda x, _: (layer(x, p)[0], None), x, length=2)[0], None), x, layers)[0]
 
 
-PROGRAMS = {f.__name__: f for f in (plain, biased, backwards, with_statistics, shared, in_a_loop, rematerialised, mapped, with_states, nested)}
+PROGRAMS = {f.__name__: f for f in (
+    plain, biased, backwards, with_statistics, shared, in_a_loop, rematerialised, mapped, with_states, nested)}
 
 
 def step_of(fn):

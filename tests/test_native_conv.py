@@ -160,7 +160,8 @@ def test_nan_behind_a_residual_that_comes_last():
     assert np.argwhere(np.isnan(y)).tolist() == [*[[0, 1, 2, i] for i in range(16)], [1, 1, 1, 1]]
 
 
-WATCHED = ["3x3", "1x1", "stem", "depthwise", "depthwise 5x5", "depthwise, strided", "depthwise, causal", "depthwise, multiplier 2", "grouped", "odd", "1-D", "3-D", "NCHW", "long sums"]
+WATCHED = ["3x3", "1x1", "stem", "depthwise", "depthwise 5x5", "depthwise, strided", "depthwise, causal",
+           "depthwise, multiplier 2", "grouped", "odd", "1-D", "3-D", "NCHW", "long sums"]
 
 
 @each_dtype
@@ -263,7 +264,7 @@ def test_refusals_say_what_and_why():
         (lambda: forward(case, x, w, lhs_dilation=(2, 2)), r"y has shape \(2, 14, 14, 64\), expected \(2, 27, 27, 64\)"),
         (lambda: forward(case, x, w, lhs_dilation=(2, 2), window_strides=(2, 2)),
          "window_strides is .* with lhs_dilation"),
-        (lambda: forward(case, x, w, shape=(2, 29, 27, 64), lhs_dilation=(2, 2), padding_low=(3, 1)), 
+        (lambda: forward(case, x, w, shape=(2, 29, 27, 64), lhs_dilation=(2, 2), padding_low=(3, 1)),
          "padding 3 and 1 with lhs_dilation, expected at most 2 and 3"),
         (lambda: backward(case, x, w, x, x, "silu"), "not a function of its value"),
     ]:  # fmt: skip

@@ -61,7 +61,7 @@ def close(a, b, tolerance):
 
 def test_flax_inference(network):
     model, variables, x = network
-    apply = lambda variables, x: model.apply(variables, x, False)  # noqa: E731
+    apply = lambda variables, x: model.apply(variables, x, False)
     fused, skipped = patterns(apply, variables, x)
     assert sorted(fused) == sorted(
         ["dense+bias", "conv+bias+relu", "conv+bias+relu6"] + 4 * ["conv+bn+relu"] + ["conv+bn"] + 2 * ["conv+bn+add+relu"])

@@ -197,7 +197,7 @@ def in_jit(mesh, items=8, functions=(conv, batch_norm, both, layers), differenti
         if items % DEVICES:  # only a constraint may shard unevenly
             along, specs = NamedSharding(mesh, batch), dict.fromkeys(specs, P())
             shard = functools.partial(jax.lax.with_sharding_constraint, shardings=along)
-            run = lambda a: alone({n: shard(v) if of_batch(a)[n] else v for n, v in a.items()})  # noqa: E731
+            run = lambda a: alone({n: shard(v) if of_batch(a)[n] else v for n, v in a.items()})
         on_one = jax.jit(alone).lower(arrays).compile()
         return compared(run, arrays, mesh, specs, on_one(arrays), kernels_in(on_one))
 

@@ -4,16 +4,16 @@ import os
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
-import flax.linen as nn  # noqa: E402
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import keras  # noqa: E402
-import pytest  # noqa: E402
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import keras
+import pytest
 
-import jaxfuse  # noqa: E402
-from jaxfuse.ops.activations import TABLE  # noqa: E402
-from test_patterns import B, BETA, GAMMA, W, X, Z, ZR, check_values, conv, patterns  # noqa: E402
-from test_train_step import close, sites  # noqa: E402
+import jaxfuse
+from jaxfuse.ops.activations import TABLE
+from test_patterns import B, BETA, GAMMA, W, X, Z, ZR, check_values, conv, patterns
+from test_train_step import close, sites
 
 ACTIVATIONS = {
     "relu": [jax.nn.relu, nn.relu, keras.activations.relu, keras.ops.relu, keras.layers.ReLU(),

@@ -44,7 +44,7 @@ def _batch_norm(x, gamma, beta, residual=None, *, activation=None, alpha=0.0, ep
 
 
 def _max_pool(x, *, window_shape, strides=None, padding="VALID"):
-    whole = lambda sizes: (1, *sizes, 1)  # noqa: E731
+    whole = lambda sizes: (1, *sizes, 1)
     if not isinstance(padding, str):
         padding = ((0, 0), *padding, (0, 0))
     strides = strides or (1,) * len(window_shape)

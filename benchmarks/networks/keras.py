@@ -4,10 +4,10 @@ import os
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
-import jax.numpy as jnp  # noqa: E402
-import keras  # noqa: E402
+import jax.numpy as jnp
+import keras
 
-from . import Network, cross_entropy, image  # noqa: E402
+from . import Network, cross_entropy, image
 
 SMALL = {
     "ResNet50": dict(input_shape=(32, 32, 3)),

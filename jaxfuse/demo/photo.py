@@ -12,7 +12,7 @@ from jaxfuse.demo.network import ResNet50, random_variables
 
 NAME = "china.jpg"
 MODEL = ResNet50()
-PIXEL_MEAN, PIXEL_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as the network is always fed
+PIXEL_MEAN, PIXEL_STD = np.array([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]], np.float32)  # of ImageNet
 
 
 class Inference(NamedTuple):
@@ -28,7 +28,7 @@ def load(size: int = 224) -> np.ndarray:
     top, left = (height - side) // 2, (width - side) // 2
     square = photo[top : top + side, left : left + side].astype(np.float32) / 255
     image = np.asarray(jax.image.resize(square, (size, size, 3), "linear"))
-    return ((image - np.float32(PIXEL_MEAN)) / np.float32(PIXEL_STD))[None]
+    return ((image - PIXEL_MEAN) / PIXEL_STD)[None]
 
 
 def variables(image: np.ndarray):

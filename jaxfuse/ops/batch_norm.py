@@ -23,7 +23,7 @@ from jax import lax
 from jaxfuse import ffi
 from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear
 from jaxfuse.ops.activations import TABLE as ACTIVATIONS
-from jaxfuse.ops.errors import Arguments
+from jaxfuse.ops.errors import Arguments, Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +84,10 @@ class BatchNormConfig:
         return x, residual, tuple(small[:n]), tuple(small[n : n + statistics]), tuple(small[n + statistics :]), mask
 
 
-def batch_norm(x, gamma, beta, residual=None, *, activation=None, alpha=0.0, epsilon=1e-5, axis=-1, mean=None, var=None):
+def batch_norm(
+    x: Array, gamma: Array, beta: Array, residual: Array | None = None, *, activation: str | None = None, alpha: float = 0.0,
+    epsilon: float = 1e-5, axis: int = -1, mean: Array | None = None, var: Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Batch normalisation, residual add and activation in one op.
 
     y = activation((x - mean) · gamma / sqrt(var + epsilon) + beta + residual)
@@ -146,7 +149,8 @@ def _coefficients(config: BatchNormConfig, statistics, parameters):
 
 def _reference(config: BatchNormConfig, *args):
     x, residual, parameters = config.unpack(args)
-    wide, statistics = _wide(x), ()
+    wide = _wide(x)
+    statistics: tuple = ()
     if config.batch_statistics:
         mean = _mean_over_batch(config, wide)
         var = _mean_over_batch(config, jnp.square(wide - _expand(config, x, mean)[0]))
@@ -189,7 +193,7 @@ def _tangent(config: BatchNormConfig, kept, tangents):
     dx, dresidual, dparameters = config.unpack(tangents)
     wide = _wide(x)
     dwide = jnp.zeros_like(wide) if dx is None else dx.astype(wide.dtype)
-    dstatistics = ()
+    dstatistics: tuple = ()
     if config.batch_statistics:
         centered = wide - _expand(config, x, statistics[0])[0]
         dstatistics = _mean_over_batch(config, dwide), 2 * _mean_over_batch(config, centered * dwide)
@@ -276,7 +280,8 @@ def _mask_type(x):
 
 def _run_forward(config: BatchNormConfig, args, mesh_axes):
     x, residual, parameters = config.unpack(args)
-    channels, statistics = x.shape[-1], ()
+    channels = x.shape[-1]
+    statistics: tuple = ()
     if config.batch_statistics:
         mean, var = ffi.call("jaxfuse_batch_norm_stats", [_vector(channels)] * 2, x)
         if mesh_axes:  # of equally large shards: Var = E[var] + Var[mean]

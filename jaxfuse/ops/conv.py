@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jaxfuse.batch import completed
 from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear, widened
 from jaxfuse.ops import conv_cudnn, scattered
 from jaxfuse.ops.activations import TABLE as ACTIVATIONS
-from jaxfuse.ops.errors import Arguments
+from jaxfuse.ops.errors import Arguments, Array
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -80,8 +81,12 @@ class ConvConfig:
         )
 
 
-def conv(x, w, bias=None, residual=None, *, scale=None, activation=None, alpha=0.0, residual_last=False, window_strides=None,
-         padding="SAME", lhs_dilation=None, rhs_dilation=None, feature_group_count=1, dimension_numbers=None, precision=None):
+def conv(
+    x: Array, w: Array, bias: Array | None = None, residual: Array | None = None, *, scale: Array | None = None,
+    activation: str | None = None, alpha: float = 0.0, residual_last: bool = False,
+    window_strides: Sequence[int] | None = None, padding: str | Sequence[tuple[int, int]] = "SAME",
+    lhs_dilation: Sequence[int] | None = None, rhs_dilation: Sequence[int] | None = None, feature_group_count: int = 1,
+    dimension_numbers: tuple[str, str, str] | lax.ConvDimensionNumbers | None = None, precision: Any = None) -> jax.Array:
     """y = activation(scale · conv(x, w) + bias + residual), one kernel where there is one.
 
     Args:
@@ -105,16 +110,17 @@ def conv(x, w, bias=None, residual=None, *, scale=None, activation=None, alpha=0
     arguments.check(w.dtype == x.dtype, "w", str(w.dtype), f"{x.dtype}, as x is", "cast one of them")
     geometry = _geometry(
         arguments, x, w, window_strides, padding, lhs_dilation, rhs_dilation, feature_group_count, dimension_numbers)
-    out = jax.eval_shape(functools.partial(_convolve, ConvConfig(*geometry)), x, w)
-    features = w.shape[geometry[5][0]]
+    plain = ConvConfig(*geometry)
+    out = jax.eval_shape(functools.partial(_convolve, plain), x, w)
+    features = w.shape[plain.rhs_spec[0]]
     residual_only = {name: optional.pop(name) for name in ("residual",) if name in optional}
     arguments.per_channel(features, "output channel", **optional)
     arguments.like(out, "the output", **residual_only)
-    config = ConvConfig(
-        *geometry, *[a is not None for a in (scale, bias, residual)],
-        arguments.one_of("activation", activation or "none", ACTIVATIONS), arguments.number("alpha", alpha),
-        tuple(precision) if isinstance(precision, list) else precision,
-        bool(residual_last) and residual is not None and activation not in (None, "none"))
+    config = dataclasses.replace(
+        plain, has_scale=scale is not None, has_bias=bias is not None, has_residual=residual is not None,
+        activation=arguments.one_of("activation", activation or "none", ACTIVATIONS), alpha=arguments.number("alpha", alpha),
+        precision=tuple(precision) if isinstance(precision, list) else precision,
+        residual_last=bool(residual_last) and residual is not None and activation not in (None, "none"))
     return OP(config, x, w, *[a for a in (scale, bias, residual) if a is not None])[0]
 
 

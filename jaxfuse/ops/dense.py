@@ -13,8 +13,8 @@ from jaxfuse import ffi
 from jaxfuse.batch import completed
 from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear
 from jaxfuse.ops.activations import TABLE as ACTIVATIONS
-from jaxfuse.ops.errors import Arguments
-from jaxfuse.ops.matrices import Matrices, matrices
+from jaxfuse.ops.errors import Arguments, Array
+from jaxfuse.ops.matrices import matrices
 
 Axes = tuple[int, ...]
 
@@ -59,8 +59,9 @@ class DenseConfig:
         return ACTIVATIONS[self.activation].pullback_for(self.alpha) is not None
 
 
-def dense(x, w, bias=None, residual=None, *, activation=None, alpha=0.0, dimension_numbers=None, precision=None,
-          preferred_element_type=None):
+def dense(
+    x: Array, w: Array, bias: Array | None = None, residual: Array | None = None, *, activation: str | None = None,
+    alpha: float = 0.0, dimension_numbers: Any = None, precision: Any = None, preferred_element_type: Any = None) -> jax.Array:
     """y = activation(x · w + bias + residual), one kernel where there is one.
 
     Args:
@@ -189,7 +190,7 @@ def _refuse_products(config: DenseConfig, x, w) -> str | None:
     return laid if isinstance(laid, str) else None
 
 
-def _matrices(config: DenseConfig, x, w) -> Matrices | str:
+def _matrices(config: DenseConfig, x, w):
     return matrices(tuple(x.shape), tuple(w.shape), config.dimension_numbers)
 
 

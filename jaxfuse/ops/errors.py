@@ -4,7 +4,11 @@ import dataclasses
 import difflib
 import numbers
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+
+Array = jax.Array | np.ndarray  # what the ops take
 
 
 class OpError(ValueError):
@@ -64,7 +68,7 @@ class Arguments:
         return number
 
     def positive_integers(self, argument: str, value, count: int) -> tuple[int, ...]:
-        fits = _is_sequence(value, count) and all(isinstance(v, numbers.Integral) and v >= 1 for v in value)
+        fits = _is_sequence(value, count) and all(isinstance(v, numbers.Integral) and int(v) >= 1 for v in value)
         self.check(fits, argument, repr(value), f"{count} positive integers", "give one for each spatial dimension of x")
         return tuple(map(int, value))
 

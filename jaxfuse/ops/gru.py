@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxfuse import ffi
 from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear
-from jaxfuse.ops.errors import Arguments
+from jaxfuse.ops.errors import Arguments, Array
 from jaxfuse.ops.recurrent import (
     before, complete, drive, initial_state, ordered, refuse, scan_steps, types_of, weight_gradient, wide)
 
@@ -28,7 +28,9 @@ class GRUConfig:
         return int(self.saving)
 
 
-def gru(x, w_x, w_h, bias=None, bias_n=None, h0=None, *, gate_order=GATES, reset_after=True, reverse=False):
+def gru(
+    x: Array, w_x: Array, w_h: Array, bias: Array | None = None, bias_n: Array | None = None, h0: Array | None = None, *,
+    gate_order: str = GATES, reset_after: bool = True, reverse: bool = False) -> tuple[jax.Array, jax.Array]:
     """r, z = σ(x·w_x + h·w_h + bias);  h' = (1 - z)·n + z·h (Cho et al. 2014), with n = tanh(x·w_x + bias + r·(h·w_h + bias_n))
     if `reset_after`, else n = tanh(x·w_x + bias + (r·h)·w_h).
 
@@ -79,10 +81,10 @@ def _reference(config: GRUConfig, gx, wh, bias, h0):
         if config.reset_after:
             product = times(h, slice(2 * n, None)) + of_product
             candidate = jnp.tanh(x[..., 2 * n :] + r * product)
-            gates = r, z, candidate, product
+            gates = [r, z, candidate, product]
         else:
             candidate = jnp.tanh(x[..., 2 * n :] + times(r * h, slice(2 * n, None)))
-            gates = r, z, candidate
+            gates = [r, z, candidate]
         h = ((1 - z) * candidate + z * h).astype(h0.dtype)
         return h, (h, *[jnp.concatenate(gates, -1).astype(gx.dtype)] * config.saves)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxfuse import ffi
 from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear
-from jaxfuse.ops.errors import Arguments
+from jaxfuse.ops.errors import Arguments, Array
 from jaxfuse.ops.recurrent import (
     before, complete, drive, initial_state, ordered, refuse, scan_steps, types_of, weight_gradient, wide)
 
@@ -27,7 +27,9 @@ class LSTMConfig:
         return int(self.saving)
 
 
-def lstm(x, w_x, w_h, bias=None, h0=None, c0=None, *, gate_order=GATES, forget_bias=0.0, reverse=False):
+def lstm(
+    x: Array, w_x: Array, w_h: Array, bias: Array | None = None, h0: Array | None = None, c0: Array | None = None, *,
+    gate_order: str = GATES, forget_bias: float = 0.0, reverse: bool = False) -> tuple[jax.Array, jax.Array, jax.Array]:
     """i, f, g, o = x·w_x + h·w_h + bias;  c' = σ(f + forget_bias)·c + σ(i)·tanh(g),  h' = σ(o)·tanh(c') (Hochreiter and
     Schmidhuber 1997, with Gers' forget gate).
 
@@ -52,7 +54,7 @@ def lstm(x, w_x, w_h, bias=None, h0=None, c0=None, *, gate_order=GATES, forget_b
                     "the letters i, f, g and o, each once", "say where each gate's columns are")
     bias = jnp.zeros(4 * hidden, x.dtype) if bias is None else bias
     w_x, w_h, bias = (ordered(a, gate_order, GATES) for a in (w_x, w_h, bias))
-    bias = bias.at[hidden : 2 * hidden].add(arguments.number("forget_bias", forget_bias))
+    bias = jnp.asarray(bias).at[hidden : 2 * hidden].add(arguments.number("forget_bias", forget_bias))
     bias = jnp.broadcast_to(bias, (x.shape[1], 4 * hidden))
     hs, cs = OP(LSTMConfig(bool(reverse)), jnp.dot(x, w_x), w_h, bias, h0, c0)
     last = 0 if reverse else -1

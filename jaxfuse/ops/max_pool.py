@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax import lax
 
 from jaxfuse import ffi
 from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear, widened
-from jaxfuse.ops.errors import Arguments
+from jaxfuse.ops.errors import Arguments, Array
 from jaxfuse.reasons import no_kernel
 
 Pairs = tuple[tuple[int, int], ...]
@@ -44,7 +45,8 @@ class MaxPoolConfig:
         return {name: np.asarray(values, np.int64) for name, values in attrs.items()}
 
 
-def max_pool(x, window_shape, *, strides=None, padding="VALID"):
+def max_pool(x: Array, window_shape: Sequence[int], *, strides: Sequence[int] | None = None,
+             padding: str | Sequence[tuple[int, int]] = "VALID") -> jax.Array:
     """Max pooling, as `flax.linen.max_pool`: y[n, i, c] = max of x[n, i·stride - padding_low + [0, window), c].
 
     Args:

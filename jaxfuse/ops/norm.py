@@ -18,6 +18,7 @@ With n = spatial·length, var = Σ(s - mean)²/n, rstd = 1/sqrt(var + epsilon), 
 import dataclasses
 import math
 import numbers
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ from jaxfuse import ffi
 from jaxfuse.batch import reshaped
 from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear
 from jaxfuse.ops.activations import TABLE as ACTIVATIONS
-from jaxfuse.ops.errors import Arguments
+from jaxfuse.ops.errors import Arguments, Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +68,8 @@ class NormConfig:
         return tuple(x.shape[: x.ndim - self.inner_rank])
 
 
-def layer_norm(x, gamma, beta, residual=None, *, activation=None, epsilon=1e-6, return_sum=False):
+def layer_norm(x: Array, gamma: Array, beta: Array, residual: Array | None = None, *, activation: str | None = None,
+               epsilon: float = 1e-6, return_sum: bool = False) -> Any:
     """Layer normalisation over the last axis, with a residual add before and an activation after.
 
     y = activation((s - mean(s)) · gamma / sqrt(var(s) + epsilon) + beta),  s = x + residual      (Ba et al. 2016)
@@ -86,7 +88,8 @@ def layer_norm(x, gamma, beta, residual=None, *, activation=None, epsilon=1e-6, 
     return _over_last_axis("layer_norm", x, gamma, beta, residual, activation, epsilon, return_sum, centered=True)
 
 
-def rms_norm(x, gamma, residual=None, *, activation=None, epsilon=1e-6, return_sum=False):
+def rms_norm(x: Array, gamma: Array, residual: Array | None = None, *, activation: str | None = None,
+             epsilon: float = 1e-6, return_sum: bool = False) -> Any:
     """Root mean square normalisation over the last axis: `layer_norm` without mean and beta.
 
     y = activation(s · gamma / sqrt(mean(s²) + epsilon)),  s = x + residual      (Zhang & Sennrich 2019)
@@ -112,7 +115,8 @@ def _over_last_axis(op, x, gamma, beta, residual, activation, epsilon, return_su
     return normalised(config, x, *added.values(), gamma, jnp.zeros_like(gamma) if beta is None else beta)
 
 
-def group_norm(x, gamma, beta, *, groups, activation=None, epsilon=1e-6, axis=-1):
+def group_norm(x: Array, gamma: Array, beta: Array, *, groups: int, activation: str | None = None, epsilon: float = 1e-6,
+               axis: int = -1) -> jax.Array:
     """Group normalisation: statistics of each example over all places and the channels of each group, and an activation
     after. With as many groups as channels it is instance norm.
 
@@ -135,7 +139,7 @@ def group_norm(x, gamma, beta, *, groups, activation=None, epsilon=1e-6, axis=-1
                     f"the last axis of x, whose rank is {x.ndim}, or 1", "transpose x")
     channels = x.shape[axis]
     arguments.per_channel(channels, "channel of x", gamma=gamma, beta=beta)
-    arguments.check(isinstance(groups, numbers.Integral) and groups >= 1 and channels % groups == 0, "groups", repr(groups),
+    arguments.check(isinstance(groups, numbers.Integral) and int(groups) >= 1 and channels % int(groups) == 0, "groups", repr(groups),
                     f"a divisor of the {channels} channels", "choose another")
     last = int(axis) % x.ndim == x.ndim - 1
     places = math.prod(x.shape[1:]) // max(1, channels)
@@ -209,7 +213,7 @@ def _tangent(config: NormConfig, kept, tangents):
     moved = [t for t in (dx, dresidual) if t is not None]
     ds = sum(moved[1:], moved[0]) if moved else jnp.zeros_like(s)
     dparameters = [jnp.zeros_like(p) if d is None else d for p, d in zip((gamma, beta), dparameters)]
-    value = lambda *args: _value(config, *args)[0]  # noqa: E731
+    value = lambda *args: _value(config, *args)[0]
     _, dy = jax.jvp(value, (s, gamma, beta), (ds, *dparameters))
     return (dy, ds) if config.wants_sum else (dy,)
 

@@ -67,8 +67,8 @@ def weight_gradient(states, dgates, dtype):
 def complete(linear, gradients, forward_axes, mesh_axes):
     """Those that are wanted, what is summed over a sharded batch completed."""
     axes = forward_axes(linear.config, None).inputs
-    wanted = [(g, ax) for g, ax, active in zip(gradients, axes, linear.active) if active]
-    return completed(*zip(*wanted), mesh_axes)
+    wanted, along = zip(*[(g, ax) for g, ax, active in zip(gradients, axes, linear.active) if active])
+    return completed(wanted, along, mesh_axes)
 
 
 def types_of(function, *args):

@@ -75,7 +75,8 @@ def _row(z: Value, dy: Value, products: list[Node], last: Node, outside: list[No
 def _functions_of(z: Value) -> list[Node]:
     """Elementwise nodes computed from z alone."""
     readers = {n.index: n for n in z.users}
-    values, found, heap, seen = {id(z)}, [], list(readers.items()), set(readers)
+    values, heap, seen = {id(z)}, list(readers.items()), set(readers)
+    found: list[Node] = []
     heapq.heapify(heap)
     while heap and len(found) < LARGEST:
         _, node = heapq.heappop(heap)
@@ -104,7 +105,8 @@ def _cotangents(functions: list[Node], z: Value, values: set[int], back) -> list
 
 def _products(dy: Value, values: set[int], back) -> list[Node]:
     """Nodes that are linear in dy, with functions of z as factors."""
-    made, found, frontier = {id(dy)}, [], {n.index: n for n in dy.users}
+    made, frontier = {id(dy)}, {n.index: n for n in dy.users}
+    found: list[Node] = []
     while frontier and len(found) < LARGEST:
         node = frontier.pop(min(frontier))
         known_inputs = all(id(v) in made or id(v) in values or constant(v) is not None for v in node.inputs)
@@ -117,21 +119,17 @@ def _products(dy: Value, values: set[int], back) -> list[Node]:
 
 def _is_slope(z: Value, dy: Value, nodes: tuple[Node, ...], last: Node, activated: Activated) -> bool:
     """Whether `last` computes act'(z) where dy is 1."""
-    nodes = sorted((n for n in nodes if n.index <= last.index), key=lambda n: n.index)
+    steps = sorted((n for n in nodes if n.index <= last.index), key=lambda n: n.index)
 
     def function(x):
         made = {id(z): x, id(dy): jnp.ones(dy.shape, dy.dtype)}
 
         def read(v):
-            return (
-                made[id(v)]
-                if id(v) in made
-                else v.literal
-                if v.literal is not None
-                else jnp.full(v.shape, constant(v), v.dtype)
-            )
+            if id(v) in made:
+                return made[id(v)]
+            return v.literal if v.literal is not None else jnp.full(v.shape, constant(v), v.dtype)
 
-        for node in nodes:
+        for node in steps:
             (made[id(node.out)],) = node.replay([read(v) for v in node.inputs])
         return [made[id(last.out)]]
 

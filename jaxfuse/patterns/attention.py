@@ -40,8 +40,10 @@ def match(graph, node: Node, claimed: set[int], measured):
     result = dense_site.product(graph, part, node, "matmul" if reason else name, own, measured)
     if isinstance(result, Match):
         yield result
-    if reason or not isinstance(result, Match):
-        yield Refusal(name, node, tuple(node.inputs), reason or result, nodes=own)
+    else:
+        reason = reason or result
+    if reason:
+        yield Refusal(name, node, tuple(node.inputs), reason, nodes=own)
 
 
 def _step(value: Value, node: Node) -> str:

@@ -15,7 +15,9 @@ class Part:
     the graph's."""
 
     def __init__(self, graph: Graph, kept: list[Node], outputs: list[Value]):
-        self.outer, copies, self._originals = graph.outer, {}, {}
+        self.outer = graph.outer
+        copies: dict[int, Value] = {}
+        self._originals: dict[int, Value] = {}
 
         def copy(value: Value) -> Value:
             if id(value) not in copies:

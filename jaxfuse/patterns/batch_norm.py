@@ -153,14 +153,15 @@ def _fused(graph, node: Node, moments: Moments, gradient, chain: Chain, measured
     told = _told(gradient, chain)
     # The kernels are channels-last, and so is what the fused ops around it give and take: transposes between them vanish.
     order = channels_last(x.ndim, moments.axis)
-    full, undo = (transposed(graph, x, order),), None
+    full: tuple[Value, ...] = (transposed(graph, x, order),)
+    undo = None
     if chain.residual is not None:
         added, undo = laid(graph, chain.residual, chain.residual_layout, order)
         full = *full, added
     config = BatchNormConfig(x.ndim - 1, per_channel_program, True, chain.residual is not None, name, alpha,
                              told is not None, told is not None and told.masked)
-    types = [jax.ShapeDtypeStruct([x.shape[d] for d in order], x.dtype)] * len(full)
-    types = (*types, *[jax.ShapeDtypeStruct(v.shape, v.dtype) for v in parameters])
+    one = jax.ShapeDtypeStruct([x.shape[d] for d in order], x.dtype)
+    types = (*[one] * len(full), *[jax.ShapeDtypeStruct(v.shape, v.dtype) for v in parameters])
     kernel, reason = OP.forward.kernel(config, types)
     reason = reason or measured("batch_norm", config, types)
     if reason:

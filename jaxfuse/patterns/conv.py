@@ -76,7 +76,8 @@ def _head(graph, node: Node, config: ConvConfig) -> Head:
     x, w = node.inputs
     w, moved = only_moved(w)
     config = dataclasses.replace(config, rhs_spec=tuple(moved[d] for d in config.rhs_spec))
-    steps, refused = (), ""
+    steps: tuple[str, ...] = ()
+    refused = ""
     while not refused:
         source, moved = only_moved(x)
         if source is not x:

@@ -58,7 +58,8 @@ def match(graph: Graph, node: Node, claimed: set[int], measured):
         if isinstance(result, Match):
             yield result
             if gradients.dx is not None and (add := _residual_add(graph, gradients.dx.out)):
-                yield Refusal("conv+residual gradient", node, (gradients.dz, *node.inputs), no_kernel(f"{add} of the input's gradient"), "backward")
+                reason = no_kernel(f"{add} of the input's gradient")
+                yield Refusal("conv+residual gradient", node, (gradients.dz, *node.inputs), reason, "backward")
         else:
             yield Refusal(_label(gradients, False), node, (gradients.dz, *node.inputs), result, "backward")
 

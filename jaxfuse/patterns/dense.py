@@ -208,7 +208,8 @@ def _gated(part, layer: Layer, layers: list[Layer]) -> Row | None:
         other = product.inputs[1] if product.inputs[0] is end else product.inputs[0]
         linear = next((s for s in layers if s is not layer and s.chain.end is other), None)
         if linear:
-            layers.remove(layer), layers.remove(linear)
+            layers.remove(layer)
+            layers.remove(linear)
             return _row([layer, linear], "+gate", _read_elsewhere(part, end, product), (product,))
     return None
 
@@ -221,7 +222,7 @@ def _half_gated(part, layer: Layer, layers: list[Layer], claimed: set[int]) -> R
         for half, other in (halves, halves[::-1]):
             chains, _ = Walk(part, half.ndim - 1, claimed, name_activation).chains(half)
             ends = [chain for chain in chains if chain.activation and not chain.affine]
-            for product in ends and ends[-1].end.users:
+            for product in ends[-1].end.users if ends else ():
                 if product.primitive == "mul" and other in product.inputs:
                     layers.remove(layer)
                     suffix, reason = f"+{ends[-1].activation.name}+gate", _read_elsewhere(part, ends[-1].end, product)
@@ -232,7 +233,8 @@ def _half_gated(part, layer: Layer, layers: list[Layer], claimed: set[int]) -> R
             (s for s in layers if s is not layer and gate in s.chain.end.users and len(gate.inputs) == 1), None
         )
         if source:
-            layers.remove(layer), layers.remove(source)
+            layers.remove(layer)
+            layers.remove(source)
             return _row([source, layer], "+gate", f"{gate} is not a known activation", (gate, product))
     return None
 

@@ -63,8 +63,9 @@ def match(graph: Graph, node: Node, claimed: set[int], measured):
         result = _fused(graph, own, gradients, measured)
         if isinstance(result, str):
             claims = tuple(v.producer for v in gradients.wanted)
-            result = Refusal(_label(own, gradients), own, (gradients.dz, *own.inputs), result, "backward", claims)
-        yield result
+            yield Refusal(_label(own, gradients), own, (gradients.dz, *own.inputs), result, "backward", claims)
+        else:
+            yield result
 
 
 # --- the gradients of one product --------------------------------------------------------------------------------

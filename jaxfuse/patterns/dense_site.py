@@ -30,15 +30,17 @@ class Site(NamedTuple):
 def found(graph: Graph, part: Graph | Part, row, measured):
     """Yields the Match or the Refusal of a row of layers (`dense.Row`), and a Refusal for the step that was not taken."""
     label = f"{row.label}{row.missed}{row.count}"
-    sites = [_site(graph, part, layer, measured) for layer in row.layers]
-    refused = next((site for site in sites if isinstance(site, str)), "")
-    if refused:
-        yield Refusal(label, row.layers[0].node, row.operands, row.reason or refused, nodes=row.nodes)
-        return
+    sites: list[Site] = []
+    for layer in row.layers:
+        site = _site(graph, part, layer, measured)
+        if isinstance(site, str):
+            yield Refusal(label, row.layers[0].node, row.operands, row.reason or site, nodes=row.nodes)
+            return
+        sites.append(site)
     gated = row.label.endswith("+gate") and not row.reason
     name = row.label if gated else label_of(sites[0].chain)
     nodes = row.nodes if gated else tuple(n for layer, site in zip(row.layers, sites) for n in _nodes(layer, site.chain))
-    saved = sum(2 * np.dtype(s.chain.end.dtype).itemsize * size(s.chain.end) * bool(s.chain.nodes) for s in sites)
+    saved = sum(2 * np.dtype(s.chain.end.dtype).itemsize * size(s.chain.end) for s in sites if s.chain.nodes)
     yield Match(f"{name}{row.count}", row.layers[0].node, nodes, tuple(s.emission for s in sites), sites[0].kernel,
                 row.operands, saved)
     if row.reason:
@@ -77,7 +79,9 @@ def config_of(node: Node, weight_left: bool = False) -> DenseConfig | str:
     order = slice(None, None, -1 if weight_left else 1)
     precision = params["precision"]
     precision = precision[order] if isinstance(precision, tuple) else precision
-    return DenseConfig(*map(tuple, (*contracted[order], *batch[order])), str(node.out.dtype), precision=precision)
+    (x_contracted, w_contracted), (x_batch, w_batch) = contracted[order], batch[order]
+    return DenseConfig(tuple(x_contracted), tuple(w_contracted), tuple(x_batch), tuple(w_batch), str(node.out.dtype),
+                       precision=precision)
 
 
 def types_of(*values) -> tuple[jax.ShapeDtypeStruct, ...]:

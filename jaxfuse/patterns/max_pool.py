@@ -16,10 +16,10 @@ def anchors(graph):
 def match(graph, node: Node, claimed: set[int], measured):
     """Yields one Match or Refusal, and one for the gradients that autodiff has made of it."""
     (x,) = node.inputs
-    names = ("window_dimensions", "window_strides", "padding", "base_dilation", "window_dilation")
-    *numbers, padding, base, window = (tuple(node.params[name]) for name in names)
+    names = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
     gradients = _gradients(node)
-    config = MaxPoolConfig(*numbers, tuple(map(tuple, padding)), base, window, saving=bool(gradients))
+    config = MaxPoolConfig(**{name: tuple(node.params[name]) for name in names}, saving=bool(gradients),
+                           padding=tuple(map(tuple, node.params["padding"])))
     type_of_x = type_of(x.aval)
     kernel, reason = OP.forward.kernel(config, (type_of_x,))
     reason = reason or measured("max_pool", config, (type_of_x,))

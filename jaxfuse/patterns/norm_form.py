@@ -114,11 +114,9 @@ def _view(x: Value, axes: set[int], runs: list[tuple[int, int]]) -> tuple[int, t
     """(first, inner, repeats) for parameters that are (x's flat index // stride) % count, the `runs`."""
     kinds = [(d in axes, d) for d in range(x.ndim) if x.shape[d] > 1 or d in axes]
     pieces = [(normalised, [d for _, d in group]) for normalised, group in itertools.groupby(kinds, lambda k: k[0])]
+    batch: list[int] = []
     if pieces and not pieces[0][0]:
-        batch, *pieces = pieces
-        batch = batch[1]
-    else:
-        batch = []
+        (_, batch), *pieces = pieces
     lengths = [math.prod(x.shape[d] for d in group) for _, group in pieces]
     if len(pieces) == 1:
         candidates = [(batch[k] if k < len(batch) else min(pieces[0][1]), (1, math.prod(x.shape[d] for d in batch[k:]), lengths[0]))

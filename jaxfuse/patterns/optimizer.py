@@ -44,7 +44,8 @@ def match(graph, node: Node, claimed: set[int], measured):
 
 
 def _kinds(graph: Graph) -> dict[str, list[Node]]:
-    given, kinds = set(map(id, graph.inputs)), {}
+    given = set(map(id, graph.inputs))
+    kinds: dict[str, list[Node]] = {}
     ends = {v.producer.index: v.producer for v in graph.outputs if v.producer is not None}
     for index in sorted(ends):
         node = ends[index]
@@ -106,7 +107,8 @@ def _rescaled(update: Update, root: Node) -> bool:
 
 
 def _update(graph: Graph, end: Value, given: set[int]) -> Update:
-    back, nodes, inputs, has_gradient = backward(graph), {}, set(), False
+    back, inputs, has_gradient = backward(graph), set(), False
+    nodes: dict[int, Node] = {}
     stack = [end]
     while stack and len(nodes) < LARGEST:
         value = stack.pop()

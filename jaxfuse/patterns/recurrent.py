@@ -74,7 +74,7 @@ def match(graph, node: Node, claimed: set[int], measured):
     operands = tuple({id(v): v for n in dots.values() for v in n.inputs}.values())
     pattern, reason = _sequence(forward(graph), cell)
     if not cell.misfit and not reason:
-        reason = ONE_STEP if pattern == cell.pattern else _loop(*graph.outer, measured)
+        reason = ONE_STEP if pattern == cell.pattern else str(_loop(graph.outer[0], graph.outer[1], measured))
     yield Refusal(pattern, node, (*operands, cell.state), cell.misfit or reason, nodes=tuple(nodes.values()))
 
 
@@ -89,8 +89,8 @@ def _loop(graph, node: Node, measured) -> Match | str:
         return DIFFERENTIATED
     if any(n.eqn.effects for n in body.nodes):
         return "the loop has side effects"
-    cells = [_carried(body, node.params, cell) for cell in cells]
-    return next((c for c in cells if isinstance(c, str)), None) or sequences(node, body, cells, measured)
+    carried = [_carried(body, node.params, cell) for cell in cells]
+    return next((c for c in carried if isinstance(c, str)), None) or sequences(node, body, carried, measured)
 
 
 def _carried(body: Graph, params: dict, cell: Cell) -> Cell | str:
@@ -137,19 +137,19 @@ def _lstm(node: Node) -> Cell | None:
         output = _output(node.out)
         if output is None or len({gate.node.inputs[0] for gate in gates}) < 3:
             return None
-        forget, *write = gates
-        write.sort(key=lambda gate: gate.name != "sigmoid")
+        forgets, *written = gates
+        admits, candidate = sorted(written, key=lambda gate: gate.name != "sigmoid")
         squash, gate = output
         roles = [
-            ("forget gate", forget, "sigmoid"),
-            ("input gate", write[0], "sigmoid"),
-            ("candidate", write[1], "tanh"),
+            ("forget gate", forgets, "sigmoid"),
+            ("input gate", admits, "sigmoid"),
+            ("candidate", candidate, "tanh"),
             ("output", squash, "tanh"),
             ("output gate", gate, "sigmoid"),
         ]
         nodes = (node, *(v.producer for v in node.inputs), *squash.nodes)
-        gates = (write[0], forget, write[1], gate)
-        return Cell("lstm_cell", state, node.out, gates, nodes, _misfit("an LSTM", roles), squash.nodes[-1].out)
+        gates = [admits, forgets, candidate, gate]
+        return Cell("lstm_cell", state, node.out, tuple(gates), nodes, _misfit("an LSTM", roles), squash.nodes[-1].out)
     return None
 
 
@@ -197,8 +197,8 @@ def _interpolations(node: Node):
         for gate, difference in _product(product) and (_product(product), _product(product)[::-1]) or ():
             step = difference.producer
             if step is not None and step.primitive == "sub" and step.inputs[1] is start:
-                nodes = (product.producer, step)
-                yield from ((gate, start, step.inputs[0], nodes, False), (gate, step.inputs[0], start, nodes, True))
+                way = (product.producer, step)
+                yield from ((gate, start, step.inputs[0], way, False), (gate, step.inputs[0], start, way, True))
 
 
 def _misfit(what: str, roles) -> str:
@@ -215,7 +215,8 @@ def _misfit(what: str, roles) -> str:
 def _gate(value: Value, resets: bool = False) -> Gate | None:
     """The function of a sum of dense layers that this value is; with `resets`, the sum may contain products too."""
     end, nodes = _rearranged(value)
-    start, spelling = end, ()
+    start = end
+    spelling: tuple[Node, ...] = ()
     while (before := _before(start)) is not None and len(spelling) < LONGEST_SPELLING:
         start, spelling = before[0], (*before[1], *spelling)
         dots, way = _summed(start, resets)
@@ -261,7 +262,9 @@ def _function(start: Value, end: Value, nodes: tuple[Node, ...]) -> str:
 
 def _summed(value: Value, resets: bool) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
     """(dense layers, all nodes) of a sum of dense layers, biases and rearrangements; none if it is anything else."""
-    dots, nodes, stack = {}, {}, [value]
+    dots: dict[int, Node] = {}
+    nodes: dict[int, Node] = {}
+    stack = [value]
     while stack and len(nodes) < LARGEST_GATE:
         node = stack.pop().producer
         if node is None or node.index in nodes:
@@ -293,7 +296,8 @@ def _product(value: Value) -> tuple[Value, Value] | None:
     node = uncast(value).producer
     if node is None or node.primitive != "mul" or () in [v.shape for v in node.inputs]:
         return None
-    return tuple(node.inputs)
+    left, right = node.inputs
+    return left, right
 
 
 def _is_one_minus(value: Value, gate: Value) -> bool:

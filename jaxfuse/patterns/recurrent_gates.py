@@ -3,7 +3,7 @@ has r·(...) of such a sum, or (r·h)·weights. The user's own equations make th
 anywhere.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,16 +21,16 @@ class Unfit(Exception):
 class Moving(NamedTuple):
     """Before its dense layer: the state ("state"), the state times the reset gate ("reset"), other values, side by side."""
 
-    pieces: tuple[tuple[object, int], ...]
+    pieces: tuple[tuple[Any, int], ...]
 
 
 class Affine(NamedTuple):
     """varying (of every step) + constant + h·weights, None for what is absent; `weights` is (hidden, features), `batch` the
     axis of the value that is the batch's. `inner` is what the reset gate multiplies, ("after" | "before", Affine)."""
 
-    varying: object = None
-    constant: object = None
-    weights: object = None
+    varying: Any = None
+    constant: Any = None
+    weights: Any = None
     batch: int | None = None
     inner: tuple | None = None
 
@@ -40,7 +40,9 @@ class Section(NamedTuple):
 
     inputs: list[Value]
     outputs: list[Value]
-    nodes = constants = constant_arrays = ()
+    nodes: tuple = ()
+    constants: tuple = ()
+    constant_arrays: tuple = ()
 
 
 class Loop:
@@ -121,7 +123,7 @@ class Follower:
     def _concatenate(self, node: Node, _):
         if node.params["dimension"] != node.out.ndim - 1:
             raise Unfit(f"{node} joins along another axis than the last")
-        pieces = []
+        pieces: list[tuple] = []
         for value in node.inputs:
             moving = self.loop.depends(value) == STATE
             form = self.follow(value) if moving else Moving(((value, value.shape[-1]),))
@@ -151,11 +153,11 @@ class Follower:
             raise Unfit(f"{node} adds to the state before its dense layer")
         if left.inner and right.inner:
             raise Unfit(f"{node} adds two products with the reset gate")
-        parts = [a if b is None else b if a is None else a + b for a, b in zip(left[:3], right[:3])]
+        varying, constant, weights = (a if b is None else b if a is None else a + b for a, b in zip(left[:3], right[:3]))
         batch = left.batch if left.weights is not None or left.inner else right.batch
         if left.weights is not None and right.weights is not None and left.batch != right.batch:
             raise Unfit(f"{node} adds values of different layouts")
-        return Affine(*parts, batch, left.inner or right.inner)
+        return Affine(varying, constant, weights, batch, left.inner or right.inner)
 
     def _dot_general(self, node: Node, _):
         sides = [self.loop.depends(v) for v in node.inputs]
@@ -224,7 +226,7 @@ class Follower:
 
     def _same(self, node: Node, position: int, array):
         """The node's output for an array of the shape of its input, or with all steps before that."""
-        run = lambda a: node.replay([a])[position]  # noqa: E731
+        run = lambda a: node.replay([a])[position]
         if array.ndim == 0:
             return array
         return jax.vmap(run)(array) if array.ndim > node.inputs[0].ndim else run(array)
@@ -233,8 +235,8 @@ class Follower:
 def each(form: Affine, values, weights=None) -> Affine:
     weights = weights or values
     inner = form.inner and (form.inner[0], each(form.inner[1], values, weights))
-    parts = [None if a is None else of(a) for a, of in zip(form[:3], (values, values, weights))]
-    return Affine(*parts, form.batch, inner)
+    varying, constant, rows = (None if a is None else of(a) for a, of in zip(form[:3], (values, values, weights)))
+    return Affine(varying, constant, rows, form.batch, inner)
 
 
 def _feature(form: Affine, rank: int) -> int:

@@ -2,6 +2,8 @@
 once, then each cell's sequence, then what the loop returns besides, again for all steps at once.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -55,10 +57,11 @@ def _call(op, config, args):
 def _run(body: Graph, params: dict, cells: list, arrays: list, call=_call) -> list:
     if params["length"] == 0:
         raise Unfit("the loop makes no step")
-    loop, ends = Loop(body, params, arrays), {}
+    loop = Loop(body, params, arrays)
+    ends: dict = {}
     for cell in cells:
         ends |= _sequence(loop, cell, call)
-    for value, after, array in zip(loop.carried, body.outputs, loop.initial):
+    for value, after in zip(loop.carried, body.outputs):
         if value not in ends and value is not after:
             raise Unfit(f"the loop also carries {value!r} on, which is no state of a cell")
     n_carry = len(loop.carried)
@@ -80,7 +83,8 @@ def _sequence(loop: Loop, cell, call) -> dict[Value, object]:
     make = _lstm if cell.pattern == "lstm_cell" else _gru
     outs = make(loop, cell, starts, hidden, call)
     outs = [a[:, 0] if single else a for a in outs]
-    known, ends = {}, {}
+    known: dict[Value, Any] = {}
+    ends: dict[Value, Any] = {}
     for state, after, made, start, steps in zip(states, cell.after, cell.made, initial, outs):
         known |= {made: steps.astype(made.dtype), after: steps, state: before(start, steps, loop.reverse)}
         ends[state] = loop.last(steps)

@@ -86,4 +86,4 @@ class OpRules(NamedTuple):
 
 def points(*rows: tuple) -> tuple[Point, ...]:
     """Points from rows (size, (XLA, fused) forward, (XLA, fused) backward); the last may be left out."""
-    return tuple(Point(size, *pair, direction) for size, *pairs in rows for direction, pair in zip(DIRECTIONS, pairs))
+    return tuple(Point(size, xla, fused, direction) for size, *pairs in rows for direction, (xla, fused) in zip(DIRECTIONS, pairs))

@@ -26,11 +26,12 @@ def replace(module: nn.Module) -> nn.Module:
         raise ValueError("replace: module: got a bound module, expected an unbound one; replace it before `bind`, or "
                          "use module.unbind()[0]")
     fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.init and f.name != "parent"}
-    return _fused_class(type(module))(**fields)
+    cls: type = type(module)
+    return _fused_class(cls)(**fields)
 
 
 @functools.cache
-def _fused_class(cls: type[nn.Module]) -> type[nn.Module]:
+def _fused_class(cls: type) -> type:
     """Of the same name, after which Flax names parameters."""
     if issubclass(cls, (Fused, Epilogue)):
         return cls

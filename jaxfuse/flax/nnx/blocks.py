@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,7 @@ class Residual(nnx.Module):
 
     def __init__(self, in_features: int, features: int, strides: int = 1, *, activation: Activation = nnx.relu,
                  dtype: jnp.dtype | None = None, rngs: nnx.Rngs):
-        options = dict(dtype=dtype, rngs=rngs)
+        options: dict[str, Any] = dict(dtype=dtype, rngs=rngs)
         self.first = ConvNorm(in_features, features, (3, 3), strides, activation=activation, **options)
         self.last = ConvNorm(features, features, (3, 3), activation=activation, **options)
         self.projection = _projection(in_features, features, strides, options)
@@ -54,7 +55,8 @@ class Bottleneck(nnx.Module):
 
     def __init__(self, in_features: int, features: int, strides: int = 1, *, expansion: int = 4, groups: int = 1,
                  activation: Activation = nnx.relu, dtype: jnp.dtype | None = None, rngs: nnx.Rngs):
-        options, wide = dict(dtype=dtype, rngs=rngs), expansion * features
+        options: dict[str, Any] = dict(dtype=dtype, rngs=rngs)
+        wide = expansion * features
         self.first = ConvNorm(in_features, features, (1, 1), activation=activation, **options)
         self.middle = ConvNorm(features, features, (3, 3), strides, groups=groups, activation=activation, **options)
         self.last = ConvNorm(features, wide, (1, 1), activation=activation, **options)
@@ -77,7 +79,8 @@ class InvertedResidual(nnx.Module):
 
     def __init__(self, in_features: int, features: int, strides: int = 1, *, expansion: int = 6,
                  activation: Activation = nnx.relu6, dtype: jnp.dtype | None = None, rngs: nnx.Rngs):
-        options, wide = dict(dtype=dtype, rngs=rngs), expansion * in_features
+        options: dict[str, Any] = dict(dtype=dtype, rngs=rngs)
+        wide = expansion * in_features
         self.first = None if expansion == 1 else ConvNorm(in_features, wide, (1, 1), activation=activation, **options)
         self.middle = ConvNorm(wide, wide, (3, 3), strides, groups=wide, activation=activation, **options)
         self.last = ConvNorm(wide, features, (1, 1), activation=None, **options)

@@ -53,6 +53,6 @@ def _exchange(path, cls: type) -> Exchanged:
 
 
 @functools.cache
-def _fused_class(cls: type[nnx.Module]) -> type[nnx.Module]:
+def _fused_class(cls: type) -> type:
     own = {"__doc__": cls.__doc__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
     return type(cls)(cls.__name__, (Fused, cls), own)
