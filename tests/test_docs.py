@@ -1,4 +1,4 @@
-"""The snippets of README.md and docs/flax.md run as they stand, one after the other, in a namespace like a user's."""
+"""The snippets of README.md and of docs/ run as they stand, one after the other, in a namespace like a user's."""
 
 import pathlib
 import re
@@ -18,10 +18,16 @@ ANY = dict(jaxfuse=jaxfuse, fn=lambda x: jax.nn.relu(x), args=(X,), train_step=l
            bias=jnp.ones(3), residual=X)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/flax.md"])
-def test_snippets(page):
-    snippets = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
-    assert snippets
+PAGES = {str(path.relative_to(ROOT)): re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
+         for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+
+
+def test_pages_with_snippets_are_found():
+    assert {"README.md", "docs/flax.md", "docs/guide.md"} <= {page for page, snippets in PAGES.items() if snippets}
+
+
+@pytest.mark.parametrize("page, snippets", [(page, snippets) for page, snippets in PAGES.items() if snippets])
+def test_snippets(page, snippets):
     module = types.ModuleType("snippets")
     namespace = vars(module) | ANY | {"model": nnx.Conv(3, 3, (3, 3), rngs=nnx.Rngs(0))}
     for snippet in snippets:
