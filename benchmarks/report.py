@@ -100,7 +100,8 @@ def _errors(row):
     return f"{fused[name]['rms']:.1e} / {unfused[name]['rms']:.1e}"
 
 
-def markdown(result):
+def markdown(result, kinds=tuple(SECTIONS)):
+    """A text of what was measured where, and a table for each of these kinds of cases."""
     machine, settings = result["machine"], result["settings"]
     versions = [f"{key} {value}" for key, value in _versions(result["peers"]).items()]
     lines = [
@@ -113,10 +114,10 @@ def markdown(result):
         "",
     ]
     for allocator in sorted({row["allocator"] for row in result["rows"]}, reverse=True):
-        for kind, title in SECTIONS.items():
+        for kind in kinds:
             rows = [row for row in result["rows"] if row["kind"] == kind and row["allocator"] == allocator]
             if rows:
-                lines += _section(f"{title} ({allocator} allocator)", rows)
+                lines += _section(f"{SECTIONS[kind]} ({allocator} allocator)", rows)
     return "\n".join(lines)
 
 
@@ -143,7 +144,7 @@ def _memory(row):
 
 
 def refresh_readme(readme, result_path):
-    """Puts the result's table between the markers of the README."""
+    """Puts the result's networks between the markers of the README; the result's own markdown has all the rows."""
     result = json.loads(Path(result_path).read_text())
     if result["settings"]["quick"]:
         raise ValueError(f"benchmarks: {result_path} is of --quick, which measures nothing worth quoting")
@@ -151,4 +152,5 @@ def refresh_readme(readme, result_path):
     if text.count(BEGIN) != 1 or END not in text.partition(BEGIN)[2]:
         raise ValueError(f"benchmarks: {readme} must have one line {BEGIN} and after it a line {END}")
     before, _, rest = text.partition(BEGIN)
-    readme.write_text(f"{before}{BEGIN}\n{markdown(result)}\n{END}{rest.partition(END)[2]}")
+    all_rows = f"All rows: `benchmarks/results/{Path(result_path).stem}.md`.\n"
+    readme.write_text(f"{before}{BEGIN}\n{markdown(result, ('model',))}\n{all_rows}\n{END}{rest.partition(END)[2]}")
