@@ -7,7 +7,7 @@ JSON text says. Kernels are compiled here (NVRTC, some seconds each), not when a
 import ctypes
 import functools
 import threading
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxfuse import ffi
 from jaxfuse.cudnn.graph import Graph, Operation, Tensor
@@ -31,7 +31,7 @@ class Plan(NamedTuple):
 
 # --- attributes: name -> (number, type) ---------------------------------------------------------------------------
 
-_TYPES = dict(  # name -> (cudnnBackendAttributeType_t, what an element is)
+_TYPES: dict[str, tuple[int, Any]] = dict(  # name -> (cudnnBackendAttributeType_t, what an element is)
     dtype=(1, ctypes.c_int), bool=(2, ctypes.c_bool), int64=(3, ctypes.c_int64), float32=(4, ctypes.c_float),
     float64=(5, ctypes.c_double), convolution_mode=(7, ctypes.c_int), heuristic=(8, ctypes.c_int), nan=(10, ctypes.c_int),
     numerical_note=(11, ctypes.c_int), pointwise_mode=(14, ctypes.c_int), descriptor=(15, ctypes.c_void_p),
@@ -42,7 +42,8 @@ POINTWISE = dict(
     add=0, mul=1, relu=100, tanh=101, sigmoid=102, elu=103, gelu=104, softplus=105, swish=106, gelu_tanh=107)
 _GRADIENT = dict(relu=200)
 _SETTINGS = dict(upper=4, slope=5, elu_alpha=6, softplus_beta=7, swish_beta=8)  # of a pointwise step
-OPERATIONS = dict(  # kind -> (descriptor type, attribute of what describes it, of each role, of factors that must be 1 and 0)
+# kind -> (descriptor type, attribute of what describes it, of each role, of factors that must be 1 and 0)
+OPERATIONS: dict[str, tuple[int, int, dict[str, int], tuple[int, ...]]] = dict(
     convolution=(10, 702, dict(w=703, x=704, y=705), (700, 701)),
     input_gradient=(12, 708, dict(w=709, dx=710, dy=711), (706, 707)),
     pointwise=(13, 750, dict(x=751, b=752, y=753), ()),
@@ -57,7 +58,8 @@ class Descriptor:
     """An object of cuDNN's: created, attributes set, finalised; destroyed with this one."""
 
     def __init__(self, library, kind: int):
-        self._library, self._pointer, self._used = library, ctypes.c_void_p(), []
+        self._library, self._pointer = library, ctypes.c_void_p()
+        self._used: list[Descriptor] = []
         self._checked(library.cudnnBackendCreateDescriptor(kind, ctypes.byref(self._pointer)), f"descriptor {kind}")
 
     def __del__(self):
@@ -68,7 +70,7 @@ class Descriptor:
         number, element = _TYPES[type]
         if type == "descriptor":
             self._used += values  # they must live as long
-            values = [value._pointer for value in values]
+            values = tuple(value._pointer for value in values)
         array = (element * len(values))(*values)
         self._checked(
             self._library.cudnnBackendSetAttribute(self._pointer, attribute, number, ctypes.c_int64(len(values)), array),
@@ -79,14 +81,14 @@ class Descriptor:
         self._checked(self._library.cudnnBackendFinalize(self._pointer), "finalising")
         return self
 
-    def get(self, attribute: int, type: str, at_most: int) -> list | bytes | int:
+    def get(self, attribute: int, type: str, at_most: int) -> Any:
         """At most so many elements; how many there are, if that is 0."""
         number, element = _TYPES[type]
         array, count = (element * at_most)() if at_most else None, ctypes.c_int64()
         self._checked(
             self._library.cudnnBackendGetAttribute(
                 self._pointer, attribute, number, ctypes.c_int64(at_most), ctypes.byref(count), array), f"reading {attribute}")
-        return array[: count.value] if at_most else count.value
+        return array[: count.value] if array is not None else count.value
 
     def get_text(self, attribute: int) -> str:
         return self.get(attribute, "text", self.get(attribute, "text", 0)).rstrip(b"\0").decode()
@@ -199,7 +201,7 @@ def _operations(library, graph: Graph) -> list[Descriptor]:
 
 
 def _described(library, operation: Operation) -> Descriptor:
-    settings = dict(operation.settings)
+    settings: dict[str, Any] = dict(operation.settings)
     if operation.kind in ("convolution", "input_gradient"):
         descriptor = Descriptor(library, 1).set(100, "dtype", _DTYPES["float32"]).set(101, "convolution_mode", 1)
         descriptor.set(106, "int64", len(settings["strides"]))

@@ -145,7 +145,7 @@ def convolution(x: Layout, w: Layout, y: Layout, window, *, scale=None, bias=Non
     operands = [builder.operand(layout) for layout in (x, w)]
     extras = [layout and builder.operand(layout) for layout in (scale, bias, residual)]
     factor, offset, addend = extras
-    z = builder.convolution(*operands, y, window)
+    z = builder.convolution(operands[0], operands[1], y, window)
     for mode, operand in (("mul", factor), ("add", offset), ("add", None if residual_last else addend)):
         z = builder.pointwise(mode, z, operand) if operand else z
     value = z
@@ -161,7 +161,7 @@ def convolution_with_sums(x: Layout, w: Layout, y: Layout, window) -> Graph:
     """y = conv(x, w), and for the batch norm that follows Σy and Σy² of each channel, of y before it is rounded."""
     builder = Builder()
     operands = [builder.operand(layout) for layout in (x, w)]
-    value = builder.convolution(*operands, y, window)
+    value = builder.convolution(operands[0], operands[1], y, window)
     square = builder.pointwise("mul", value, value)
     sums = builder.channel_sums(value), builder.channel_sums(square)
     return builder.finish(operands, [(value, y.dtype), *[(s, FLOAT) for s in sums]])
@@ -172,7 +172,7 @@ def input_gradient_with_sums(dy: Layout, w: Layout, x: Layout, window) -> Graph:
     input gradient and y the relu's output, and of each channel Σg and Σg·n for n, what was normalised."""
     builder = Builder()
     operands = [builder.operand(layout) for layout in (dy, w, x, x)]
-    dx = builder.input_gradient(*operands[:2], x, window)
+    dx = builder.input_gradient(operands[0], operands[1], x, window)
     g = builder.pointwise_gradient("relu", dx, operands[2])
     product = builder.pointwise("mul", g, operands[3])
     sums = builder.channel_sums(g), builder.channel_sums(product)

@@ -92,6 +92,8 @@ def _graph(config, args) -> graph.Graph:
 def _run(config, args, mesh_axes):
     described = _graph(config, args)
     plan = plans.plan(described)
+    if isinstance(plan, str):
+        raise RuntimeError(plan)  # not what was planned when the kernel was asked
     x, w, scale, bias, residual = config.unpack(args)
     w = lax.transpose(w, _filter_axes(config))
     scale = None if scale is None else scale.astype(jnp.float32)
