@@ -56,7 +56,8 @@ def check(arch: str) -> str:
     aligned = [name for name in code if re.search("(bf16E|f16E|If)Lb1E", name)]
     assert [name for name, body in code.items() if re.search(r"\b(LDL|STL)\b", body)] == []
     assert [name for name in aligned if "LDG.E.128" not in code[name] or "stats" not in name and "STG.E.128" not in code[name]] == []
-    return f"sm_{arch}: {len(kernels)} kernels, at most {max(n for n, _ in kernels.values())} registers, SASS of {len(aligned)} vector paths"
+    registers = max(n for n, _ in kernels.values())
+    return f"sm_{arch}: {len(kernels)} kernels, at most {registers} registers, SASS of {len(aligned)} vector paths"
 
 
 @pytest.mark.skipif(tool("nvidia-cuda-nvcc", "nvcc") is None, reason="no nvcc: python -m pip install -e '.[cuda-build]' brings one")

@@ -153,7 +153,8 @@ def test_refusals_name_the_target(emulated):
         ((x, vector, vector), {}, "got 3 operands, expected 4"),
     ]:
         with pytest.raises(Exception, match=f"jaxfuse_batch_norm_apply: .*{message}"):
-            jax.block_until_ready(jax.jit(lambda *a: emulated("jaxfuse_batch_norm_apply", like(a[0].dtype, a[0]), *a, **attrs | options))(*operands))
+            call = jax.jit(lambda *a: emulated("jaxfuse_batch_norm_apply", like(a[0].dtype, a[0]), *a, **attrs | options))
+            jax.block_until_ready(call(*operands))
 
 
 class TestPlansOfCudnn:
