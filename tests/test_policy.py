@@ -93,6 +93,18 @@ def test_every_op_has_rules_with_measurements():
             assert all(len(shapes) == len(ladder.shapes[0]) for shapes in ladder.shapes)
 
 
+@pytest.mark.parametrize("op, shape", [(op, shape) for op, table in TABLE.items() for shape in table.ladders])
+def test_each_instruction_set_has_its_own_measurements(op, shape):
+    table = TABLE[op]
+
+    def deciding(dtype, *isa):
+        return next((rule for rule in table.rules if rule.fits("forward", dtype, shape, isa)), None)
+
+    for dtype in ("float32", "bfloat16"):
+        assert "AVX2" in deciding(dtype, "avx2", "avx2").machine
+        assert deciding(dtype, "avx512", "avx512_core_bf16").isa is None
+
+
 def conv(x, w, groups=1):
     return jax.nn.relu(jax.lax.conv_general_dilated(
         x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups))

@@ -135,6 +135,16 @@ Floats pulled_back_by_value(Floats g, Floats y, float alpha) {
   }
 }
 
+// dy·activation' at elements [at, at + lanes) of tensors of T: `told` is y if `by_value`, else z.
+template <class T, Activation activation, class GradientArgs, class Lanes>
+Floats gradient_vector(const GradientArgs& args, int64_t at, Lanes lanes) {
+  const Floats dy = load(static_cast<const T*>(args.dy) + at, lanes);
+  if constexpr (activation == Activation::none) return dy;
+  const Floats told = load(static_cast<const T*>(args.told) + at, lanes);
+  return round_to<T>(args.by_value ? pulled_back_by_value<activation>(dy, told, args.alpha)
+                                   : pulled_back<activation>(dy, told, args.alpha));
+}
+
 // f(Constant<activation>)
 template <class F>
 void with_activation(Activation activation, F f) {

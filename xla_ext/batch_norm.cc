@@ -40,21 +40,15 @@ Rows rows_of(const Tensor& x) {
 
 int64_t bytes_of(const Tensor& x) { return x.size() * (x.dtype == DType::BF16 ? 2 : 4); }
 
-Tensor checked(const Call& call, const Tensor& t, DType dtype, const Shape& shape) {
-  call.expect_dtype(t, {dtype});
-  call.expect_shape(t, shape);
-  return t;
-}
-
-Tensor like(const Call& call, const Tensor& t, const Tensor& model) { return checked(call, t, model.dtype, model.shape); }
+Tensor like(const Call& call, const Tensor& t, const Tensor& model) { return call.checked(t, model.dtype, model.shape); }
 
 float* per_channel(const Call& call, const Tensor& t, const Tensor& x) {
-  return checked(call, t, DType::F32, {x.shape.back()}).as<float>();
+  return call.checked(t, DType::F32, {x.shape.back()}).as<float>();
 }
 
 uint8_t* mask_for(const Call& call, const Tensor& t, const Tensor& x) {
   const auto [rows, channels] = rows_of(x);
-  return checked(call, t, DType::U8, {rows, (channels + 7) / 8}).as<uint8_t>();
+  return call.checked(t, DType::U8, {rows, (channels + 7) / 8}).as<uint8_t>();
 }
 
 // Per-channel operands, once for every copy of a folded tensor.

@@ -116,6 +116,12 @@ class Call {
     if (t.shape != shape) refuse(t.name, " has shape ", to_string(t.shape), ", expected ", to_string(shape));
   }
 
+  const Tensor& checked(const Tensor& t, DType dtype, const Shape& shape) const {
+    expect_dtype(t, {dtype});
+    expect_shape(t, shape);
+    return t;
+  }
+
  private:
   static Tensor tensor(const ffi::AnyBuffer& buffer, const char* name) {
     auto dims = buffer.dimensions();

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "activation_attr.h"
+#include "bf16.h"
 #include "conv_depthwise.h"
 #include "conv_epilogue.h"
 #include "conv_slices.h"
@@ -161,7 +162,7 @@ bool is_slice(const Forward& f) { return f.geometry.filter_features > 0; }
 // Null where post-ops leave oneDNN with nothing but its reference code, which is slow without bounds, and where a slice
 // is not for its matrix kernels.
 onednn::SharedPrimitive make(const Forward& f) {
-  Request r = request(f, kernel_type(f.x.dtype));
+  Request r = request(f, element_type(f.x.dtype));
   if (takes_in_a_neighbour(f, r)) r = request(f, ElementType::f32);
   const std::string implementation = r.descriptor.impl_info_str();
   const bool has_extras = r.inputs.size() > 2 || f.activation != Activation::none;
@@ -230,10 +231,7 @@ bool run(const Forward& f, void* y) {
 // run(epilogue): what follows `in` by our own loops.
 template <class Run>
 void with_epilogue(const Forward& f, const void* in, DType in_dtype, Run run) {
-  std::vector<float> bias(f.bias ? f.bias->shape[0] : 0);
-  for (size_t i = 0; i < bias.size(); ++i) {
-    bias[i] = f.bias->dtype == DType::F32 ? f.bias->as<float>()[i] : from_bf16(f.bias->as<uint16_t>()[i]);
-  }
+  const std::vector<float> bias = elements(f.bias);
   run(Epilogue{f.activation, f.alpha, in, in_dtype, f.scale ? f.scale->as<float>() : nullptr,
                f.bias ? bias.data() : nullptr, f.residual ? f.residual->data : nullptr, f.residual_last});
 }
@@ -262,15 +260,17 @@ void activate(const Forward& f, const void* z) {
   finish(rest, z, f.y.dtype);
 }
 
+// The convolution alone by oneDNN, into f32, to be rounded once.
+void run_bare(const Forward& f) {
+  const onednn::Scratch z(f.y.size() * sizeof(float));
+  convolve(f.geometry, f.x, f.w, {f.y.name, z.data(), DType::F32, f.y.shape});
+  finish(f, z.data(), DType::F32);
+}
+
 // The convolution with whatever oneDNN can add to it at full speed, and the rest by us.
 void run_apart(const Forward& f) {
-  if (run(up_to_activation(f), f.y.data)) {
-    if (f.activation != Activation::none || f.residual_last) activate(f, f.y.data);
-  } else {  // into f32, to be rounded once
-    const onednn::Scratch z(f.y.size() * sizeof(float));
-    run(bare(f, {f.y.name, z.data(), DType::F32, f.y.shape}), z.data());
-    finish(f, z.data(), DType::F32);
-  }
+  if (!run(up_to_activation(f), f.y.data)) return run_bare(f);
+  if (f.activation != Activation::none || f.residual_last) activate(f, f.y.data);
 }
 
 // Whether the activation is better applied by us than inside oneDNN's convolution.
@@ -302,6 +302,7 @@ void run_fused(const Forward& f) {
 
 void run_whole(const Forward& f) {
   if (depthwise::takes(depthwise::Pass::forward, f.geometry, f.x, f.w, f.y)) return run_depthwise(f);
+  if (!has_kernels(f.x.dtype)) return run_bare(f);
   better_apart(f) ? run_apart(f) : run_fused(f);
 }
 
@@ -331,7 +332,10 @@ JAXFUSE_HANDLER(jaxfuse_conv_fwd, conv_fwd);
 }  // namespace
 
 void convolve(const Geometry& geometry, const Tensor& x, const Tensor& w, const Tensor& y) {
-  run({geometry, x, w, {}, {}, {}, y, Activation::none, 0}, y.data);
+  if (has_kernels(x.dtype)) return (void)run({geometry, x, w, {}, {}, {}, y, Activation::none, 0}, y.data);
+  const Wide wide_x(x), wide_w(w), wide_y(y);
+  convolve(geometry, *wide_x.load().tensor(), *wide_w.load().tensor(), *wide_y.tensor());
+  wide_y.store();
 }
 
 }  // namespace jaxfuse::conv

@@ -46,8 +46,9 @@ struct Geometry {
 using ElementType = dnnl::memory::data_type;
 ElementType element_type(DType dtype);
 
-// What oneDNN computes a convolution of this dtype with: bf16 only where its fast kernels have it, else f32.
-ElementType kernel_type(DType dtype);
+// Whether oneDNN has fast kernels of this dtype here. Of bf16 it has none before AVX-512, and its own casts to f32 take
+// 100 ns an element there: see Wide in bf16.h.
+bool has_kernels(DType dtype);
 
 // The same dimensions in the layout that oneDNN chooses.
 dnnl::memory::desc any_layout(const dnnl::memory::desc& md, ElementType type);
@@ -60,7 +61,7 @@ dnnl::primitive_attr attributes();  // with scratch memory managed by us
 
 void append_to(onednn::Key& key, const Tensor& t);
 
-// y = x (*) w and nothing else.
+// y = x (*) w and nothing else; y may be f32 where x and w are not.
 void convolve(const Geometry& geometry, const Tensor& x, const Tensor& w, const Tensor& y);
 
 }  // namespace jaxfuse::conv

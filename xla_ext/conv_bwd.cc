@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "activation_attr.h"
+#include "bf16.h"
 #include "conv.h"
 #include "conv_depthwise.h"
 #include "conv_epilogue.h"
@@ -107,7 +108,7 @@ dnnl::convolution_forward::primitive_desc forward_hint(const Geometry& g, const 
 
 onednn::SharedPrimitive make_data(const Geometry& g, const Tensor& dx, const Tensor& filter, const Tensor& dy) {
   const auto x = g.data(dx, g.lhs_spec), w = g.filter(filter), y = g.data(dy, g.out_spec);
-  const ElementType type = kernel_type(dy.dtype);
+  const ElementType type = element_type(dy.dtype);
   dnnl::convolution_backward_data::primitive_desc descriptor(
       onednn::engine(), algorithm::convolution_direct, channels_last(x, type), any_layout(w, type),
       channels_last(y, type), g.strides, g.onednn_dilation(), g.padding_low, g.padding_high,
@@ -120,7 +121,7 @@ onednn::SharedPrimitive make_data(const Geometry& g, const Tensor& dx, const Ten
 
 onednn::SharedPrimitive make_weights(const Geometry& g, const Tensor& input, const Tensor& dw, const Tensor& dy) {
   const auto x = g.data(input, g.lhs_spec), w = g.filter(dw), y = g.data(dy, g.out_spec);
-  const ElementType type = kernel_type(dy.dtype), dw_type = type == ElementType::f32 ? type : element_type(dw.dtype);
+  const ElementType type = element_type(dy.dtype), dw_type = element_type(dw.dtype);
   dnnl::convolution_backward_weights::primitive_desc descriptor(
       onednn::engine(), algorithm::convolution_direct, channels_last(x, type), any_layout(w, dw_type),
       channels_last(y, type), g.strides, g.onednn_dilation(), g.padding_low, g.padding_high,
@@ -148,58 +149,70 @@ std::optional<Geometry> turned(const Geometry& geometry, const Tensor& w) {
 }
 
 // The gradient in that form, where its sums are long enough to be sliced.
-bool data_gradient_sliced(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& dy, void* g) {
+bool data_gradient_sliced(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g) {
   const auto forward = turned(geometry, w);
-  if (!forward || slice_count(*forward, dy, w, dx) == 1) return false;
+  if (!forward || slice_count(*forward, g, w, dx) == 1) return false;
   const int64_t taps = size_of(Shape(w.shape.begin(), w.shape.begin() + geometry.spatial_rank()));
   const size_t bytes = w.bytes() / taps;
   const onednn::Scratch scratch(w.bytes());
   parallel_for(taps, [&](int64_t tap) {
     std::memcpy(scratch.data() + (taps - 1 - tap) * bytes, w.as<char>() + tap * bytes, bytes);
   });
-  convolve(*forward, {dy.name, g, dy.dtype, dy.shape}, {w.name, scratch.data(), w.dtype, w.shape}, dx);
+  convolve(*forward, g, {w.name, scratch.data(), w.dtype, w.shape}, dx);
   return true;
 }
 
-void data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& dy, void* g) {
-  if (dx.size() == 0) return;
-  if (w.size() == 0 || dy.size() == 0) return (void)std::memset(dx.data, 0, dx.bytes());
-  if (depthwise::takes(depthwise::Pass::data, geometry, dx, w, dy)) {
-    return depthwise::data_gradient(geometry, dx, w, dy, g);
-  }
-  if (data_gradient_sliced(geometry, dx, w, dy, g)) return;
-  onednn::cached(key_of(Direction::data, geometry, dx, w, dy), [&] { return make_data(geometry, dx, w, dy); })
-      ->run({{DNNL_ARG_DIFF_DST, g}, {DNNL_ARG_WEIGHTS, w.data}, {DNNL_ARG_DIFF_SRC, dx.data}});
+bool data_by_depthwise_loops(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g) {
+  return depthwise::takes(depthwise::Pass::data, geometry, dx, w, g);
 }
 
-bool by_depthwise_loops(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& dy) {
-  return depthwise::takes(depthwise::Pass::filter, geometry, x, dw, dy);
+void data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g) {
+  if (dx.size() == 0) return;
+  if (w.size() == 0 || g.size() == 0) return (void)std::memset(dx.data, 0, dx.bytes());
+  if (data_by_depthwise_loops(geometry, dx, w, g)) return depthwise::data_gradient(geometry, dx, w, g);
+  if (data_gradient_sliced(geometry, dx, w, g)) return;
+  onednn::cached(key_of(Direction::data, geometry, dx, w, g), [&] { return make_data(geometry, dx, w, g); })
+      ->run({{DNNL_ARG_DIFF_DST, g.data}, {DNNL_ARG_WEIGHTS, w.data}, {DNNL_ARG_DIFF_SRC, dx.data}});
+}
+
+bool filter_by_depthwise_loops(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g) {
+  return depthwise::takes(depthwise::Pass::filter, geometry, x, dw, g);
 }
 
 // db is null, or the bias gradient that depthwise::weights_gradient finds on its way.
-void weights_gradient(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& dy, const void* g,
-                      float* db) {
+void weights_gradient(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g, float* db) {
   if (dw.size() == 0) return;
-  if (x.size() == 0 || dy.size() == 0) return (void)std::memset(dw.data, 0, dw.bytes());
-  if (by_depthwise_loops(geometry, x, dw, dy)) return depthwise::weights_gradient(geometry, x, dw, dy, g, db);
-  onednn::cached(key_of(Direction::weights, geometry, x, dw, dy), [&] { return make_weights(geometry, x, dw, dy); })
-      ->run({{DNNL_ARG_SRC, x.data}, {DNNL_ARG_DIFF_DST, g}, {DNNL_ARG_DIFF_WEIGHTS, dw.data}});
+  if (x.size() == 0 || g.size() == 0) return (void)std::memset(dw.data, 0, dw.bytes());
+  if (filter_by_depthwise_loops(geometry, x, dw, g)) return depthwise::weights_gradient(geometry, x, dw, g, db);
+  onednn::cached(key_of(Direction::weights, geometry, x, dw, g), [&] { return make_weights(geometry, x, dw, g); })
+      ->run({{DNNL_ARG_SRC, x.data}, {DNNL_ARG_DIFF_DST, g.data}, {DNNL_ARG_DIFF_WEIGHTS, dw.data}});
 }
 
-// The adjoint's own forward and weight gradient, from g to x.
-void transposed_gradients(const Backward& b, const Tensor& g) {
-  if (b.dx && b.dx->size() > 0) convolve(b.geometry.adjoint(*b.w), g, *b.w, *b.dx);
-  if (b.dw) weights_gradient(b.geometry.adjoint(*b.dw), g, *b.dw, *b.x, b.x->data, nullptr);
-}
-
-void store_bias_gradient(const Tensor& db, const std::vector<float>& sums) {
-  for (size_t i = 0; i < sums.size(); ++i) {
-    if (db.dtype == DType::F32) {
-      db.as<float>()[i] = sums[i];
-    } else {
-      db.as<uint16_t>()[i] = to_bf16(sums[i]);
-    }
+// dx and dw from g. A transposed convolution's are its adjoint's own forward and weight gradient, from g to x.
+void gradients(const Backward& b, const Tensor& g, float* db) {
+  if (b.geometry.transposed()) {
+    if (b.dx && b.dx->size() > 0) convolve(b.geometry.adjoint(*b.w), g, *b.w, *b.dx);
+    if (b.dw) weights_gradient(b.geometry.adjoint(*b.dw), g, *b.dw, *b.x, nullptr);
+    return;
   }
+  if (b.dx) data_gradient(b.geometry, *b.dx, *b.w, g);
+  if (b.dw) weights_gradient(b.geometry, *b.x, *b.dw, g, db);
+}
+
+void gradients_in_f32(const Backward& b, const Tensor& g, float* db) {
+  const Wide x(b.x), w(b.w), dx(b.dx), dw(b.dw), wide_g(g);
+  Backward wide = b;
+  wide.x = x.load().tensor(), wide.w = w.load().tensor(), wide.dx = dx.tensor(), wide.dw = dw.tensor();
+  gradients(wide, *wide_g.load().tensor(), db);
+  dx.store();
+  dw.store();
+}
+
+// Whether oneDNN has a part in the gradients, and no fast kernels for it.
+bool wants_f32(const Backward& b) {
+  if (has_kernels(b.dy.dtype)) return false;
+  return (b.dx && !data_by_depthwise_loops(b.geometry, *b.dx, *b.w, b.dy)) ||
+         (b.dw && !filter_by_depthwise_loops(b.geometry, *b.x, *b.dw, b.dy));
 }
 
 void conv_bwd(const Call& call) {
@@ -211,19 +224,14 @@ void conv_bwd(const Call& call) {
   void* written = b.dresidual ? b.dresidual->data : g_in_scratch ? scratch.data() : nullptr;
   std::vector<float> sums(b.db ? b.dy.shape[feature] : 0);
   float* db = b.db ? sums.data() : nullptr;
-  const bool db_with_dw = b.db && b.dw && by_depthwise_loops(b.geometry, *b.x, *b.dw, b.dy);
+  const bool db_with_dw = b.db && b.dw && filter_by_depthwise_loops(b.geometry, *b.x, *b.dw, b.dy);
   if (written || (b.db && !db_with_dw)) {
     run_gradient(b.dy, feature, {b.activation, b.alpha, b.told ? b.told->data : nullptr, b.by_value, written},
                  db_with_dw ? nullptr : db);
   }
-  void* g = g_is_dy ? b.dy.data : written;
-  if (b.geometry.transposed()) {
-    transposed_gradients(b, {b.dy.name, g, b.dy.dtype, b.dy.shape});
-  } else {
-    if (b.dx) data_gradient(b.geometry, *b.dx, *b.w, b.dy, g);
-    if (b.dw) weights_gradient(b.geometry, *b.x, *b.dw, b.dy, g, db_with_dw ? db : nullptr);
-  }
-  if (b.db) store_bias_gradient(*b.db, sums);
+  const Tensor g{b.dy.name, g_is_dy ? b.dy.data : written, b.dy.dtype, b.dy.shape};
+  (wants_f32(b) ? gradients_in_f32 : gradients)(b, g, db_with_dw ? db : nullptr);
+  for (size_t i = 0; i < sums.size(); ++i) set_element(*b.db, i, sums[i]);
 }
 
 JAXFUSE_HANDLER(jaxfuse_conv_bwd, conv_bwd);

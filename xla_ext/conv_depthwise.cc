@@ -4,6 +4,7 @@
 #include <memory>
 #include <numeric>
 
+#include "bf16.h"
 #include "conv_depthwise_kernels.h"
 #include "parallel.h"
 #include "simd_level.h"
@@ -158,13 +159,9 @@ void for_filter(const Geometry& g, const Tensor& w, F f) {
   }
 }
 
-float value(const Tensor& t, int64_t i) {
-  return t.dtype == DType::F32 ? t.as<float>()[i] : from_bf16(t.as<uint16_t>()[i]);
-}
-
 std::vector<float> filter(const Geometry& g, const Tensor& w) {
   std::vector<float> result(w.size());
-  for_filter(g, w, [&](int64_t i, int64_t at) { result[i] = value(w, at); });
+  for_filter(g, w, [&](int64_t i, int64_t at) { result[i] = element(w, at); });
   return result;
 }
 
@@ -172,7 +169,7 @@ std::vector<float> filter(const Geometry& g, const Tensor& w) {
 std::vector<float> turned_filter(const Geometry& g, const Tensor& w) {
   const int64_t channels = w.shape[g.rhs_spec[0]], last = w.size() - channels;
   std::vector<float> result(w.size());
-  for_filter(g, w, [&](int64_t i, int64_t at) { result[last - i + 2 * (i % channels)] = value(w, at); });
+  for_filter(g, w, [&](int64_t i, int64_t at) { result[last - i + 2 * (i % channels)] = element(w, at); });
   return result;
 }
 
@@ -237,14 +234,6 @@ bool onednn_is_faster(Pass pass, const Geometry& g, const Tensor& w) {
   }
 }
 
-void store(const Tensor& t, int64_t i, float sum) {
-  if (t.dtype == DType::F32) {
-    t.as<float>()[i] = sum;
-  } else {
-    t.as<uint16_t>()[i] = to_bf16(sum);
-  }
-}
-
 }  // namespace
 
 bool takes(Pass pass, const Geometry& g, const Tensor& x, const Tensor& w, const Tensor& y) {
@@ -257,14 +246,13 @@ void forward(const Geometry& g, const Tensor& x, const Tensor& w, const Tensor& 
   convolve(Problem(g, x, w, y), x.data, filter(g, w), y, epilogue);
 }
 
-void data_gradient(const Geometry& g, const Tensor& dx, const Tensor& w, const Tensor& dy, const void* gradient) {
-  convolve(Problem(g, dx, w, dy).transposed(), gradient, turned_filter(g, w), dx,
+void data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g) {
+  convolve(Problem(geometry, dx, w, g).transposed(), g.data, turned_filter(geometry, w), dx,
            {Activation::none, 0, nullptr, DType::F32, nullptr, nullptr, nullptr, false});
 }
 
-void weights_gradient(const Geometry& g, const Tensor& x, const Tensor& dw, const Tensor& dy, const void* gradient,
-                      float* db) {
-  const Problem problem(g, x, dw, dy);
+void weights_gradient(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g, float* db) {
+  const Problem problem(geometry, x, dw, g);
   const Dimension& last = problem.dimensions[2];
   const Pieces pieces(problem, x.data, {{0, 1, -last.padding_low, last.stride, last.dilation, 0, 1, last.taps}});
   const Args args = pieces.args();
@@ -279,8 +267,8 @@ void weights_gradient(const Geometry& g, const Tensor& x, const Tensor& dw, cons
     float* own = partial + row * sums;
     for (int64_t k = 0; k <= taps; ++k) std::fill(own + k * channels + begin, own + k * channels + end, 0.0f);
     pieces.for_chunk(row, cut.rows, [&](const Piece& piece, int64_t at) {
-      const void* g = static_cast<const char*>(gradient) + at * problem.element_bytes();
-      run.filter_gradient(args, piece, begin, end, g, own, db ? own + taps * channels : nullptr);
+      const void* from = g.as<char>() + at * problem.element_bytes();
+      run.filter_gradient(args, piece, begin, end, from, own, db ? own + taps * channels : nullptr);
     });
   });
   parallel_for(taps + 1, [&](int64_t k) {
@@ -290,7 +278,7 @@ void weights_gradient(const Geometry& g, const Tensor& x, const Tensor& dw, cons
       partial[c] = float(total);
     }
   });
-  for_filter(g, dw, [&](int64_t i, int64_t at) { store(dw, at, partial[i]); });
+  for_filter(geometry, dw, [&](int64_t i, int64_t at) { set_element(dw, at, partial[i]); });
   if (db) std::copy_n(partial + taps * channels, channels, db);
 }
 

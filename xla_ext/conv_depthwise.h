@@ -15,11 +15,10 @@ bool takes(Pass pass, const Geometry& geometry, const Tensor& x, const Tensor& w
 // y = activation(scale·(x (*) w) + bias + residual); the epilogue's `in` is not read.
 void forward(const Geometry& geometry, const Tensor& x, const Tensor& w, const Tensor& y, const Epilogue& epilogue);
 
-// dx, from g, which is like dy.
-void data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& dy, const void* g);
+// dx, from g = dy·activation'.
+void data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g);
 
 // dw and, unless it is null, db = Σ g.
-void weights_gradient(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& dy, const void* g,
-                      float* db);
+void weights_gradient(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g, float* db);
 
 }  // namespace jaxfuse::conv::depthwise

@@ -1,7 +1,6 @@
 #include "conv_epilogue.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "parallel.h"
 #include "simd_level.h"
@@ -70,20 +69,6 @@ void run_gradient(const Tensor& dy, int64_t feature_position, const Gradient& gr
   const int64_t n = chunks.inner == 1 ? chunks.count * chunks.features : chunks.rows;
   for (int64_t i = 0; i < n; ++i) totals[i % chunks.features] += sums[i];
   std::copy(totals.begin(), totals.end(), db);
-}
-
-float from_bf16(uint16_t bits) {
-  const uint32_t wide = uint32_t(bits) << 16;
-  float value;
-  std::memcpy(&value, &wide, sizeof value);
-  return value;
-}
-
-uint16_t to_bf16(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  if (value != value) return uint16_t(bits >> 16 | 0x40);
-  return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
 }  // namespace jaxfuse::conv

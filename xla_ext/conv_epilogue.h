@@ -35,7 +35,4 @@ struct Gradient {
 // g = dy·activation'(z); db (or null) = Σ g over all but the feature, f32.
 void run_gradient(const Tensor& dy, int64_t feature_position, const Gradient& gradient, float* db);
 
-float from_bf16(uint16_t bits);
-uint16_t to_bf16(float value);
-
 }  // namespace jaxfuse::conv

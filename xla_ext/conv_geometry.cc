@@ -157,14 +157,15 @@ dnnl::memory::dims Geometry::onednn_dilation() const {
 
 ElementType element_type(DType dtype) { return dtype == DType::BF16 ? ElementType::bf16 : ElementType::f32; }
 
-ElementType kernel_type(DType dtype) {
+bool has_kernels(DType dtype) {
+  if (dtype == DType::F32) return true;
   switch (dnnl::get_effective_cpu_isa()) {
     case dnnl::cpu_isa::sse41:
     case dnnl::cpu_isa::avx:
     case dnnl::cpu_isa::avx2:
     case dnnl::cpu_isa::avx2_vnni:
-    case dnnl::cpu_isa::avx2_vnni_2: return ElementType::f32;
-    default: return element_type(dtype);
+    case dnnl::cpu_isa::avx2_vnni_2: return false;
+    default: return true;
   }
 }
 

@@ -5,7 +5,8 @@
 #include <optional>
 
 #include "activation_attr.h"
-#include "conv_epilogue.h"
+#include "bf16.h"
+#include "conv.h"
 #include "onednn.h"
 #include "parallel.h"
 #include "simd_level.h"
@@ -53,14 +54,6 @@ Forward checked(const Call& call) {
   return f;
 }
 
-std::vector<float> bias_of(const Forward& f) {
-  std::vector<float> bias(f.bias ? f.sizes.columns : 0);
-  for (size_t i = 0; i < bias.size(); ++i) {
-    bias[i] = f.bias->dtype == DType::F32 ? f.bias->as<float>()[i] : conv::from_bf16(f.bias->as<uint16_t>()[i]);
-  }
-  return bias;
-}
-
 // Elements of the output that are finished together: what oneDNN has written is still in the cache.
 constexpr int64_t kBlockElements = 1 << 18;
 constexpr int64_t kBlockRows = 16, kChunkElements = 1 << 14;
@@ -89,7 +82,7 @@ void finish(const EpilogueArgs& args, int64_t rows) {
 
 void run_in_blocks(const Forward& f) {
   const bool bf16 = f.y.dtype == DType::BF16;
-  const std::vector<float> bias = bias_of(f);
+  const std::vector<float> bias = elements(f.bias);
   const Shape shape = f.sizes.output(), strides = dense_strides(shape);
   const int64_t step = std::min(shape[0], block_items(f.sizes)), width = ffi::ByteWidth(f.y.dtype);
   const onednn::Scratch scratch(bf16 ? step * strides[0] * sizeof(float) : 0);
@@ -104,10 +97,18 @@ void run_in_blocks(const Forward& f) {
   }
 }
 
+void run(const Forward& f) {
+  const bool alone = !f.bias && !f.residual && !f.z && f.activation == Activation::none;
+  if (alone && (f.y.dtype == f.x.dtype || f.y.dtype == DType::F32)) return product(f, 0, f.sizes.output()[0], f.sizes.y(f.y));
+  run_in_blocks(f);
+}
+
 void dense_fwd(const Call& call) {
-  const Forward f = checked(call);
-  if (f.bias || f.residual || f.z || f.activation != Activation::none) return run_in_blocks(f);
-  product(f, 0, f.sizes.output()[0], f.sizes.y(f.y));
+  Forward f = checked(call);
+  if (conv::has_kernels(f.x.dtype)) return run(f);
+  const Wide x(f.x), w(f.w);
+  f.x = *x.load().tensor(), f.w = *w.load().tensor();
+  run(f);
 }
 
 JAXFUSE_HANDLER(jaxfuse_dense_fwd, dense_fwd);

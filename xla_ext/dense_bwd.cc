@@ -4,7 +4,8 @@
 #include <optional>
 
 #include "activation_attr.h"
-#include "conv_epilogue.h"
+#include "bf16.h"
+#include "conv.h"
 #include "dense.h"
 #include "onednn.h"
 #include "parallel.h"
@@ -78,26 +79,36 @@ void run_gradient(const Backward& b, void* g) {
   for (int64_t c = 0; c < columns; ++c) {
     double total = 0;
     for (int64_t chunk = 0; chunk < chunks; ++chunk) total += sums[chunk * columns + c];
-    if (b.db->dtype == DType::F32) {
-      b.db->as<float>()[c] = float(total);
-    } else {
-      b.db->as<uint16_t>()[c] = conv::to_bf16(float(total));
-    }
+    set_element(*b.db, c, float(total));
   }
+}
+
+// dx and dw from g.
+void products(const Backward& b, const Tensor& g) {
+  const Sizes& s = b.sizes;
+  if (b.dx) matmul(s.batch, s.rows, s.columns, s.inner, s.y(g), s.w(*b.w).transposed(), s.x(*b.dx));
+  if (b.dw) matmul(s.batch, s.inner, s.rows, s.columns, s.x(*b.x).transposed(), s.y(g), s.w(*b.dw));
+}
+
+void products_in_f32(const Backward& b, const Tensor& g) {
+  const Wide x(b.x), w(b.w), dx(b.dx), dw(b.dw), wide_g(g);
+  Backward wide = b;
+  wide.x = x.load().tensor(), wide.w = w.load().tensor(), wide.dx = dx.tensor(), wide.dw = dw.tensor();
+  products(wide, *wide_g.load().tensor());
+  dx.store();
+  dw.store();
 }
 
 void dense_bwd(const Call& call) {
   const Backward b = checked(call);
-  const Sizes& s = b.sizes;
   const bool g_is_dy = b.activation == Activation::none;
   const bool g_in_scratch = !g_is_dy && !b.dresidual && (b.dx || b.dw);
   const onednn::Scratch scratch(g_in_scratch ? b.dy.bytes() : 0);
   void* written = b.dresidual ? b.dresidual->data : g_in_scratch ? scratch.data() : nullptr;
   if (written || b.db) run_gradient(b, written);
-  Matrix g = s.y(b.dy);
+  Tensor g = b.dy;
   if (!g_is_dy) g.data = written;
-  if (b.dx) matmul(s.batch, s.rows, s.columns, s.inner, g, s.w(*b.w).transposed(), s.x(*b.dx));
-  if (b.dw) matmul(s.batch, s.inner, s.rows, s.columns, s.x(*b.x).transposed(), g, s.w(*b.dw));
+  (conv::has_kernels(DType::BF16) ? products : products_in_f32)(b, g);
 }
 
 JAXFUSE_HANDLER(jaxfuse_dense_bwd, dense_bwd);

@@ -23,15 +23,6 @@ void epilogue(const EpilogueArgs& args, int64_t begin, int64_t end) {
   }
 }
 
-template <class T, Activation activation, class Lanes>
-Floats gradient_vector(const GradientArgs& args, int64_t at, Lanes lanes) {
-  const Floats dy = load(static_cast<const T*>(args.dy) + at, lanes);
-  if constexpr (activation == Activation::none) return dy;
-  const Floats told = load(static_cast<const T*>(args.told) + at, lanes);
-  return round_to<T>(args.by_value ? pulled_back_by_value<activation>(dy, told, args.alpha)
-                                   : pulled_back<activation>(dy, told, args.alpha));
-}
-
 // Rows whose sum is taken in registers.
 constexpr int64_t kGroupRows = 8;
 

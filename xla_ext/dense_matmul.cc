@@ -27,7 +27,7 @@ struct Product {
 
   ElementType type() const {
     const bool narrow = a.dtype == DType::BF16 && b.dtype == DType::BF16;
-    return narrow ? conv::kernel_type(DType::BF16) : ElementType::f32;
+    return narrow ? ElementType::bf16 : ElementType::f32;
   }
 };
 

@@ -19,8 +19,8 @@ struct Matrix {
 // Row-major, without gaps.
 Shape dense_strides(const Shape& shape);
 
-// c = a·b for each of the batch: [m, k]·[k, n]. In f32, but in bf16 products, summed in f32, where a and b are bf16 and
-// this CPU has them. No size may be 0.
+// c = a·b for each of the batch: [m, k]·[k, n], in f32 unless a and b are bf16, whose sums are f32 too: only where
+// conv::has_kernels(bf16). No size may be 0.
 void matmul(const Shape& batch, int64_t m, int64_t k, int64_t n, const Matrix& a, const Matrix& b, const Matrix& c);
 
 }  // namespace jaxfuse::dense

@@ -67,12 +67,6 @@ struct Geometry {
   DType winner_type() const { return wide_winners() ? DType::S32 : DType::U8; }
 };
 
-Tensor checked(const Call& call, const Tensor& t, DType dtype, const Shape& shape) {
-  call.expect_dtype(t, {dtype});
-  call.expect_shape(t, shape);
-  return t;
-}
-
 // ---- blocks
 
 // The rows of every item of a tensor's batch in blocks.
@@ -111,9 +105,9 @@ void fwd(const Call& call) {
   const Tensor x = call.operand(0, "x");
   check_image(call, x);
   const Geometry geometry(call, x);
-  const Tensor y = checked(call, call.result(0, "y"), x.dtype, geometry.y_shape);
+  const Tensor y = call.checked(call.result(0, "y"), x.dtype, geometry.y_shape);
   void* winners = nullptr;
-  if (save_winners) winners = checked(call, call.result(1, "winners"), geometry.winner_type(), geometry.y_shape).data;
+  if (save_winners) winners = call.checked(call.result(1, "winners"), geometry.winner_type(), geometry.y_shape).data;
   const Kernels& run = kernels();
   if (y.size() == 0) return;
   const Args args = geometry.args(x, winners, y.data);
@@ -129,8 +123,8 @@ void bwd(const Call& call) {
   const Tensor dx = call.result(0, "dx");
   check_image(call, dx);
   Geometry geometry(call, dx);
-  const Tensor winners = checked(call, call.operand(0, "winners"), geometry.winner_type(), geometry.y_shape);
-  const Tensor dy = checked(call, call.operand(1, "dy"), dx.dtype, geometry.y_shape);
+  const Tensor winners = call.checked(call.operand(0, "winners"), geometry.winner_type(), geometry.y_shape);
+  const Tensor dy = call.checked(call.operand(1, "dy"), dx.dtype, geometry.y_shape);
   const Kernels& run = kernels();
   if (dx.size() == 0) return;
   std::array<std::vector<Range>, 3> ranges;

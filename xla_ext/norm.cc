@@ -21,12 +21,6 @@ const Kernels& kernels() { return choose(portable_kernels, avx2_kernels, avx512_
 
 // ---- arguments
 
-Tensor checked(const Call& call, const Tensor& t, DType dtype, const Shape& shape) {
-  call.expect_dtype(t, {dtype});
-  call.expect_shape(t, shape);
-  return t;
-}
-
 struct Arguments {
   const Call& call;
   Tensor x;
@@ -41,9 +35,9 @@ struct Arguments {
     extent = {x.shape[0], x.shape[1], x.shape[2], x.shape[3]};
   }
 
-  Tensor like(const Tensor& t) const { return checked(call, t, x.dtype, x.shape); }
-  float* channels(const Tensor& t) const { return checked(call, t, DType::F32, {extent.groups, extent.length}).as<float>(); }
-  float* statistic(const Tensor& t) const { return checked(call, t, DType::F32, {extent.outer, extent.groups}).as<float>(); }
+  Tensor like(const Tensor& t) const { return call.checked(t, x.dtype, x.shape); }
+  float* channels(const Tensor& t) const { return call.checked(t, DType::F32, {extent.groups, extent.length}).as<float>(); }
+  float* statistic(const Tensor& t) const { return call.checked(t, DType::F32, {extent.outer, extent.groups}).as<float>(); }
 
   // gamma and beta are operands `gamma` and the next.
   Options options(size_t gamma) const {

@@ -18,12 +18,6 @@ namespace {
 
 const Kernels& kernels() { return choose(portable_kernels, avx2_kernels, avx512_kernels); }
 
-Tensor checked(const Call& call, const Tensor& t, DType dtype, const Shape& shape) {
-  call.expect_dtype(t, {dtype});
-  call.expect_shape(t, shape);
-  return t;
-}
-
 // The sizes and dtypes of a sequence, from a tensor with steps and the recurrent weights.
 struct Sequence {
   const Call& call;
@@ -53,11 +47,11 @@ struct Sequence {
   }
 
   void* of_steps(const Tensor& t, DType dtype, int64_t width) const {
-    return checked(call, t, dtype, {args.length, args.batch, width * args.hidden}).data;
+    return call.checked(t, dtype, {args.length, args.batch, width * args.hidden}).data;
   }
-  void* of_state(const Tensor& t) const { return checked(call, t, state_type, {args.batch, args.hidden}).data; }
+  void* of_state(const Tensor& t) const { return call.checked(t, state_type, {args.batch, args.hidden}).data; }
   void* of_bias(const Tensor& t, int64_t width) const {
-    return checked(call, t, gate_type, {args.batch, width * args.hidden}).data;
+    return call.checked(t, gate_type, {args.batch, width * args.hidden}).data;
   }
 
   void run(Loop loop) {

@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxfuse.rules.rule import Ladder, OpRules, Rule, points
+from jaxfuse.rules.rule import ZEN_3, Ladder, OpRules, Rule, points
 
 
 def size(config, types) -> int:
@@ -29,6 +29,14 @@ def _shapes(*rows):
 RULES = OpRules(
     "elements", size, ladders={"any": Ladder(_training, _shapes((2, 4, 4), (8, 4, 16), (8, 14, 64)))},
     rules=(
+        Rule(points(
+            (128, (5.29, 6.81), (24.2, 33.3)),
+            (2_048, (32.9, 9.07), (84.2, 39.8)),
+            (100_352, (87.3, 35.1), (254, 127))), dtype="float32", **ZEN_3),
+        Rule(points(
+            (128, (5.08, 4.93), (34.2, 13.2)),
+            (2_048, (13.0, 6.77), (42.1, 34.5)),
+            (100_352, (90.5, 59.9), (218, 205))), dtype="bfloat16", **ZEN_3),
         Rule(points(
             (128, (3.8, 3.22), (8.92, 6.73)),
             (2_048, (13.7, 3.34), (30.2, 15.3)),

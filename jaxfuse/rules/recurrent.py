@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxfuse.rules.rule import Ladder, OpRules, Rule, points
+from jaxfuse.rules.rule import ZEN_3, Ladder, OpRules, Rule, points
 
 SMALL = 128  # hidden units
 
@@ -52,9 +52,27 @@ def _rules(program, gates: int, *rules: Rule) -> OpRules:
     return OpRules("steps", size, rules, ladders, shape_class)
 
 
-# "large" was measured at batch 8, hidden 512.
+# "large" was measured at batch 8, hidden 512 on Zen 4.
 LSTM = _rules(
     _lstm, 4,
+    Rule(points(
+        (2, (46.1, 22.7), (65.3, 63.5)),
+        (4, (37.5, 30.8), (54.1, 62.9)),
+        (16, (58.3, 39.2), (122, 81.4)),
+        (64, (119, 79.1), (407, 225))), dtype="float32", shape="small", **ZEN_3),
+    Rule(points(
+        (2, (28.9, 28.0), (89.2, 98.5)),
+        (4, (43.0, 24.1), (86.6, 97.3)),
+        (16, (81.1, 49.3), (312, 155)),
+        (64, (219, 91.7), (1690, 341))), dtype="bfloat16", shape="small", **ZEN_3),
+    Rule(points(
+        (2, (273, 286), (1390, 1280)),
+        (16, (1420, 808), (8420, 3700)),
+        (32, (2610, 1410), (17000, 7700))), dtype="float32", shape="large", **ZEN_3),
+    Rule(points(
+        (2, (340, 382), (1640, 3110)),
+        (16, (1710, 1080), (11900, 6210)),
+        (32, (3650, 2060), (23900, 9620))), dtype="bfloat16", shape="large", **ZEN_3),
     Rule(points(
         (2, (18.1, 10.6), (27.1, 22.5)),
         (4, (18.4, 11.3), (39.6, 28.4)),
@@ -78,6 +96,24 @@ LSTM = _rules(
 )  # fmt: skip
 GRU = _rules(
     _gru, 3,
+    Rule(points(
+        (2, (33.9, 26.6), (51.0, 61.1)),
+        (4, (32.4, 32.7), (52.1, 85.2)),
+        (16, (37.3, 42.5), (96.1, 140)),
+        (64, (89.8, 79.1), (277, 194))), dtype="float32", shape="small", **ZEN_3),
+    Rule(points(
+        (2, (26.9, 20.7), (70.1, 101)),
+        (4, (30.7, 17.8), (81.4, 96.9)),
+        (16, (49.1, 35.5), (223, 142)),
+        (64, (181, 96.3), (1380, 405))), dtype="bfloat16", shape="small", **ZEN_3),
+    Rule(points(
+        (2, (188, 238), (843, 1210)),
+        (16, (1030, 767), (4420, 3770)),
+        (32, (2530, 1410), (10300, 7960))), dtype="float32", shape="large", **ZEN_3),
+    Rule(points(
+        (2, (228, 289), (1100, 2210)),
+        (16, (1560, 794), (7020, 7090)),
+        (32, (3300, 1860), (15500, 8730))), dtype="bfloat16", shape="large", **ZEN_3),
     Rule(points(
         (2, (13.0, 9.65), (22.4, 34.5)),
         (4, (13.3, 9.71), (31.2, 50.3)),

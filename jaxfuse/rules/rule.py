@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 NOISE = 1.05  # times as long: nothing to tell two equal ways apart
 DIRECTIONS = ("forward", "backward")
+ZEN_3 = dict(isa="avx2", machine="AMD Zen 3, 2 cores, AVX2")  # of a Rule; oneDNN computes bfloat16 in float32 there
 
 
 class Point(NamedTuple):
