@@ -5,10 +5,7 @@
 #include <cstdint>
 
 #ifdef __CUDACC__
-#include <cuda_runtime.h>
-
-#include <stdexcept>
-#include <string>
+#include "status.h"
 
 #define HOST_DEVICE __host__ __device__ __forceinline__
 
@@ -17,10 +14,7 @@ namespace jaxfuse::cuda {
 template <class Args>
 void launch(const char* name, void (*kernel)(Args), dim3 grid, dim3 block, cudaStream_t stream, const Args& args) {
   kernel<<<grid, block, 0, stream>>>(args);
-  const cudaError_t status = cudaGetLastError();
-  if (status == cudaSuccess) return;
-  throw std::runtime_error(std::string("kernel ") + name + " was not launched: CUDA says " + cudaGetErrorName(status) + ": " +
-                           cudaGetErrorString(status));
+  expect_success(cudaGetLastError(), name);
 }
 
 }  // namespace jaxfuse::cuda

@@ -7,14 +7,9 @@
 #include <cuda_runtime.h>
 
 #include "call.h"
+#include "status.h"
 
 namespace jaxfuse::cuda {
-
-// Of what was just enqueued; names the status in CUDA's words.
-inline void expect_success(cudaError_t status, const char* what) {
-  if (status == cudaSuccess) return;
-  throw std::runtime_error(std::string(what) + ": CUDA says " + cudaGetErrorName(status) + ": " + cudaGetErrorString(status));
-}
 
 // JAXFUSE_CUDA_HANDLER(jaxfuse_norm_fwd, forward) at namespace scope registers `void forward(const Call&, cudaStream_t)`.
 #define JAXFUSE_CUDA_HANDLER(target, kernel)                                                                          \

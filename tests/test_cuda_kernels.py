@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,15 @@ def emulated(tmp_path_factory):
         library = folder / "emulated.so"
         cuda_emulated.register(library if library.exists() else cuda_emulated.build(folder))
     return cuda_emulated.call
+
+
+def test_headers_against_float64(tmp_path):
+    """Rounding, the dealing of rows (more than 2³¹ of them too) and moments, by a program of their own."""
+    program = tmp_path / "fuzz"
+    command = [cuda_emulated.compiler(), "-std=c++17", "-O1", "-ffp-contract=off", *cuda_emulated.includes()]
+    subprocess.run([*command, str(cuda_emulated.HERE / "cuda" / "fuzz.cc"), "-o", str(program)], check=True)
+    done = subprocess.run([str(program)], capture_output=True, text=True)
+    assert done.stdout == "0 failures\n"
 
 
 def random(seed, shape, dtype=jnp.float32, scale=1.0, offset=0.0):
