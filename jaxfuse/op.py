@@ -210,14 +210,14 @@ class FusedOp:
     def transposed(self, linear: "Linear", args, tangent):
         """`backward`'s outputs by the transpose of `tangent`, the op's own or another way to compute it."""
         kept, cotangents = args[: linear.n_kept], args[linear.n_kept :]
-        types = [t for t, a in zip(self._types_here(linear, args), linear.active) if a]
+        types = [t for t, a in zip(self.types_here(linear, args), linear.active) if a]
 
         def tangent_of(*active_tangents):
             return self._tangent_reference(linear, *kept, *active_tangents, tangent=tangent)
 
         return tuple(jax.linear_transpose(tangent_of, *types)(tuple(cotangents)))
 
-    def _types_here(self, linear: "Linear", args):
+    def types_here(self, linear: "Linear", args):
         """Types of the op's arguments for the batch size at hand (vmap and sharding change it under the config)."""
         backward, forward = self.backward.batch_axes, self.forward.batch_axes
         here = jax.typeof(args[0])

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxfuse import ffi
@@ -15,71 +14,8 @@ from jaxfuse.batch import completed
 from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear, widened
 from jaxfuse.ops import conv_cudnn, scattered
 from jaxfuse.ops.activations import TABLE as ACTIVATIONS
+from jaxfuse.ops.conv_config import ConvConfig, convolve, geometry_of
 from jaxfuse.ops.errors import Arguments, Array
-
-Pairs = tuple[tuple[int, int], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class ConvConfig:
-    """Everything static about a conv. Specs are positions, as in `lax.ConvDimensionNumbers`."""
-
-    window_strides: tuple[int, ...]
-    padding: Pairs
-    rhs_dilation: tuple[int, ...]
-    feature_group_count: int
-    lhs_spec: tuple[int, ...]
-    rhs_spec: tuple[int, ...]
-    out_spec: tuple[int, ...]
-    lhs_dilation: tuple[int, ...]
-    has_scale: bool = False
-    has_bias: bool = False
-    has_residual: bool = False
-    activation: str = "none"
-    alpha: float = 0.0
-    precision: Any = None
-    residual_last: bool = False  # added after the activation
-    saves: int = 0  # 1: also return z, what the activation is applied to
-
-    @property
-    def transposed(self) -> bool:
-        return any(d != 1 for d in self.lhs_dilation)
-
-    @property
-    def derivative(self) -> str:
-        """What the activation's derivative is taken from: "none", "y" or "z".
-
-        z is kept where y does not tell: writing and reading it costs less than the convolution again.
-        """
-        if self.activation == "none":
-            return "none"
-        told = ACTIVATIONS[self.activation].pullback_for(self.alpha) and not self.residual_last
-        return "y" if told else "z"
-
-    def unpack(self, args):
-        """(x, w, scale, bias, residual) from the op's argument list, None for what is absent."""
-        x, w, *rest = args
-        rest = iter(rest)
-        return x, w, *[next(rest) if has else None for has in (self.has_scale, self.has_bias, self.has_residual)]
-
-    def geometry_attrs(self):
-        def ints(values):
-            return np.asarray(values, np.int64)
-
-        return dict(
-            window_strides=ints(self.window_strides),
-            padding_low=ints([low for low, _ in self.padding]),
-            padding_high=ints([high for _, high in self.padding]),
-            rhs_dilation=ints(self.rhs_dilation),
-            lhs_dilation=ints(self.lhs_dilation),
-            feature_group_count=np.int64(self.feature_group_count),
-            lhs_spec=ints(self.lhs_spec),
-            rhs_spec=ints(self.rhs_spec),
-            out_spec=ints(self.out_spec),
-            activation=self.activation,
-            alpha=np.float32(self.alpha),
-        )
-
 
 def conv(
     x: Array, w: Array, bias: Array | None = None, residual: Array | None = None, *, scale: Array | None = None,
@@ -108,10 +44,10 @@ def conv(
     arguments.check(3 <= x.ndim <= 5, "x", f"of rank {x.ndim}", "rank 3, 4 or 5", "add the missing axis")
     arguments.check(w.ndim == x.ndim, "w", f"of rank {w.ndim}", f"rank {x.ndim}, as x has", "reshape it")
     arguments.check(w.dtype == x.dtype, "w", str(w.dtype), f"{x.dtype}, as x is", "cast one of them")
-    geometry = _geometry(
+    geometry = geometry_of(
         arguments, x, w, window_strides, padding, lhs_dilation, rhs_dilation, feature_group_count, dimension_numbers)
     plain = ConvConfig(*geometry)
-    out = jax.eval_shape(functools.partial(_convolve, plain), x, w)
+    out = jax.eval_shape(functools.partial(convolve, plain), x, w)
     features = w.shape[plain.rhs_spec[0]]
     residual_only = {name: optional.pop(name) for name in ("residual",) if name in optional}
     arguments.per_channel(features, "output channel", **optional)
@@ -124,48 +60,11 @@ def conv(
     return OP(config, x, w, *[a for a in (scale, bias, residual) if a is not None])[0]
 
 
-def _geometry(arguments, x, w, window_strides, padding, lhs_dilation, rhs_dilation, feature_group_count, dimension_numbers):
-    """The first fields of ConvConfig."""
-    spatial = x.ndim - 2
-    letters = "DHW"[3 - spatial :]
-    try:
-        dn = lax.conv_dimension_numbers(
-            x.shape, w.shape, dimension_numbers or (f"N{letters}C", f"{letters}IO", f"N{letters}C"))
-    except (TypeError, ValueError) as error:
-        arguments.check(False, "dimension_numbers", f"{dimension_numbers!r} ({error})",
-                        f"three names like ('N{letters}C', '{letters}IO', 'N{letters}C')", "spell out x, w and the output")
-    ones = (1,) * spatial
-    strides = arguments.positive_integers("window_strides", ones if window_strides is None else window_strides, spatial)
-    dilation = arguments.positive_integers("rhs_dilation", ones if rhs_dilation is None else rhs_dilation, spatial)
-    spread = arguments.positive_integers("lhs_dilation", ones if lhs_dilation is None else lhs_dilation, spatial)
-    if isinstance(padding, str):
-        arguments.check(spread == ones, "padding", f"{padding!r} with lhs_dilation {spread}", "a pair for each spatial axis",
-                        "compute them as jax.lax.conv_transpose does")
-        arguments.one_of("padding", padding, ("SAME", "VALID"))
-        reach = [(w.shape[d] - 1) * r + 1 for d, r in zip(dn.rhs_spec[2:], dilation)]
-        padding = lax.padtype_to_pads([x.shape[d] for d in dn.lhs_spec[2:]], reach, strides, padding)
-    padding = arguments.pairs("padding", padding, spatial)
-    (groups,) = arguments.positive_integers("feature_group_count", (feature_group_count,), 1)
-    channels, features, per_group = x.shape[dn.lhs_spec[1]], w.shape[dn.rhs_spec[0]], w.shape[dn.rhs_spec[1]]
-    arguments.check(
-        channels == per_group * groups and features % groups == 0, "w", f"of shape {w.shape}",
-        f"{channels}/{groups} input channels per group and a multiple of {groups} output channels",
-        "check w, feature_group_count and dimension_numbers")
-    return strides, padding, dilation, groups, dn.lhs_spec, dn.rhs_spec, dn.out_spec, spread
-
-
-def _convolve(config: ConvConfig, x, w):
-    dn = lax.ConvDimensionNumbers(config.lhs_spec, config.rhs_spec, config.out_spec)
-    return lax.conv_general_dilated(
-        x, w, config.window_strides, config.padding, config.lhs_dilation, config.rhs_dilation, dimension_numbers=dn,
-        feature_group_count=config.feature_group_count, precision=config.precision)
-
-
 def _per_channel(config: ConvConfig, vector, like):
     return jnp.expand_dims(vector, [d for d in range(like.ndim) if d != config.out_spec[1]])
 
 
-def _reference(config: ConvConfig, *args, convolve=_convolve):
+def _reference(config: ConvConfig, *args, convolve=convolve):
     x, w, scale, bias, residual = config.unpack(args)
     y = convolve(config, x, w)
     wide = jnp.promote_types(y.dtype, jnp.float32) if scale is not None or bias is not None else y.dtype
@@ -196,12 +95,12 @@ def _keep(config: ConvConfig, args, outs):
     return (x, w, *dict(none=(), y=outs[:1], z=outs[1:])[config.derivative])
 
 
-def _tangent(config: ConvConfig, kept, tangents, convolve=_convolve):
+def _tangent(config: ConvConfig, kept, tangents, convolve=convolve):
     """dy = act'(z) · (conv(dx, w) + conv(x, dw) + dbias + dresidual), or dresidual outside of the product."""
     x, w, *told = kept
     dx, dw, dscale, dbias, dresidual = config.unpack(tangents)
     assert dscale is None, "a conv with scale is decomposed before it is differentiated"
-    out_type = jax.eval_shape(functools.partial(_convolve, config), x, w)
+    out_type = jax.eval_shape(functools.partial(convolve, config), x, w)
     total = jnp.zeros(out_type.shape, out_type.dtype)
     if dx is not None:
         total = total + convolve(config, dx, w)
@@ -278,7 +177,7 @@ def _refuse_forward(config: ConvConfig, args) -> str | None:
 
 def _run_forward(config: ConvConfig, args, mesh_axes):
     x, w, scale, bias, residual = config.unpack(widened(args))
-    y = jax.eval_shape(functools.partial(_convolve, config), x, w)
+    y = jax.eval_shape(functools.partial(convolve, config), x, w)
     if scale is not None:
         scale = scale.astype(jnp.float32)
     operands = [a for a in (x, _turned(config, w), scale, bias, residual) if a is not None]
@@ -297,7 +196,7 @@ def _refuse_backward(linear: Linear, args) -> str | None:
 def _run_backward(linear: Linear, args, mesh_axes):
     config = linear.config
     x, w, *told, dy = widened(args)
-    wanted = [t for t, active in zip(OP._types_here(linear, args), linear.active) if active]
+    wanted = [t for t, active in zip(OP.types_here(linear, args), linear.active) if active]
     types = [jax.ShapeDtypeStruct(t.shape, jnp.promote_types(t.dtype, x.dtype)) for t in wanted]
     wants = config.unpack(linear.active)
     want_dx, want_dw, _, want_db, want_dresidual = [bool(want) for want in wants]
@@ -327,7 +226,7 @@ def _run_product(config: ConvConfig, args, mesh_axes):
 
 def _run_product_backward(linear: Linear, args, mesh_axes):
     """In float32, where sums of bfloat16 would be rounded at every step."""
-    types = [t for t, active in zip(OP._types_here(linear, args), linear.active) if active]
+    types = [t for t, active in zip(OP.types_here(linear, args), linear.active) if active]
     wide = dataclasses.replace(linear, types=tuple(t.update(dtype=jnp.promote_types(t.dtype, jnp.float32)) for t in linear.types))
     args = [a.astype(jnp.promote_types(a.dtype, jnp.float32)) for a in args]
     found = OP.transposed(wide, args, functools.partial(_tangent, convolve=scattered.convolve))

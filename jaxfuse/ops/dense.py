@@ -221,7 +221,7 @@ def _refuse_backward(linear: Linear, args) -> str | None:
 def _run_backward(linear: Linear, args, mesh_axes):
     config = linear.config
     x, w, *told, dy = args
-    types = OP._types_here(linear, args)
+    types = OP.types_here(linear, args)
     want_dx, want_dw, want_db, want_dresidual = [bool(want) for want in config.unpack(linear.active)]
     operands = [*[x] * want_dw, *[w] * want_dx, dy, *told]
     results = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t, active in zip(types, linear.active) if active]
