@@ -2,6 +2,7 @@
 // tensor of the plan's graph is said by `uids`, operands first, then results; the last result is the plan's workspace.
 //
 // A plan is read once for each device: that allocates and loads kernels, in the first call. Calls after that only enqueue.
+#include "capture.h"
 #include "cudnn_api.h"
 #include "handler.h"
 
@@ -14,18 +15,6 @@
 namespace jaxfuse::cudnn {
 namespace {
 
-// While XLA records a CUDA graph, what allocates would be an error, unless this thread says that it has nothing to do with it.
-class OutsideCapture {
- public:
-  OutsideCapture() { exchange(); }
-  ~OutsideCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-
- private:
-  void exchange() { cuda::expect_success(cudaThreadExchangeStreamCaptureMode(&mode_), "cudaThreadExchangeStreamCaptureMode"); }
-
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
-
 // What one device has: a handle, which serves one thread at a time, and the plans read with it. Neither is ever given back:
 // the driver may be gone before this process's last destructors run.
 struct Device {
@@ -36,7 +25,7 @@ struct Device {
   const Descriptor& plan(std::string_view digest, std::string_view text) {
     auto found = plans.find(digest);
     if (found != plans.end()) return *found->second;
-    const OutsideCapture outside;
+    const cuda::OutsideCapture outside;
     const Api& api = Api::get();
     if (!handle) api.expect_success(api.create(&handle), "cudnnCreate");
     auto plan = std::make_unique<Descriptor>(Kind::execution_plan);

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #ifdef __CUDACC__
-#include "status.h"
+#include "capture.h"
 
 #define HOST_DEVICE __host__ __device__ __forceinline__
 
@@ -13,6 +13,7 @@ namespace jaxfuse::cuda {
 
 template <class Args>
 void launch(const char* name, void (*kernel)(Args), dim3 grid, dim3 block, cudaStream_t stream, const Args& args) {
+  const OutsideCapture outside;
   kernel<<<grid, block, 0, stream>>>(args);
   expect_success(cudaGetLastError(), name);
 }
