@@ -7,10 +7,11 @@ from typing import NamedTuple, ParamSpec, TypeVar
 import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from jaxfuse import loops, patterns, policy as policies, report as reports
+from jaxfuse import loops, patterns, platforms, policy as policies, report as reports
 from jaxfuse.graph import RULED, Emission, Graph, Node, evaluate, inside, programs, retraced, subprograms
 from jaxfuse.live import accept, circular
 from jaxfuse.match import Match, Refusal
+from jaxfuse.ops.errors import one_of
 from jaxfuse.patterns import autodiff
 from jaxfuse.reasons import lacks_kernel
 from jaxfuse.signature import Call, Untraceable, compiled, is_part_of_a_program
@@ -173,19 +174,23 @@ def inline(fn: Callable[P, R], *, policy: str = "measured") -> Callable[P, R]:
     return call
 
 
-def explain(fn: Callable, *args, policy: str = "measured", **kwargs) -> reports.FusionReport:
+def explain(fn: Callable, *args, policy: str = "measured", platform: str | None = None, **kwargs) -> reports.FusionReport:
     """The sites that `fuse(fn, policy=policy)` finds for these arguments; nothing is compiled or run.
 
-    Arguments may be `jax.ShapeDtypeStruct`s. Raises ValueError for an unknown policy.
+    Arguments may be `jax.ShapeDtypeStruct`s. `platform` is "cpu", "cuda", "rocm" or "tpu", whether or not this machine has
+    it; by default that of the arguments, or of JAX's default device. Raises ValueError for an unknown policy or platform.
     """
     judge = policies.judge(policy)
-    for concrete in (False, True):
-        call = Call(args, kwargs, concrete)
-        try:
-            return _report(plan(call.trace(fn)[0], judge))
-        except Untraceable as error:
-            failure = error
-    return _untraceable(failure)
+    if platform is not None:
+        one_of(platform, platforms.NAMES, "platform")
+    with platforms.assumed(platform or platforms.committed((args, kwargs))):
+        for concrete in (False, True):
+            call = Call(args, kwargs, concrete)
+            try:
+                return _report(plan(call.trace(fn)[0], judge))
+            except Untraceable as error:
+                failure = error
+        return _untraceable(failure)
 
 
 def _run(fn, judge, strict: bool, /, *args, **kwargs):

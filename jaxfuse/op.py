@@ -36,12 +36,17 @@ class Kernel(NamedTuple):
     `refuse(config, args)` says in words why these arguments cannot be taken (None: they can); `args` need only have
     shape and dtype. `run(config, args, mesh_axes)` computes the outputs on arrays; `mesh_axes` are the mesh axes over
     which the batch is sharded, so sums over the batch must be completed by `psum` over them (empty: nothing to do).
+    Without `run` it is the stage's reference, where XLA makes better code of that than of what users write.
     """
 
     name: str
     refuse: Callable[[Any, tuple], str | None]
-    run: Callable[[Any, Arrays, tuple[str, ...]], Arrays]
+    run: Callable[[Any, Arrays, tuple[str, ...]], Arrays] | None
     platform: str = "cpu"
+
+
+# It moves fewer bytes than what XLA makes of users' own programs. That is counted (tests/gpu); no device has timed it yet.
+PLAIN = Kernel("plain JAX", lambda config, args: None, None, "cuda")
 
 
 def widened(arrays: Arrays) -> Arrays:
@@ -87,9 +92,10 @@ class Stage:
 
     def run(self, config, args, platform: str, mesh_axes: tuple[str, ...] = ()) -> Arrays:
         kernel, _ = self.kernel(config, args, platform)
-        if kernel is None and mesh_axes:
+        native = kernel is not None and kernel.run is not None
+        if mesh_axes and not native:
             raise NotImplementedError(f"{self.name}: no kernel for {args} on a shard")
-        return kernel.run(config, args, mesh_axes) if kernel else self.reference(config, *args)
+        return kernel.run(config, args, mesh_axes) if native else self.reference(config, *args)
 
     def _abstract_eval(self, *avals, config):
         return _out_types(self, config, tuple(map(type_of, avals)))
@@ -125,7 +131,7 @@ class Stage:
         def partitioned(*args, config):
             axes = self.batch_axes(config, [jnp.ndim(a) for a in args])
             kernel, _ = self.kernel(config, args, platform)
-            if kernel is None or not any(ax is not None for ax in axes.inputs):
+            if kernel is None or kernel.run is None or not any(ax is not None for ax in axes.inputs):
                 return self.run(config, args, platform)
             outs = _out_types(self, config, tuple(type_of(jax.typeof(a)) for a in args))
 
@@ -143,18 +149,20 @@ class FusedOp:
     reference(config, *args) -> outs       what the op computes; the oracle of its tests and the fallback everywhere
     keep(config, args, outs) -> kept       what autodiff may keep: inputs, outputs and statistics only
     tangent(config, kept, tangents)        out tangents of the first outs from `kept`; `None` stands for a zero tangent
+    pullback(linear, *kept, *cotangents)   the transpose of `tangent` in plain JAX, where it can move less than JAX's own
     for_autodiff(config) -> config         the same op, also returning what only `keep` needs (e.g. mask bits), last
     differentiable(config) -> bool         False: autodiff goes through `decompose(config, *args)`, the same value as
                                            several ops, because `kept` would not be enough
     """
 
     def __init__(self, name, *, reference, keep, tangent, decompose, differentiable, for_autodiff, forward_kernels,
-                 backward_kernels, forward_axes, backward_axes):
+                 backward_kernels, forward_axes, backward_axes, pullback=None):
         self.name, self.keep, self.tangent = name, keep, tangent
         self.decompose, self.differentiable, self.for_autodiff = decompose, differentiable, for_autodiff
         self.forward = Stage(f"jaxfuse_{name}", reference, forward_kernels, forward_axes)
         self.tangents = Stage(f"jaxfuse_{name}_tangent", self._tangent_reference, (), lambda *_: BatchAxes((), (None,)))
-        self.backward = Stage(f"jaxfuse_{name}_backward", self._backward_reference, backward_kernels, backward_axes)
+        self.backward = Stage(
+            f"jaxfuse_{name}_backward", pullback or self._backward_reference, backward_kernels, backward_axes)
         ad.primitive_jvps[self.forward.primitive] = self._linearize
         ad.primitive_transposes[self.tangents.primitive] = self._transpose
 

@@ -1,12 +1,12 @@
 """Where a fused kernel is worth it. "measured" asks the rules, which are measurements: those of `python -m jaxfuse bench
---tune` on this machine where there are any, else those that come with the package (`rules/`)."""
+--tune` on this machine where there are any, else those that come with the package (`rules/`). On CUDA it goes by counted bytes."""
 
 import math
 
 from jaxfuse import platforms, tuned
 from jaxfuse.ops.errors import one_of
 from jaxfuse.reasons import no_kernel
-from jaxfuse.rules import TABLE
+from jaxfuse.rules import TABLE, cuda
 
 POLICIES = ("measured", "always", "never")
 
@@ -26,9 +26,11 @@ def _never(op, config, types, direction="forward") -> str:
 
 
 def _measured(op, config, types, direction="forward") -> str:
-    if platforms.current() != "cpu":
+    table, platform = TABLE[op], platforms.current()
+    if platform == "cuda":
+        return cuda.judge(op, table.shape_class(config, types), math.prod(types[0].shape), types[0].dtype.itemsize)
+    if platform != "cpu":
         return no_kernel()
-    table = TABLE[op]
     site = direction, str(types[0].dtype), table.shape_class(config, types), tuned.isa()
     rule = next((rule for rule in (*tuned.rules(op), *table.rules) if rule.fits(*site)), None)
     if rule is None:

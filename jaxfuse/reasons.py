@@ -10,5 +10,5 @@ def no_kernel(what: str = "") -> str:
 
 
 def lacks_kernel(reason: str) -> bool:
-    """Whether that is the reason, on the platform that has kernels at all."""
-    return "no kernel yet on cpu" in reason
+    """Whether that is the reason, on a platform that has kernels at all."""
+    return "no kernel yet on cpu" in reason or "no kernel yet on cuda" in reason

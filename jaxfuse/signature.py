@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from jaxfuse import private
+from jaxfuse import platforms, private
 
 # Whether a function is being traced in order to be fused. JAX keeps traces that were made under another value apart.
 _being_fused = jax.make_user_context(False)
@@ -87,6 +87,9 @@ def compiled(fn, run, give_up):
     def call(*args, **kwargs):
         if is_part_of_a_program():
             return fn(*args, **kwargs)
+        if (platform := platforms.committed((args, kwargs))) != platforms.current() and platform:
+            with platforms.assumed(platform):
+                return call(*args, **kwargs)
         form = tuple([type(a) in STATIC for a in args]), tuple([(name, type(a) in STATIC) for name, a in kwargs.items()])
         if form not in at_once:
             at_once[form] = jax.jit(_without_bools(run) if options is None else run, **options or _static(form))

@@ -12,8 +12,8 @@ PACKAGE = ROOT / "jaxfuse"
 ALLOWED = {
     "__init__": {"ops", "fuse", "report"},
     "__main__": {"demo", "doctor", "tune"},
-    "fuse": {"live", "loops", "patterns", "reasons", "policy", "report", "graph", "match", "signature"},
-    "signature": {"private"},
+    "fuse": {"live", "loops", "ops", "patterns", "platforms", "reasons", "policy", "report", "graph", "match", "signature"},
+    "signature": {"platforms", "private"},
     "report": {"match", "source"},
     "policy": {"ops", "platforms", "reasons", "rules", "tuned"},
     "rules": {"rules"},

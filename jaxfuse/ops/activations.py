@@ -24,8 +24,12 @@ class Activation:
         return self.pullback if not self.has_alpha or alpha > 0 else None
 
     def slope_times(self, x, g, alpha: float):
-        """g · value'(x)"""
+        """g · value'(x), as forward mode has it."""
         return jax.jvp(lambda x: self.value(x, alpha), (x,), (g,))[1]
+
+    def cotangent(self, x, g, alpha: float):
+        """The same as reverse mode has it: they differ where a product of 0 and infinity is selected away."""
+        return jax.vjp(lambda x: self.value(x, alpha), x)[1](g)[0]
 
 
 _SELU_SCALE, _SELU_ALPHA = 1.0507009873554805, 1.6732632423543772

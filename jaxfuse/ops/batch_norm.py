@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxfuse import ffi
-from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear
-from jaxfuse.ops.activations import TABLE as ACTIVATIONS
+from jaxfuse.op import BatchAxes, FusedOp, Linear
+from jaxfuse.ops import batch_norm_grad as passes
+from jaxfuse.ops.activations import TABLE as ACTIVATIONS, Activation
 from jaxfuse.ops.errors import Arguments, Array
 
 
@@ -36,7 +36,7 @@ class Standard:
         return mean, gamma * lax.rsqrt(var + self.epsilon), beta
 
 
-_MASKED = ("relu", "relu6")  # one bit for each element is their derivative
+MASKED = ("relu", "relu6")  # one bit for each element is their derivative
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class BatchNormConfig:
         less to keep than a residual, where it says all."""
         if self.activation == "none":
             return "none"
-        return "mask" if self.keeps_mask or self.has_residual and self.activation in _MASKED else "recompute"
+        return "mask" if self.keeps_mask or self.has_residual and self.activation in MASKED else "recompute"
 
     @property
     def keeps_residual(self) -> bool:
@@ -147,14 +147,23 @@ def _coefficients(config: BatchNormConfig, statistics, parameters):
     return tuple(_wide(v) for v in config.per_channel(*statistics, *parameters))
 
 
+def _batch_statistics(config: BatchNormConfig, x):
+    """mean and var in one pass: those of x - shift, where shift, the mean of one place of every example, is near the mean."""
+    shift = jnp.zeros((x.shape[config.axis],), _wide(x).dtype)
+    if x.size:
+        places = [slice(None) if d in (_batch_axis(config), config.axis) else 0 for d in range(x.ndim)]
+        sample = lax.stop_gradient(_wide(x[tuple(places)])).mean(_batch_axis(config))
+        shift = jnp.where(jnp.isfinite(sample), sample, 0)
+    centered = _wide(x) - _expand(config, x, shift)[0]
+    mean, square = _mean_over_batch(config, centered), _mean_over_batch(config, jnp.square(centered))
+    var = square - jnp.square(mean)
+    return mean + shift, jnp.where(var < 0, 0, var)
+
+
 def _reference(config: BatchNormConfig, *args):
     x, residual, parameters = config.unpack(args)
     wide = _wide(x)
-    statistics: tuple = ()
-    if config.batch_statistics:
-        mean = _mean_over_batch(config, wide)
-        var = _mean_over_batch(config, jnp.square(wide - _expand(config, x, mean)[0]))
-        statistics = mean, var
+    statistics: tuple = _batch_statistics(config, x) if config.batch_statistics else ()
     coefficients = _coefficients(config, statistics, parameters)
     center, scale, offset = _expand(config, x, *coefficients)
     z = (wide - center) * scale + offset
@@ -165,7 +174,9 @@ def _reference(config: BatchNormConfig, *args):
     if config.saving and config.derivative == "mask":
         rows = _rows(config, y)
         slope = ACTIVATIONS[config.activation].pullback(rows, jnp.ones_like(rows), 0.0)
-        saved = *saved, jnp.packbits(slope > 0, axis=-1, bitorder="little")
+        mask = jnp.packbits(slope > 0, axis=-1, bitorder="little")
+        y, mask = lax.optimization_barrier((y, mask))  # else the next block may compute y again as its residual
+        saved = *saved, mask
     return (y, *statistics, *saved)
 
 
@@ -174,18 +185,13 @@ def _keep(config: BatchNormConfig, args, outs):
     return (x, *[residual] * config.keeps_residual, *parameters, *outs[1:])
 
 
-def _through_activation(config: BatchNormConfig, kept, dz):
-    """dz · act'(z)"""
-    x, residual, _, _, coefficients, mask = config.unpack_kept(kept)
-    if config.derivative == "none" or not dz.size:  # unpackbits takes no empty array
-        return dz
-    if mask:
-        bits = jnp.unpackbits(mask[0], axis=-1, count=x.shape[config.axis], bitorder="little")
-        channels_last = jnp.moveaxis(x, config.axis, -1).shape
-        return jnp.where(jnp.moveaxis(bits.reshape(channels_last), -1, config.axis), dz, 0)
-    center, scale, offset = _expand(config, x, *coefficients)
-    z = sum(residual, (_wide(x) - center) * scale + offset)
-    return ACTIVATIONS[config.activation].slope_times(z, dz, config.alpha)
+def _derivative(config: BatchNormConfig, kept, wants_g: bool = False):
+    """What tells act'(z), as the two passes of the gradient have it: their config, and the last of their arguments."""
+    _, residual, _, _, coefficients, mask = config.unpack_kept(kept)
+    told = dict(none=(), mask=mask, recompute=(*coefficients, *residual))[config.derivative]
+    gradient = passes.GradientConfig(
+        config.axis, config.derivative == "mask", wants_g, config.activation, config.alpha, config.keeps_residual)
+    return gradient, told
 
 
 def _tangent(config: BatchNormConfig, kept, tangents):
@@ -205,7 +211,8 @@ def _tangent(config: BatchNormConfig, kept, tangents):
     dz = (dwide - dcenter) * scale + (wide - center) * dscale + doffset
     if dresidual is not None:
         dz = dz + dresidual
-    return (_through_activation(config, kept, dz).astype(x.dtype), *dstatistics)
+    gradient, told = _derivative(config, kept)
+    return (passes.through_activation(gradient, dz, x, told, Activation.slope_times).astype(x.dtype), *dstatistics)
 
 
 def _zero_tangent(parameter):
@@ -216,6 +223,34 @@ def _zero_tangent(parameter):
 
 def _per_channel_of(config, n_statistics, *args):
     return _coefficients(config, args[:n_statistics], args[n_statistics:])
+
+
+def _gradients(two_passes, shards, linear: Linear, *args):
+    """By `two_passes`, as `batch_norm_grad.by_xla`, over one of `shards` equal parts of the batch."""
+    config = linear.config
+    kept, (dy, *dstatistics) = args[: linear.n_kept], args[linear.n_kept :]
+    x, _, parameters, statistics, (center, scale, _), _ = config.unpack_kept(kept)
+    want_dx, *rest = linear.active
+    want_dresidual = bool(config.has_residual and rest[0])
+    gradient, told = _derivative(config, kept, wants_g=want_dresidual)
+    mean = statistics[0] if statistics else center
+    (sum_g, sum_gx), finish = two_passes(gradient, dy, x, mean, *told)
+    # z = (x - center)·scale + offset: dcenter = -scale·Σg, dscale = Σg·(x - center), doffset = Σg
+    dcoefficients = -scale * sum_g, sum_gx + (mean - center) * sum_g, sum_g
+    per_channel = functools.partial(_per_channel_of, config, len(statistics))
+    coefficient_types, vjp = jax.vjp(per_channel, *statistics, *parameters)
+    dsmall = vjp(tuple(d.astype(t.dtype) for d, t in zip(dcoefficients, coefficient_types)))
+    full = []
+    if want_dx or want_dresidual:
+        b = c = None  # of given statistics: x has no other part in z, and its NaN or Inf must not come into dx
+        if statistics:
+            count = float(x.size // max(1, x.shape[config.axis])) * shards
+            dmean, dvar = [d + ct for d, ct in zip(dsmall, dstatistics)]
+            b, c = 2 * dvar / count, dmean / count
+        full = finish(scale, b, c)
+    grads = (*full[1 - want_dx :], *[None] * (config.has_residual and not want_dresidual), *dsmall[len(statistics) :])
+    wanted = linear.active if want_dx else linear.active[1:]
+    return tuple(g for g, active in zip(grads, wanted) if active)
 
 
 def _batch_axis(config: BatchNormConfig) -> int:
@@ -241,32 +276,18 @@ def _backward_axes(linear: Linear, ranks) -> BatchAxes:
     return BatchAxes(inputs, tuple(ax for ax, active in zip(own, linear.active) if active))
 
 
-# --- CPU kernels: our own, channels-last -------------------------------------------------------------------------
+# --- Kernels: our own, channels-last -----------------------------------------------------------------------------
 
-_DTYPES = ("float32", "bfloat16")
-
-
-def refuse_array(x, axis: int) -> str | None:
-    """Why the kernels do not take x with its channels at `axis`."""
-    if x.dtype == jnp.float16:  # measured, 8x56x56x64, ms: forward 0.86 by casts to float32 and back, XLA 0.62; gradient 2.8, 3.2
-        return "dtype float16: the casts to float32 and back cost what the kernel gains"
-    if str(x.dtype) not in _DTYPES:
-        return f"dtype {x.dtype}: the kernel takes {' and '.join(_DTYPES)}"
-    if axis != len(x.shape) - 1:
-        return f"channel axis {axis} of rank {len(x.shape)}: the kernel takes channels last"
-    return f"empty array of shape {tuple(x.shape)}" if 0 in x.shape else None
-
-
-def _refuse(config: BatchNormConfig, args) -> str | None:
-    if reason := refuse_array(args[0], config.axis):
+def _refuse(library, config: BatchNormConfig, args) -> str | None:
+    if reason := passes.refuse_array(args[0], config.axis):
         return reason
-    return ffi.unavailable("jaxfuse_batch_norm_stats")
+    return library.unavailable("jaxfuse_batch_norm_stats")
 
 
-def _refuse_backward(linear: Linear, args) -> str | None:
+def _refuse_backward(library, linear: Linear, args) -> str | None:
     if not linear.config.batch_statistics:  # dx = scale·g has no term in x, whose NaN or Inf must not reach it
         return "given statistics: the kernel computes the gradient through batch statistics"
-    return _refuse(linear.config, args)
+    return _refuse(library, linear.config, args)
 
 
 def _vector(channels):
@@ -278,19 +299,19 @@ def _mask_type(x):
     return jax.ShapeDtypeStruct((x.size // channels, -(-channels // 8)), jnp.uint8)
 
 
-def _run_forward(config: BatchNormConfig, args, mesh_axes):
+def _run_forward(library, config: BatchNormConfig, args, mesh_axes):
     x, residual, parameters = config.unpack(args)
     channels = x.shape[-1]
     statistics: tuple = ()
     if config.batch_statistics:
-        mean, var = ffi.call("jaxfuse_batch_norm_stats", [_vector(channels)] * 2, x)
+        mean, var = library.call("jaxfuse_batch_norm_stats", [_vector(channels)] * 2, x)
         if mesh_axes:  # of equally large shards: Var = E[var] + Var[mean]
             whole = lax.pmean(mean, mesh_axes)
             mean, var = whole, lax.pmean(var + jnp.square(mean - whole), mesh_axes)
         statistics = mean, var
     coefficients = tuple(v.astype(jnp.float32) for v in _coefficients(config, statistics, parameters))
     save_mask = config.saving and config.derivative == "mask"
-    y, *mask = ffi.call(
+    y, *mask = library.call(
         "jaxfuse_batch_norm_apply",
         [jax.ShapeDtypeStruct(x.shape, x.dtype), *[_mask_type(x)] * save_mask],
         x, *coefficients, *(() if residual is None else (residual,)),
@@ -300,39 +321,9 @@ def _run_forward(config: BatchNormConfig, args, mesh_axes):
     return (y, *statistics, *(coefficients if config.saving else ()), *mask)
 
 
-def _run_backward(linear: Linear, args, mesh_axes):
-    config = linear.config
-    kept, (dy, *dstatistics) = args[: linear.n_kept], args[linear.n_kept :]
-    x, residual, parameters, statistics, coefficients, mask = config.unpack_kept(kept)
-    center, scale, _ = coefficients
-    channels, mean = x.shape[-1], statistics[0]
-    slope_from = dict(none=(), mask=mask, recompute=(*coefficients, *residual))[config.derivative]
-    attrs = dict(activation=config.activation, alpha=np.float32(config.alpha), deriv=config.derivative,
-                 has_residual=config.keeps_residual)
-    sum_g, sum_gx = ffi.call(
-        "jaxfuse_batch_norm_bwd_stats", [_vector(channels)] * 2, dy, x, mean, *slope_from, **attrs
-    )
-    if mesh_axes:
-        sum_g, sum_gx = lax.psum((sum_g, sum_gx), mesh_axes)
-    # z = (x - center)·scale + offset: dcenter = -scale·Σg, dscale = Σg·(x - center), doffset = Σg
-    dcoefficients = -scale * sum_g, sum_gx + (mean - center) * sum_g, sum_g
-    per_channel = functools.partial(_per_channel_of, config, len(statistics))
-    coefficient_types, vjp = jax.vjp(per_channel, *statistics, *parameters)
-    dsmall = vjp(tuple(d.astype(t.dtype) for d, t in zip(dcoefficients, coefficient_types)))
-    count = np.float32(x.size // channels) * (lax.psum(1, mesh_axes) if mesh_axes else 1)
-    dmean, dvar = [d + ct for d, ct in zip(dsmall, dstatistics)]
-    want_dx, *rest = linear.active
-    want_dresidual = bool(config.has_residual and rest[0])
-    full = []
-    if want_dx or want_dresidual:
-        like_x = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        full = ffi.call(
-            "jaxfuse_batch_norm_bwd_apply", [like_x] * (1 + want_dresidual),
-            dy, x, mean, scale, 2 * dvar / count, dmean / count, *slope_from, want_dresidual=want_dresidual, **attrs,
-        )
-    grads = (*full[1 - want_dx :], *[None] * (config.has_residual and not want_dresidual), *dsmall[len(statistics) :])
-    wanted = linear.active if want_dx else linear.active[1:]
-    return tuple(g for g, active in zip(grads, wanted) if active)
+def _run_backward(library, linear: Linear, args, mesh_axes):
+    shards = lax.psum(1, mesh_axes) if mesh_axes else 1
+    return _gradients(functools.partial(passes.by_kernels, library, mesh_axes), shards, linear, *args)
 
 
 OP = FusedOp(
@@ -343,8 +334,9 @@ OP = FusedOp(
     decompose=None,
     differentiable=lambda config: True,
     for_autodiff=lambda config: dataclasses.replace(config, saving=True),
-    forward_kernels=(Kernel("native", _refuse, _run_forward),),
-    backward_kernels=(Kernel("native", _refuse_backward, _run_backward),),
+    pullback=functools.partial(_gradients, passes.by_xla, 1),
+    forward_kernels=passes.kernels(_refuse, _run_forward),
+    backward_kernels=passes.kernels(_refuse_backward, _run_backward),
     forward_axes=_forward_axes,
     backward_axes=_backward_axes,
 )

@@ -6,19 +6,20 @@ arithmetic between them is, the program itself says.
 
 act' is told by a mask of bits, as `batch_norm` saves them, or by z = (x - center)·scale + offset [+ residual].
 
-An op that is differentiated by itself (`batch_norm.py`) computes the same passes inside its backward stage.
+An op that is differentiated by itself (`batch_norm.py`) computes the same passes inside its backward stage: `by_kernels`,
+or `by_xla` where there are none.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse import ffi
-from jaxfuse.op import BatchAxes, Kernel, Stage
-from jaxfuse.ops.activations import TABLE as ACTIVATIONS
-from jaxfuse.ops.batch_norm import refuse_array
+from jaxfuse import cuda, ffi
+from jaxfuse.op import PLAIN, BatchAxes, Kernel, Stage
+from jaxfuse.ops.activations import TABLE as ACTIVATIONS, Activation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,18 +41,24 @@ class GradientConfig:
                     alpha=np.float32(self.alpha), has_residual=self.has_residual)
 
 
-def _wide_g(config: GradientConfig, dy, x, told):
-    """g, at least float32."""
-    wide = jnp.promote_types(dy.dtype, jnp.float32)
-    if config.masked and dy.size:
+def through_activation(config: GradientConfig, dy, x, told, times=Activation.cotangent):
+    """dy·act'(z): in dy's dtype, or where z is computed again in at least float32."""
+    if config.masked:
+        if not dy.size:  # unpackbits takes no empty array
+            return dy
         bits = jnp.unpackbits(told[0], axis=-1, count=x.shape[config.axis], bitorder="little")
         channels_last = jnp.moveaxis(x, config.axis, -1).shape
-        dy = jnp.where(jnp.moveaxis(bits.reshape(channels_last), -1, config.axis), dy, 0)
-    elif told and not config.masked:
-        center, scale, offset = (_beside(config, x, v) for v in told[:3])
-        z = sum(told[3:], (x.astype(wide) - center) * scale + offset)
-        return ACTIVATIONS[config.activation].slope_times(z, dy.astype(wide), config.alpha)
-    return dy.astype(wide)
+        return jnp.where(jnp.moveaxis(bits.reshape(channels_last), -1, config.axis), dy, 0)
+    if not told:
+        return dy
+    wide = jnp.promote_types(dy.dtype, jnp.float32)
+    center, scale, offset = (_beside(config, x, v) for v in told[:3])
+    z = sum(told[3:], (x.astype(wide) - center) * scale + offset)
+    return times(ACTIVATIONS[config.activation], z, dy.astype(wide), config.alpha)
+
+
+def _wide_g(config: GradientConfig, dy, x, told):
+    return through_activation(config, dy, x, told).astype(jnp.promote_types(dy.dtype, jnp.float32))
 
 
 def _beside(config: GradientConfig, x, vector):
@@ -64,11 +71,28 @@ def _sums_reference(config: GradientConfig, dy, x, mean, *told):
     return g.sum(axes), (g * (x.astype(g.dtype) - _beside(config, x, mean))).sum(axes)
 
 
-def _dx_reference(config: GradientConfig, dy, x, mean, a, b, c, *told):
+def _dx_reference(config: GradientConfig, dy, x, *vectors_and_told):
+    # g, of a residual, is the program's to compute where it adds to it; without the fence XLA would keep what it computes of
+    # act'(z) for the sums, a byte for each element
+    given = [_wide_g(config, dy, x, vectors_and_told[4:]).astype(dy.dtype)] * config.wants_g
+    dy, x, mean, a, b, c, *told = jax.lax.optimization_barrier((dy, x, *vectors_and_told))
     g = _wide_g(config, dy, x, told)
-    mean, a, b, c = (_beside(config, x, v) for v in (mean, a, b, c))
-    dx = a * g + b * (x.astype(g.dtype) - mean) + c
-    return (dx.astype(x.dtype), *[g.astype(dy.dtype)] * config.wants_g)
+    dx = _beside(config, x, a) * g
+    if b is not None:
+        dx = dx + _beside(config, x, b) * (x.astype(g.dtype) - _beside(config, x, mean)) + _beside(config, x, c)
+    return (dx.astype(x.dtype), *given)
+
+
+def by_xla(config: GradientConfig, dy, x, mean, *told):
+    """Both passes as plain JAX: the sums, and a function of a, b, c that gives (dx, *g)."""
+    dy, x, mean, *told = jax.lax.optimization_barrier((dy, x, mean, *told))  # else z of the forward pass may be kept
+    return _sums_reference(config, dy, x, mean, *told), lambda a, b, c: _dx_reference(config, dy, x, mean, a, b, c, *told)
+
+
+def by_kernels(library, mesh_axes, config: GradientConfig, dy, x, mean, *told):
+    """The same by native kernels, on a shard of the batch."""
+    sums = _run_sums(library, config, (dy, x, mean, *told), mesh_axes)
+    return sums, lambda a, b, c: _run_dx(library, config, (dy, x, mean, a, b, c, *told), mesh_axes)
 
 
 def _batch_axis(config: GradientConfig) -> int:
@@ -91,29 +115,51 @@ def _dx_axes(config: GradientConfig, ranks) -> BatchAxes:
     return BatchAxes((n, n, *[None] * 4, *_told_axes(config)), (n,) * (1 + config.wants_g))
 
 
+_DTYPES = ("float32", "bfloat16")
+
+
+def refuse_array(x, axis: int) -> str | None:
+    """Why the kernels do not take x with its channels at `axis`."""
+    if x.dtype == jnp.float16:  # measured, 8x56x56x64, ms: forward 0.86 by casts to float32 and back, XLA 0.62; gradient 2.8, 3.2
+        return "dtype float16: the casts to float32 and back cost what the kernel gains"
+    if str(x.dtype) not in _DTYPES:
+        return f"dtype {x.dtype}: the kernel takes {' and '.join(_DTYPES)}"
+    if axis != len(x.shape) - 1:
+        return f"channel axis {axis} of rank {len(x.shape)}: the kernel takes channels last"
+    return f"empty array of shape {tuple(x.shape)}" if 0 in x.shape else None
+
+
 def _refuse(target: str):
-    def refuse(config: GradientConfig, args) -> str | None:
+    def refuse(library, config: GradientConfig, args) -> str | None:
         dy, x, *_ = args
         if dy.dtype != x.dtype:
             return f"cotangent {dy.dtype} of {x.dtype} values: the kernel takes one dtype"
-        return refuse_array(x, config.axis) or ffi.unavailable(target)
+        return refuse_array(x, config.axis) or library.unavailable(target)
 
     return refuse
 
 
-def _run_sums(config: GradientConfig, args, mesh_axes):
+def _run_sums(library, config: GradientConfig, args, mesh_axes):
     vector = jax.ShapeDtypeStruct((args[1].shape[-1],), np.float32)
-    sums = ffi.call("jaxfuse_batch_norm_bwd_stats", [vector] * 2, *args, **config.attrs)
+    sums = library.call("jaxfuse_batch_norm_bwd_stats", [vector] * 2, *args, **config.attrs)
     return tuple(jax.lax.psum(sums, mesh_axes)) if mesh_axes else tuple(sums)
 
 
-def _run_dx(config: GradientConfig, args, mesh_axes):
+def _run_dx(library, config: GradientConfig, args, mesh_axes):
     like_x = jax.ShapeDtypeStruct(args[1].shape, args[1].dtype)
     outs = [like_x] * (1 + config.wants_g)
-    return tuple(ffi.call("jaxfuse_batch_norm_bwd_apply", outs, *args, want_dresidual=config.wants_g, **config.attrs))
+    return tuple(library.call("jaxfuse_batch_norm_bwd_apply", outs, *args, want_dresidual=config.wants_g, **config.attrs))
+
+
+def kernels(refuse, run) -> tuple[Kernel, ...]:
+    """Those of the native module and of the CUDA library, whose targets are the same, and plain JAX where there are none.
+    `refuse` and `run` as in `Kernel`, after the module that calls the library."""
+    native = (Kernel("native", functools.partial(refuse, library), functools.partial(run, library), platform)
+              for library, platform in ((ffi, "cpu"), (cuda, "cuda")))
+    return *native, PLAIN
 
 
 SUMS = Stage("jaxfuse_batch_norm_gradient_sums", _sums_reference,
-             (Kernel("native", _refuse("jaxfuse_batch_norm_bwd_stats"), _run_sums),), _sums_axes)
+             kernels(_refuse("jaxfuse_batch_norm_bwd_stats"), _run_sums), _sums_axes)
 DX = Stage("jaxfuse_batch_norm_gradient_dx", _dx_reference,
-           (Kernel("native", _refuse("jaxfuse_batch_norm_bwd_apply"), _run_dx),), _dx_axes)
+           kernels(_refuse("jaxfuse_batch_norm_bwd_apply"), _run_dx), _dx_axes)

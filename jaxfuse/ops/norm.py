@@ -16,6 +16,7 @@ With n = spatial·length, var = Σ(s - mean)²/n, rstd = 1/sqrt(var + epsilon), 
 """
 
 import dataclasses
+import functools
 import math
 import numbers
 from typing import Any
@@ -24,9 +25,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfuse import ffi
+from jaxfuse import cuda, ffi
 from jaxfuse.batch import reshaped
-from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear
+from jaxfuse.op import PLAIN, BatchAxes, FusedOp, Kernel, Linear
 from jaxfuse.ops.activations import TABLE as ACTIVATIONS
 from jaxfuse.ops.errors import Arguments, Array
 
@@ -172,10 +173,20 @@ def _summed(config: NormConfig, args):
 
 def _statistics(config: NormConfig, grouped):
     """mean and rstd over spatial and length of (*batch, spatial, groups, length)."""
-    over = (-3, -1)
-    mean = grouped.mean(over, keepdims=True) if config.centered else jnp.zeros_like(grouped[..., :1, :, :1])
-    var = jnp.square(grouped - mean).mean(over, keepdims=True)
-    epsilon = config.epsilon
+    over, epsilon = (-3, -1), config.epsilon
+    mean = jnp.zeros_like(grouped[..., :1, :, :1])
+    if not config.centered:
+        var = jnp.square(grouped).mean(over, keepdims=True)
+    elif config.saving and config.inner[0] == 1 and grouped.size:
+        # XLA makes no single kernel of it if they are kept. Then one pass for both: of what is left of the first number.
+        shift = lax.stop_gradient(grouped[..., :1])
+        shift = jnp.where(jnp.isfinite(shift), shift, 0)
+        mean, square = (v.mean(over, keepdims=True) for v in (grouped - shift, jnp.square(grouped - shift)))
+        var, mean = square - jnp.square(mean), mean + shift
+        var = jnp.where(var < 0, 0, var)
+    else:
+        mean = grouped.mean(over, keepdims=True)
+        var = jnp.square(grouped - mean).mean(over, keepdims=True)
     return mean, 1 / (jnp.sqrt(var) + epsilon) if config.epsilon_outside else lax.rsqrt(var + epsilon)
 
 
@@ -213,9 +224,28 @@ def _tangent(config: NormConfig, kept, tangents):
     moved = [t for t in (dx, dresidual) if t is not None]
     ds = sum(moved[1:], moved[0]) if moved else jnp.zeros_like(s)
     dparameters = [jnp.zeros_like(p) if d is None else d for p, d in zip((gamma, beta), dparameters)]
-    value = lambda *args: _value(config, *args)[0]
-    _, dy = jax.jvp(value, (s, gamma, beta), (ds, *dparameters))
+    _, dy = jax.jvp(lambda *args: _value(config, *args)[0], (s, gamma, beta), (ds, *dparameters))
     return (dy, ds) if config.wants_sum else (dy,)
+
+
+def _pullback(linear: Linear, *args):
+    """Of rows XLA makes one kernel for ds, and one for dgamma and dbeta. Over places it moves no less than of JAX's own."""
+    config = linear.config
+    if config.inner[0] > 1:
+        return OP.transposed(linear, args, _tangent)
+    s, gamma, beta, mean, rstd, dy, *ds = lax.optimization_barrier(args)  # else x̂ of the forward pass may be kept
+    shape = (*config.batch(s), *config.inner[1:])
+    gamma, beta = (_repeated(config, _wide(v)) for v in (gamma, beta))
+    normalised = (reshaped(_wide(s), shape) - mean[..., None]) * rstd[..., None]
+    g = ACTIVATIONS[config.activation].cotangent(normalised * gamma + beta, reshaped(_wide(dy), shape), 0.0)
+    mean_g, mean_gx = ((v * gamma).mean(-1, keepdims=True) for v in (g, g * normalised))
+    if config.epsilon_outside:  # drstd/dvar = -rstd²/(2·sqrt(var)), and sqrt(var) = 1/rstd - epsilon
+        mean_gx = mean_gx / (1 - config.epsilon * rstd[..., None])
+    dx = rstd[..., None] * (g * gamma - (mean_g if config.centered else 0) - normalised * mean_gx)
+    dx = sum((_wide(v) for v in ds), reshaped(dx, s.shape)).astype(s.dtype)
+    per_parameter = (-1, *config.parameter_shape, config.repeats)
+    dparameters = [v.reshape(per_parameter).sum((0, -1)).astype(p.dtype) for v, p in zip((g * normalised, g), args[1:3])]
+    return tuple(d for d, active in zip((*[dx] * (1 + config.has_residual), *dparameters), linear.active) if active)
 
 
 def _decompose(config: NormConfig, *args):
@@ -234,20 +264,28 @@ def _backward_axes(linear: Linear, ranks) -> BatchAxes:
     return BatchAxes((0, None, None, 0, 0, *(0,) * (1 + linear.config.wants_sum)), outputs)
 
 
-# --- CPU kernels: our own ----------------------------------------------------------------------------------------
+# --- Kernels: our own --------------------------------------------------------------------------------------------
 
 _DTYPES = ("float32", "bfloat16", "float16")
+_LONGEST_ROW = 8192
 
 
 def _refuse(config: NormConfig, args) -> str | None:
-    x = args[0]
-    if str(x.dtype) not in _DTYPES:
-        return f"dtype {x.dtype}: the kernel takes {', '.join(_DTYPES)}"
     if ACTIVATIONS[config.activation].has_alpha:
         return f"activation {config.activation}: the kernel takes none with a parameter"
-    if 0 in x.shape:
-        return f"empty array of shape {tuple(x.shape)}"
-    return ffi.unavailable("jaxfuse_norm_fwd")
+    return _refuse_array(args[0]) or ffi.unavailable("jaxfuse_norm_fwd")
+
+
+def _refuse_on_cuda(config: NormConfig, args) -> str | None:
+    spatial, groups, length = config.inner
+    if spatial > 1 or groups > 65535 or length > _LONGEST_ROW or config.activation != "none":
+        return f"{config.inner}, activation {config.activation}: the CUDA kernel takes (1, n, m <= {_LONGEST_ROW}), none"
+    return _refuse_array(args[0]) or cuda.unavailable("jaxfuse_norm_fwd")
+
+
+def _refuse_array(x) -> str | None:
+    dtype = None if str(x.dtype) in _DTYPES else f"dtype {x.dtype}: the kernel takes {', '.join(_DTYPES)}"
+    return dtype or (f"empty array of shape {tuple(x.shape)}" if 0 in x.shape else None)
 
 
 def _attrs(config: NormConfig):
@@ -261,23 +299,18 @@ def _operands(config: NormConfig, full, parameters):
     return [reshaped(v, (outer, *config.inner)) for v in full], [_repeated(config, p.astype(jnp.float32)) for p in parameters]
 
 
-def _statistic_types(config: NormConfig, outer: int):
-    return [jax.ShapeDtypeStruct((outer, config.inner[1]), jnp.float32)] * 2
-
-
-def _run_forward(config: NormConfig, args, mesh_axes):
+def _run_forward(library, config: NormConfig, args, mesh_axes):
     x, residual, *parameters = config.unpack(args)
     full, parameters = _operands(config, (x,) if residual is None else (x, residual), parameters)
     types = [jax.ShapeDtypeStruct(full[0].shape, x.dtype)] * (1 + config.gives_sum)
-    outs = ffi.call(
-        "jaxfuse_norm_fwd", [*types, *_statistic_types(config, full[0].shape[0]) * config.saving],
-        full[0], *parameters, *full[1:], has_residual=config.has_residual, wants_sum=config.gives_sum, saving=config.saving,
-        **_attrs(config))
-    statistic = (*config.batch(x), config.inner[1])
-    return tuple(reshaped(out, x.shape if out.ndim == 4 else statistic) for out in outs)
+    statistics = [jax.ShapeDtypeStruct((full[0].shape[0], config.inner[1]), jnp.float32)] * 2 * config.saving
+    outs = library.call(
+        "jaxfuse_norm_fwd", [*types, *statistics], full[0], *parameters, *full[1:], has_residual=config.has_residual,
+        wants_sum=config.gives_sum, saving=config.saving, **_attrs(config))
+    return tuple(reshaped(out, x.shape if out.ndim == 4 else (*config.batch(x), config.inner[1])) for out in outs)
 
 
-def _run_backward(linear: Linear, args, mesh_axes):
+def _run_backward(library, linear: Linear, args, mesh_axes):
     config = linear.config
     s, gamma, beta, mean, rstd, dy, *ds = args
     *of_full, want_gamma, want_beta = linear.active
@@ -285,15 +318,20 @@ def _run_backward(linear: Linear, args, mesh_axes):
     statistics = [reshaped(v, (s4.shape[0], config.inner[1])) for v in (mean, rstd)]
     wants_parameters = want_gamma or want_beta
     vector = jax.ShapeDtypeStruct(config.inner[1:], jnp.float32)
-    dx, *dparameters = ffi.call(
+    dx, *dparameters = library.call(
         "jaxfuse_norm_bwd", [jax.ShapeDtypeStruct(s4.shape, s.dtype), *[vector] * 2 * wants_parameters],
         dy4, s4, *parameters, *statistics, *ds4, has_ds=bool(ds), wants_parameters=wants_parameters, **_attrs(config))
     if mesh_axes and wants_parameters:
         dparameters = lax.psum(dparameters, mesh_axes)
     dparameters = [d.reshape(*config.parameter_shape, config.repeats).sum(-1).astype(p.dtype)
                    for d, p in zip(dparameters, (gamma, beta))] or [None, None]
-    grads = (*[reshaped(dx, s.shape)] * len(of_full), *dparameters)
-    return tuple(g for g, active in zip(grads, linear.active) if active)
+    return tuple(g for g, active in zip((*[reshaped(dx, s.shape)] * len(of_full), *dparameters), linear.active) if active)
+
+
+def _kernels(run, config_of) -> tuple[Kernel, ...]:
+    native = ((ffi, _refuse, "cpu"), (cuda, _refuse_on_cuda, "cuda"))
+    return *(Kernel("native", lambda config, args, refuse=refuse: refuse(config_of(config), args),
+                    functools.partial(run, library), platform) for library, refuse, platform in native), PLAIN
 
 
 OP = FusedOp(
@@ -304,8 +342,9 @@ OP = FusedOp(
     decompose=_decompose,
     differentiable=lambda config: True,
     for_autodiff=lambda config: dataclasses.replace(config, saving=True),
-    forward_kernels=(Kernel("native", _refuse, _run_forward),),
-    backward_kernels=(Kernel("native", lambda linear, args: _refuse(linear.config, args), _run_backward),),
+    pullback=_pullback,
+    forward_kernels=_kernels(_run_forward, lambda config: config),
+    backward_kernels=_kernels(_run_backward, lambda linear: linear.config),
     forward_axes=_forward_axes,
     backward_axes=_backward_axes,
 )

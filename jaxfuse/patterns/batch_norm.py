@@ -10,7 +10,7 @@ from jaxfuse.layout import Layout, channels_last, laid, transposed
 from jaxfuse.match import Chain, Match, Refusal, Walk, as_vector, depends_on, longest
 from jaxfuse.moments import Moments, reductions, shared_over
 from jaxfuse.op import equally_varying
-from jaxfuse.ops.batch_norm import OP, BatchNormConfig
+from jaxfuse.ops.batch_norm import MASKED, OP, BatchNormConfig
 from jaxfuse.ops.batch_norm_grad import GradientConfig
 from jaxfuse.patterns import batch_norm_grad
 from jaxfuse.patterns.activations import name_activation
@@ -122,6 +122,8 @@ def _told(gradient, chain: Chain) -> GradientConfig | None:
     if gradient is None or chain.activation is None:
         return None
     if gradient.slope and _is_slope_of(gradient.slope, chain):
+        if chain.residual is not None and chain.activation[0] in MASKED:  # less to read than the residual
+            return GradientConfig(0, True)
         return GradientConfig(0, False, False, *chain.activation, chain.residual is not None)
     return GradientConfig(0, True) if batch_norm_grad.mask_of(gradient, chain) is not None else None
 
