@@ -1,0 +1,237 @@
+"""Everything that has to be known from an NVIDIA GPU, by one command, in less than eight minutes:
+
+    python -m benchmarks.gpu [--only SECTION ..] [--json FILE]
+
+predicted   what was expected before (gpu_programs.PREDICTED)   ceilings   copies, and bf16 products
+correct     every program and dtype against float64, results in memory full of NaN, twice, bit for bit the same
+micro       forward and backward at the shapes of ResNet-50 and of transformers: XLA, plain JAX, the kernels
+graphs      the same programs with and without CUDA graphs (`micro` in processes of their own)
+blocks      a train step of two residual blocks                 resnet50   one of ResNet-50, batch 128, bfloat16
+
+The result is a dated file in benchmarks/results/. Without a GPU it says what is missing, and ends with status 1.
+"""
+
+import argparse
+import datetime
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+import jaxfuse
+from jaxfuse import cuda, platforms
+
+from . import gpu_measure as measure
+from .gpu_programs import PREDICTED, PROGRAMS, predictions, two_blocks
+
+RESULTS = Path(__file__).parent / "results"
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def missing() -> list[str]:
+    """Sentences: what this machine lacks. Empty: nothing."""
+    if platforms.current() == "cuda":
+        return []
+    found = [f"JAX has no CUDA device; its default platform is {platforms.current()}"]
+    if importlib.util.find_spec("jax_plugins") is None or not importlib.util.find_spec("jax_plugins.xla_cuda13"):
+        found.append("the CUDA plugin of JAX is not installed; to install: python -m pip install 'jax[cuda13]'")
+    if reason := cuda.unavailable("jaxfuse_batch_norm_stats"):
+        found.append(f"the kernels: {reason}")
+    return found
+
+
+def peers() -> list[str]:
+    return [p for p in measure.PEERS if p != "kernels" or cuda.unavailable("jaxfuse_batch_norm_stats") is None]
+
+
+def fused(function, peer: str):
+    return function if peer == "xla" else jaxfuse.fuse(function, policy="always")
+
+
+def versions() -> dict:
+    device = jax.devices()[0]
+    names = ("jax", "jaxlib", "jaxfuse", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "nvidia-cuda-runtime")
+    installed = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
+    return dict(device=device.device_kind, client=device.client.platform_version, flags=os.environ.get("XLA_FLAGS", ""),
+                versions={name: installed[name] for name in names if name in installed}, library=cuda.info())
+
+
+def ceilings() -> dict:
+    """Bytes a second of a copy (read and written), and operations a second of a bf16 product."""
+    size, side = 1 << 28, 8192
+    copy = measure.timed(lambda x: x + 1, lambda i: [jnp.full(size, i, jnp.bfloat16)])
+    product = measure.timed(lambda a, b: a @ b, lambda i: [jnp.full((side, side), i, jnp.bfloat16)] * 2)
+    return {"copy bandwidth": 4 * size / copy.us * 1e6, "bf16 matmul": 2 * side**3 / product.us * 1e6}
+
+
+def correct() -> list[dict]:
+    rows = []
+    for program in PROGRAMS:
+        for dtype in DTYPES:
+            for shape in (program.odd, program.shapes[-1]):
+                rows += _correct(program, dtype, shape)
+    return rows
+
+
+def _correct(program, dtype, shape) -> list[dict]:
+    arguments = program.arguments(shape, dtype)
+    given = [jax.random.normal(jax.random.key(9), shape, dtype), *arguments]
+    with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
+        exact = jax.jit(measure.value_and_gradients(program.function))(*[jnp.asarray(jax.device_get(a), jnp.float64) for a in given])
+    rows, xla = [], None
+    for peer in peers():
+        with measure.peer(peer):
+            run = jax.jit(measure.value_and_gradients(fused(program.function, peer)))
+            results = []
+            for _ in range(2):
+                measure.poison(4 * sum(a.nbytes for a in given))
+                results.append(jax.device_get(run(*given)))
+        found = measure.errors(results[0], exact)
+        xla = xla or found
+        rows.append(dict(program=program.name, dtype=dtype, shape=shape, peer=peer, errors=found,
+                         repeatable=measure.bitwise_equal(*results), wrong=measure.wrong(found, xla, dtype)))
+    return rows
+
+
+def micro(seconds: float = 0.5) -> list[dict]:
+    rows = []
+    for peer in peers():
+        with measure.peer(peer):
+            for program in PROGRAMS:
+                for shape in program.shapes:
+                    rows += _micro(program, shape, peer, seconds)
+    return rows
+
+
+def _micro(program, shape, peer, seconds) -> list[dict]:
+    """Backward is the time of the value with its gradients less that of the value with what is kept for them."""
+    function = fused(program.function, peer)
+
+    def forward(ct, *arguments):
+        y, pullback = jax.vjp(function, *arguments)
+        return y, [leaf for leaf in jax.tree.leaves(pullback) if not any(leaf is a for a in arguments)]
+
+    def arguments(i):
+        return [jnp.ones(shape, jnp.bfloat16), *program.arguments(shape, jnp.bfloat16, i)]
+
+    there = measure.timed(forward, arguments, seconds)
+    whole = measure.timed(_apart(function), arguments, seconds)
+    us = {"forward": there.us, "backward": whole.us - there.us}
+    return [dict(program=program.name, shape=shape, peer=peer, direction=d, us=us[d], spread=max(there.spread, whole.spread))
+            for d in us]
+
+
+def _apart(function):
+    """Value and gradients, the gradients' cotangent not known before the value is: as in a network."""
+    def run(ct, *arguments):
+        y, pullback = jax.vjp(function, *arguments)
+        y, ct = jax.lax.optimization_barrier((y, ct))
+        return y, *pullback(ct)
+
+    return run
+
+
+def graphs() -> list[dict]:
+    """`micro` of the smallest shapes, where launches count, in processes with and without XLA's command buffers."""
+    rows = []
+    for name, flag in dict(without="--xla_gpu_enable_command_buffer=", with_graphs="--xla_gpu_graph_min_graph_size=1").items():
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+        environment = os.environ | {"XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        code = "import json; from benchmarks import gpu; print(json.dumps(gpu.smallest()))"
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=240)
+        if done.returncode:
+            rows.append(dict(graphs=name, failed=done.stderr.strip().splitlines()[-1:]))
+        else:
+            rows += [dict(row, graphs=name) for row in json.loads(done.stdout.splitlines()[-1])]
+    return rows
+
+
+def smallest() -> list[dict]:
+    rows = []
+    for peer in peers():
+        with measure.peer(peer):
+            for program in PROGRAMS:
+                rows += _micro(program, program.shapes[-1], peer, 0.3)
+    return rows
+
+
+def blocks() -> list[dict]:
+    def step(x, weights, vectors):
+        def loss(weights, vectors):
+            return jnp.square(two_blocks(x, weights, vectors).astype(jnp.float32)).mean()
+
+        return jax.value_and_grad(loss, (0, 1))(weights, vectors)
+
+    def arguments(i):
+        keys = jax.random.split(jax.random.key(i), 5)
+        weights = [0.03 * jax.random.normal(k, (3, 3, 256, 256), jnp.bfloat16) for k in keys[:4]]
+        return jax.random.normal(keys[4], (128, 28, 28, 256), jnp.bfloat16), weights, [jnp.ones(256), jnp.zeros(256)]
+
+    return _steps(step, arguments)
+
+
+def resnet50() -> list[dict]:
+    from .models import ResNet50, TrainState, make_train_step, random_variables
+
+    model = ResNet50(jnp.bfloat16)
+    variables = random_variables(model, jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.bfloat16))
+    state = jax.device_put(TrainState(variables["params"], variables["batch_stats"], variables["params"]))
+
+    def arguments(i):
+        keys = jax.random.split(jax.random.key(i))
+        return state, jax.random.normal(keys[0], (128, 224, 224, 3), jnp.bfloat16), jax.random.randint(keys[1], (128,), 0, 1000)
+
+    return _steps(make_train_step(model, lambda loss: loss), arguments)
+
+
+def _steps(step, arguments) -> list[dict]:
+    """A whole train step, fused by policy "measured": what a user gets."""
+    rows = []
+    for peer in peers():
+        with measure.peer(peer):
+            run = step if peer == "xla" else jaxfuse.fuse(step)
+            found = measure.timed(run, arguments, 3.0)
+            rows.append(dict(peer=peer, us=found.us, spread=found.spread))
+    return rows
+
+
+SECTIONS = dict(ceilings=ceilings, correct=correct, micro=micro, graphs=graphs, blocks=blocks, resnet50=resnet50)
+
+
+def document(results: dict, machine: dict, date: str) -> dict:
+    return dict(date=date, machine=machine, predicted=dict(PREDICTED, programs=predictions()), **results)
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser("python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION", help=", ".join(SECTIONS))
+    parser.add_argument("--json", type=Path, help="where the result goes (default: benchmarks/results/DATE-DEVICE.json)")
+    arguments = parser.parse_args(argv)
+    if sentences := missing():
+        print("\n".join(["nothing was measured:", *sentences]), file=sys.stderr)
+        return 1
+    date, machine, results = datetime.date.today().isoformat(), versions(), {}
+    path = arguments.json or RESULTS / f"{date}-{machine['device'].lower().replace(' ', '-')}.json"
+    for name in arguments.only:
+        start = time.perf_counter()
+        try:
+            results[name] = SECTIONS[name]()
+        except Exception as error:  # the other sections are worth having
+            results[name] = dict(failed=f"{type(error).__name__}: {error}")
+        path.write_text(json.dumps(document(results, machine, date), indent=1) + "\n")  # what there is, after every section
+        print(f"{name}: {time.perf_counter() - start:.0f} s; {path}", flush=True)
+    rows = [row for found in results.values() if isinstance(found, list) for row in found]
+    bad = [row for row in rows if row.get("wrong") or not row.get("repeatable", True) or "failed" in row]
+    print(*bad, sep="\n")
+    return 1 if bad or any("failed" in found for found in results.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
