@@ -5,6 +5,7 @@
 predicted   what was expected before (gpu_programs.PREDICTED)   ceilings   copies, and bf16 products
 correct     every program and dtype against float64, results in memory full of NaN, twice, bit for bit the same
 micro       forward and backward at the shapes of ResNet-50 and of transformers: XLA, plain JAX, the kernels
+convolutions   with what XLA does not fuse: XLA, cuDNN's plans (a minute of it goes into making them)
 graphs      the same programs with and without CUDA graphs (`micro` in processes of their own)
 blocks      a train step of two residual blocks                 resnet50   one of ResNet-50, batch 128, bfloat16
 
@@ -29,6 +30,7 @@ import jaxfuse
 from jaxfuse import cuda, platforms
 
 from . import gpu_measure as measure
+from .gpu_convolutions import convolutions
 from .gpu_programs import PREDICTED, PROGRAMS, predictions, two_blocks
 
 RESULTS = Path(__file__).parent / "results"
@@ -202,7 +204,7 @@ def _steps(step, arguments) -> list[dict]:
     return rows
 
 
-SECTIONS = dict(ceilings=ceilings, correct=correct, micro=micro, graphs=graphs, blocks=blocks, resnet50=resnet50)
+SECTIONS = dict(ceilings=ceilings, correct=correct, micro=micro, convolutions=convolutions, graphs=graphs, blocks=blocks, resnet50=resnet50)
 
 
 def document(results: dict, machine: dict, date: str) -> dict:
