@@ -13,7 +13,7 @@ def current() -> str:
     """That of the enclosing `assumed`, else that of JAX's default device."""
     if _assumed.value:
         return _assumed.value
-    device = jax.config.jax_default_device
+    device = jax.config.jax_default_device  # type: ignore[attr-defined]
     if device is None or isinstance(device, str):
         return _named(device or jax.default_backend(), lambda: jax.local_devices(backend=device)[0])
     return _named(device.platform, lambda: device)
