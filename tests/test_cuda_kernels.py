@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 
 import cuda_emulated
-from jaxfuse import ffi
+from jaxfuse import cuda, ffi
+from jaxfuse.op import Linear
+from jaxfuse.ops.batch_norm import OP as BATCH_NORM
+from jaxfuse.ops.batch_norm import BatchNormConfig, Standard
+from jaxfuse.ops.norm import OP as NORM
+from jaxfuse.ops.norm import NormConfig
 
 pytestmark = pytest.mark.skipif(cuda_emulated.compiler() is None, reason="no g++ or clang++ to compile the kernels for the CPU")
 
@@ -192,3 +197,32 @@ class TestPlansOfCudnn:
     def test_errors_name_the_op_and_the_status(self, run, options, words):
         with pytest.raises(Exception, match=words.replace("?", r"\?")):
             run(**options).block_until_ready()
+
+
+@pytest.mark.parametrize("fused, config, parameters", [
+    (BATCH_NORM, BatchNormConfig(2, Standard(1e-5), has_residual=True, activation="relu"), (24,)),
+    (NORM, NormConfig((1, 1, 24), 1, 1e-6, has_residual=True), (1, 24)),
+], ids=["batch_norm", "norm"])
+def test_ops_by_their_kernels_for_cuda(emulated, monkeypatch, fused, config, parameters):
+    """Forward and backward stages as they are lowered for CUDA, with every result the reference has."""
+    monkeypatch.setattr(cuda, "call", emulated)
+    monkeypatch.setattr(cuda, "unavailable", lambda target: None)
+    x, z, dy = (random(i, (4, 5, 24)) for i in range(3))
+    args = x, z, 1 + random(3, parameters), random(4, parameters)
+    saving = fused.for_autodiff(config)
+
+    def of(stage, config, args):
+        kernel, reason = stage.kernel(config, args, "cuda")
+        assert kernel is not None and kernel.run is not None, reason
+        got = jax.jit(lambda *args: kernel.run(config, args, ()))(*args)
+        want = stage.reference(config, *args)
+        assert [g.shape for g in got] == [w.shape for w in want]
+        for g, w in zip(got, want, strict=True):
+            np.testing.assert_allclose(g, w, rtol=2e-5, atol=2e-5 * float(np.abs(w).max()))
+        return got
+
+    outs = of(fused.forward, saving, args)
+    kept = fused.keep(saving, args, outs)
+    cotangents = [dy, *(jnp.ones_like(out) for out in outs[1 : len(outs) - saving.saves])]
+    types = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args)
+    of(fused.backward, Linear(saving, (True,) * 4, types, len(kept)), (*kept, *cotangents))

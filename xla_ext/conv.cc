@@ -332,9 +332,13 @@ JAXFUSE_HANDLER(jaxfuse_conv_fwd, conv_fwd);
 }  // namespace
 
 void convolve(const Geometry& geometry, const Tensor& x, const Tensor& w, const Tensor& y) {
-  if (has_kernels(x.dtype)) return (void)run({geometry, x, w, {}, {}, {}, y, Activation::none, 0}, y.data);
+  const auto bare = [&](const Tensor& x, const Tensor& w, const Tensor& y) {
+    return Forward{geometry, x, w, {}, {}, {}, y, Activation::none, 0};
+  };
+  if (has_kernels(x.dtype)) return (void)run(bare(x, w, y), y.data);
   const Wide wide_x(x), wide_w(w), wide_y(y);
-  convolve(geometry, *wide_x.load().tensor(), *wide_w.load().tensor(), *wide_y.tensor());
+  const Forward f = bare(*wide_x.load().tensor(), *wide_w.load().tensor(), *wide_y.tensor());
+  run(*primitive(f), f, f.y.data);  // in one: no slices are needed for what is rounded to bf16
   wide_y.store();
 }
 

@@ -16,17 +16,25 @@ def size(config, types) -> int:
 
 
 def shape_class(config, types) -> str:
-    """A transposed one of few outputs is a product (`ops/scattered.py`): a class of its own."""
+    """A transposed one of few outputs is a product (`ops/scattered.py`): a class of its own. Where a dilated one has no rule of its
+    own, the last ones speak for it."""
     transposed = any(d > 1 for d in config.lhs_dilation or ()) and config.feature_group_count == 1
     if transposed and types[1].shape[config.rhs_spec[0]] < 8 and all(d == 1 for d in config.rhs_dilation):
         return "scattered"
-    return "full" if config.feature_group_count == 1 else "grouped"
+    if config.feature_group_count > 1:
+        return "grouped"
+    return "dilated" if any(d > 1 for d in config.rhs_dilation) else "full"
 
 
 def _conv_bias_relu(x, w, b):
     groups = x.shape[-1] // w.shape[2]
     y = lax.conv_general_dilated(
         x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups)
+    return jax.nn.relu(y + b.astype(y.dtype))
+
+
+def _dilated(x, w, b):
+    y = lax.conv_general_dilated(x, w, (1, 1), "SAME", rhs_dilation=(2, 2), dimension_numbers=("NHWC", "HWIO", "NHWC"))
     return jax.nn.relu(y + b.astype(y.dtype))
 
 
@@ -44,12 +52,29 @@ LADDERS = {
     "full": Ladder(_conv_bias_relu, _shapes(
         (1, 4, 3, 4, 4), (1, 8, 3, 8, 8), (1, 8, 3, 16, 16), (1, 14, 1, 32, 32), (1, 14, 3, 32, 32), (1, 14, 3, 64, 64),
         (8, 14, 3, 64, 64))),
+    "dilated": Ladder(_dilated, _shapes((1, 14, 3, 32, 32), (1, 14, 3, 64, 64), (1, 28, 3, 256, 256))),
     "grouped": Ladder(_conv_bias_relu, _shapes((1, 4, 3, 1, 8), (1, 8, 3, 1, 16), (1, 14, 3, 1, 64))),
     "scattered": Ladder(_overlapping, tuple(((n, s, c), (4 * c, c, 1)) for n, s, c in ((1, 8, 8), (1, 32, 64), (2, 128, 256)))),
 }
 RULES = OpRules(
     "operations", size, ladders=LADDERS, shape_class=shape_class,
     rules=(
+        # Of float32 from the cases of benchmarks/, alone: the slices of a long sum cost more than on AVX-512.
+        Rule(points(
+            (924_844_032, (7670, 9530)),
+            (7_398_752_256, (60600, 67700))), "forward", "float32", "dilated", **ZEN_3),
+        Rule(points(
+            (3_612_672, (76.5, 49.4), (228, 237)),
+            (14_450_688, (232, 162), (796, 610)),
+            (924_844_032, (7760, 7940), (28700, 23300))), "backward", "float32", "dilated", **ZEN_3),
+        Rule(points(
+            (3_612_672, (89.4, 64.0), (289, 286)),
+            (14_450_688, (261, 190), (839, 694)),
+            (924_844_032, (7790, 6680), (31100, 24600))), dtype="bfloat16", shape="dilated", **ZEN_3),
+        Rule(points(
+            (3_612_672, (71.9, 65.3), (253, 223)),
+            (14_450_688, (237, 134), (863, 619)),
+            (924_844_032, (7530, 8300), (28300, 24700))), dtype="float16", shape="dilated", **ZEN_3),
         Rule(points(
             (4_608, (15.5, 14.0), (35.5, 46.4)),
             (73_728, (21.0, 16.3), (67.2, 68.5)),
@@ -87,22 +112,6 @@ RULES = OpRules(
             (18_432, (144, 23.5), (380, 92.8)),
             (225_792, (471, 34.8), (1360, 166))), dtype="bfloat16", shape="grouped", **ZEN_3),
         Rule(points(
-            (4_608, (6.29, 9.15), (17, 25.5)),
-            (73_728, (11.7, 10.6), (47.6, 33.6)),
-            (294_912, (13.3, 11.5), (79.5, 33.7)),
-            (401_408, (15.7, 11.8), (43.2, 35.7)),
-            (3_612_672, (48.4, 27.8), (144, 88.5)),
-            (14_450_688, (154, 80.6), (490, 251)),
-            (115_605_504, (1150, 525), (2666, 1601))), dtype="float32", shape="full"),
-        Rule(points(
-            (4_608, (7.58, 8.18), (21.4, 28.5)),
-            (73_728, (13.2, 15.4), (49.1, 35.3)),
-            (294_912, (14.8, 11.1), (86.4, 42.9)),
-            (401_408, (20.8, 10.3), (61, 32.6)),
-            (3_612_672, (55.6, 21.5), (163, 83.1)),
-            (14_450_688, (166, 49.5), (541, 186)),
-            (115_605_504, (1206, 266), (3958, 918))), dtype="bfloat16", shape="full"),
-        Rule(points(
             (2_304, (35.5, 8.34), (49.2, 28.9)),
             (18_432, (57.7, 8.72), (147, 25.2)),
             (225_792, (361, 14), (809, 47.2))), dtype="float32", shape="grouped"),
@@ -118,6 +127,22 @@ RULES = OpRules(
             (4_096, (8.67, 8.05), (24.8, 33.6)),
             (1_048_576, (129, 51.5), (479, 175)),
             (134_217_728, (9493, 1748), (53981, 8855))), dtype="bfloat16", shape="scattered", machine=ZEN_3["machine"]),
+        Rule(points(
+            (4_608, (6.29, 9.15), (17, 25.5)),
+            (73_728, (11.7, 10.6), (47.6, 33.6)),
+            (294_912, (13.3, 11.5), (79.5, 33.7)),
+            (401_408, (15.7, 11.8), (43.2, 35.7)),
+            (3_612_672, (48.4, 27.8), (144, 88.5)),
+            (14_450_688, (154, 80.6), (490, 251)),
+            (115_605_504, (1150, 525), (2666, 1601))), dtype="float32"),
+        Rule(points(
+            (4_608, (7.58, 8.18), (21.4, 28.5)),
+            (73_728, (13.2, 15.4), (49.1, 35.3)),
+            (294_912, (14.8, 11.1), (86.4, 42.9)),
+            (401_408, (20.8, 10.3), (61, 32.6)),
+            (3_612_672, (55.6, 21.5), (163, 83.1)),
+            (14_450_688, (166, 49.5), (541, 186)),
+            (115_605_504, (1206, 266), (3958, 918))), dtype="bfloat16"),
     ),
     dtypes=("float32", "bfloat16", "float16"),
 )  # fmt: skip
