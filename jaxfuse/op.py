@@ -92,10 +92,11 @@ class Stage:
 
     def run(self, config, args, platform: str, mesh_axes: tuple[str, ...] = ()) -> Arrays:
         kernel, _ = self.kernel(config, args, platform)
-        native = kernel is not None and kernel.run is not None
-        if mesh_axes and not native:
+        if kernel is not None and kernel.run is not None:
+            return kernel.run(config, args, mesh_axes)
+        if mesh_axes:
             raise NotImplementedError(f"{self.name}: no kernel for {args} on a shard")
-        return kernel.run(config, args, mesh_axes) if native else self.reference(config, *args)
+        return self.reference(config, *args)
 
     def _abstract_eval(self, *avals, config):
         return _out_types(self, config, tuple(map(type_of, avals)))

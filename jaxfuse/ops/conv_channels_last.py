@@ -64,4 +64,4 @@ def _turn(array, order):
 
 
 def _turn_back(array, order):
-    return array if order is None else jnp.transpose(array, np.argsort(order))
+    return array if order is None else jnp.transpose(array, tuple(np.argsort(order)))

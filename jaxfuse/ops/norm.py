@@ -330,8 +330,8 @@ def _run_backward(library, linear: Linear, args, mesh_axes):
 
 def _kernels(run, config_of) -> tuple[Kernel, ...]:
     native = ((ffi, _refuse, "cpu"), (cuda, _refuse_on_cuda, "cuda"))
-    return *(Kernel("native", lambda config, args, refuse=refuse: refuse(config_of(config), args),
-                    functools.partial(run, library), platform) for library, refuse, platform in native), PLAIN
+    refused_by = lambda refuse: lambda config, args: refuse(config_of(config), args)
+    return *(Kernel("native", refused_by(refuse), functools.partial(run, library), platform) for library, refuse, platform in native), PLAIN
 
 
 OP = FusedOp(
