@@ -243,8 +243,8 @@ def _pullback(linear: Linear, *args):
         mean_gx = mean_gx / (1 - config.epsilon * rstd[..., None])
     dx = rstd[..., None] * (g * gamma - (mean_g if config.centered else 0) - normalised * mean_gx)
     dx = sum((_wide(v) for v in ds), reshaped(dx, s.shape)).astype(s.dtype)
-    per_parameter = (-1, *config.parameter_shape, config.repeats)
-    dparameters = [v.reshape(per_parameter).sum((0, -1)).astype(p.dtype) for v, p in zip((g * normalised, g), args[1:3])]
+    sums = [v.sum(tuple(range(v.ndim - 2))) for v in (g * normalised, g)]
+    dparameters = [v.reshape(p.shape + (config.repeats,)).sum(-1).astype(p.dtype) for v, p in zip(sums, args[1:3])]
     return tuple(d for d, active in zip((*[dx] * (1 + config.has_residual), *dparameters), linear.active) if active)
 
 
