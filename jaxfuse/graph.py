@@ -141,15 +141,18 @@ class Graph:
 
     def _node(self, eqn, inputs, name_stack, callers) -> Node:
         """A node for the equation, or the node that already computes the same."""
-        key = None if eqn.effects else _key(eqn, inputs)
-        known = self._seen.get(key)
-        if known is not None and (eqn.primitive.name not in RULED or _same_rule(known.eqn, eqn)):
+        if known := self.known(eqn, inputs):
             return known
         node = Node(eqn, len(self.nodes), inputs, name_stack, callers)
         self.nodes.append(node)
-        if key is not None:
+        if not eqn.effects and (key := _key(eqn, inputs)) is not None:
             self._seen[key] = node
         return node
+
+    def known(self, eqn, inputs: list[Value]) -> Node | None:
+        """The node that computes this equation of these values."""
+        known = None if eqn.effects else self._seen.get(_key(eqn, inputs))
+        return known if known is None or eqn.primitive.name not in RULED or _same_rule(known.eqn, eqn) else None
 
 
 LONGEST_RULED = 32  # equations of a function with a rule of its own that are read to find its equal

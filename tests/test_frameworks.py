@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxfuse
-from benchmarks.coverage import layers, programs, reasons
+from benchmarks.coverage import covered, layers, programs, reasons
 from benchmarks.networks import NETWORKS
 from compare import jit
 from exact import in_float64
@@ -86,6 +86,9 @@ def test_every_convolution_and_batch_norm_is_fused(name):
         convolutions, norms = LAYERS[name] if call == "train step" else (0, 0)
         assert sum("conv" in pattern for pattern in backward) == convolutions
         assert sum(pattern.startswith("bn") for pattern in backward) == norms
+        of_rows = counted["layer norm"]
+        assert covered(report, "layer norm") == of_rows
+        assert sum("layer_norm" in pattern for pattern in backward) == of_rows * (call == "train step")
         unfused = {pattern for pattern, _ in reasons(report) if "conv" in pattern or "bn" in pattern}
         assert unfused <= {"conv+residual gradient"}  # the addition alone is left to XLA
 

@@ -152,14 +152,15 @@ def group_norm(x: Array, gamma: Array, beta: Array, *, groups: int, activation: 
 
 
 def normalised(config: NormConfig, x, *rest):
-    """The op on x with or without a batch, gamma and beta in any shape: y, or (y, sum) if that is wanted."""
+    """The op on x with or without a batch, gamma and beta in any shape: y, or all outputs if there are more. y and the sum are
+    like x, what is saved as the op gives it."""
     *residual, gamma, beta = rest
     batch = x.shape[: x.ndim - config.inner_rank] or (1,)
     shape = (*batch, *x.shape[x.ndim - config.inner_rank :])
     full = [reshaped(v, shape) for v in (x, *residual)]
     outs = OP(config, *full, *(v.reshape(config.parameter_shape) for v in (gamma, beta)))
-    outs = [reshaped(out, x.shape) for out in outs[: 1 + config.wants_sum]]
-    return tuple(outs) if config.wants_sum else outs[0]
+    full = 1 + config.gives_sum
+    return (*[reshaped(out, x.shape) for out in outs[:full]], *outs[full:]) if len(outs) > 1 else reshaped(outs[0], x.shape)
 
 
 def _wide(x):

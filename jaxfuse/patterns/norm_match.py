@@ -1,4 +1,7 @@
-"""A recognised norm as a Match: with the residual add before it, the activation after it, and the sum where it is read."""
+"""A recognised norm as a Match: with the residual add before it, the activation after it, the sum where it is read, and its
+gradient where the program has it."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -9,74 +12,107 @@ from jaxfuse.canonical import ADD, CAST, size, varying_axes
 from jaxfuse.graph import Emission, Node, Value
 from jaxfuse.match import Match, Refusal, Walk, longest
 from jaxfuse.ops.norm import OP, normalised
+from jaxfuse.patterns import norm_grad
 from jaxfuse.patterns.activations import name_activation
 from jaxfuse.patterns.norm_form import read_form
 from jaxfuse.reasons import no_kernel
 
 
 def fused(graph, part, node: Node, norm, name: str, claimed: set[int], measured):
-    """The norm as a Match with as much before and after it as the kernel takes; a Refusal for what it does not."""
+    """The norm as a Match with as much before and after it as the kernel takes, and its gradient as another; a Refusal for
+    what it does not."""
     x, before = norm.x, add_before(part, norm.x, claimed)
     chains, _ = Walk(part, norm.end.ndim - 1, claimed, name_activation).chains(norm.end)
     form = read_form(x, norm.axes, norm.same, norm.nodes, norm.end)
     dtype = x.dtype if any(chain.end.dtype == x.dtype for chain in chains) else norm.end.dtype
+    backward: list[Match] = []
 
     def attempt(chain):
         if isinstance(form, str):
             return form
         if chain.affine or chain.residual is not None:
             return no_kernel("it adds to or scales the normalised value")
-        return _match(graph, part, node, norm, form, chain, before if x.dtype == dtype else None, measured, name)
+        site = _Site(graph, part, node, norm, form, chain, before if x.dtype == dtype else None, name)
+        result = site.match(measured)
+        if isinstance(result, Match):
+            backward[:] = site.backward
+        return result
 
     found, chain, refused = longest(chains, dtype, attempt)
     label = f"{'add+' * (before is not None)}{name}"
     nodes = (*[before] * (before is not None), *norm.nodes)
     if found:
         yield found
+        yield from backward
     if refused and (not found or _steps(refused[0])):
         claims = () if found else (*nodes, *refused[0].nodes)
         yield Refusal(label + _steps(refused[0]), node, (x,), refused[1], nodes=claims)
 
 
-def _match(graph, part, node: Node, norm, form, chain, before: Node | None, measured, name: str) -> Match | str:
-    """The match, or why not."""
-    x, end = part.original(norm.x), part.original(chain.end)
-    inner = {id(part.original(v)): part.original(v) for n in (*norm.nodes, *chain.nodes) for v in n.outputs}
-    mine = {n.index for n in (*norm.nodes, *chain.nodes)}
-    for value in inner.values():
-        reader = next((n for n in value.users if n.index not in mine), None)
-        if value is not end and reader is not None and not _is_cast_of(value, x) and not _is_before(value, x):
-            return no_kernel(f"{value!r} is read by {reader} too, in the backward pass")
-    activation = chain.activation.name if chain.activation else "none"
-    full, mine = (x,), mine | {before.index} if before else mine
-    wants_sum = before is not None and (graph.is_returned(x) or any(n.index not in mine for n in x.users))
-    if before is not None:
-        full = tuple(part.original(v) for v in before.inputs)
-    config = form.config(rank=x.ndim, has_residual=before is not None, wants_sum=wants_sum,
-                         activation=activation)
-    batch = x.shape[: form.first] or (1,)
-    type_of_x = jax.ShapeDtypeStruct((*batch, *x.shape[form.first :]), end.dtype)
-    vector = jax.ShapeDtypeStruct(config.parameter_shape, jnp.float32)
-    types = (*[type_of_x] * len(full), vector, vector)
-    kernel, reason = OP.forward.kernel(config, types)
-    reason = reason or measured("norm", config, types)
-    if reason:
-        return reason
-    parameters = [part.original(v) for v in form.used()]
+class _Site:
+    """A norm with a chain after it and the add `before` it; `backward` is the match of its gradient, once there is one."""
 
-    def run(read):
-        arrays = [reshaped(read(v).astype(end.dtype), x.shape) for v in full]
-        gamma, beta = form.arrays(lambda v: read(part.original(v)))
-        outs = normalised(config, *arrays, gamma, beta)
-        y, *sums = outs if wants_sum else (outs,)
-        yield end, reshaped(chain.layout.place(reshaped(y, norm.end.shape)), end.shape)
-        yield from zip([x], sums)
+    def __init__(self, graph, part, node: Node, norm, form, chain, before: Node | None, name: str):
+        self.graph, self.part, self.node, self.norm, self.form, self.chain, self.before = graph, part, node, norm, form, chain, before
+        self.x, self.end = part.original(norm.x), part.original(chain.end)
+        self.label = f"{'add+' * (before is not None)}{name}{_steps(chain)}"
+        self.parameters = [part.original(v) for v in form.used()]
+        self.backward: list[Match] = []
 
-    nodes = (*[before] * (before is not None), *norm.nodes, *chain.nodes)
-    bytes_saved = np.dtype(end.dtype).itemsize * size(x) * (2 + len(full) + len([n for n in chain.nodes if n.primitive != CAST]))
-    emission = Emission((*full, *parameters), (end, *[x] * wants_sum), run)
-    label = f"{'add+' * (before is not None)}{name}{_steps(chain)}"
-    return Match(label, node, nodes, (emission,), kernel.name, full, bytes_saved)
+    def match(self, measured) -> Match | str:
+        """The match, or why not."""
+        form, x, end, before = self.form, self.x, self.end, self.before
+        activation = self.chain.activation.name if self.chain.activation else "none"
+        full = (x,) if before is None else tuple(map(self.part.original, before.inputs))
+        config = form.config(rank=x.ndim, has_residual=before is not None, activation=activation)
+        gradient = norm_grad.find(self.graph, self.part, form, self.chain, x, config) if self.part is not self.graph else None
+        if reason := self._reader(norm_grad.served(self.graph, gradient)):
+            return reason
+        config = dataclasses.replace(config, wants_sum=before is not None and (gradient is not None or self._reads_sum()))
+        batch = x.shape[: form.first] or (1,)
+        type_of_x = jax.ShapeDtypeStruct((*batch, *x.shape[form.first :]), end.dtype)
+        vector = jax.ShapeDtypeStruct(config.parameter_shape, jnp.float32)
+        types = (*[type_of_x] * len(full), vector, vector)
+        kernel, reason = OP.forward.kernel(config, types)
+        reason = reason or measured("norm", config, types)
+        if gradient and not reason:
+            result = norm_grad.fused(self.graph, self.label, self.node, gradient, form, self.chain, x, self.norm.end.shape,
+                                     config, self.parameters, end.dtype)
+            self.backward, reason = ([], result) if isinstance(result, str) else ([result], "")
+        if reason:
+            return reason
+        saved = gradient.saved if gradient else ()
+        emission = self._emission(full, dataclasses.replace(config, saving=bool(saved)), saved)
+        nodes = (*[before] * (before is not None), *self.norm.nodes, *self.chain.nodes)
+        passes = 2 + len(full) + len([n for n in self.chain.nodes if n.primitive != CAST])
+        return Match(self.label, self.node, nodes, (emission,), kernel.name, full, np.dtype(end.dtype).itemsize * size(x) * passes)
+
+    def _emission(self, full: tuple[Value, ...], config, saved) -> Emission:
+        x, end, layout, like = self.x, self.end, self.chain.layout, self.norm.end.shape
+
+        def run(read):
+            arrays = [reshaped(read(v).astype(end.dtype), x.shape) for v in full]
+            gamma, beta = self.form.arrays(lambda v: read(self.part.original(v)))
+            outs = normalised(config, *arrays, gamma, beta)
+            y, *others = outs if isinstance(outs, tuple) else (outs,)
+            yield end, reshaped(layout.place(reshaped(y, like)), end.shape)
+            yield from zip((*[x] * config.wants_sum, *saved), others, strict=True)
+
+        return Emission((*full, *self.parameters), (end, *[x] * config.wants_sum, *saved), run)
+
+    def _reader(self, gone: set[int]) -> str:
+        """What else reads an inner value, of the backward pass; `gone` are nodes that are not needed any more."""
+        nodes = (*self.norm.nodes, *self.chain.nodes)
+        mine = {n.index for n in nodes} | gone
+        for value in {id(v): v for n in nodes for v in map(self.part.original, n.outputs)}.values():
+            reader = next((n for n in value.users if n.index not in mine), None)
+            if value is not self.end and reader is not None and not _is_cast_of(value, self.x) and not _is_before(value, self.x):
+                return no_kernel(f"{value!r} is read by {reader} too, in the backward pass")
+        return ""
+
+    def _reads_sum(self) -> bool:
+        mine = {n.index for n in (self.before, *self.norm.nodes, *self.chain.nodes)}
+        return self.graph.is_returned(self.x) or any(n.index not in mine for n in self.x.users)
 
 
 def _is_before(value: Value, x: Value) -> bool:
