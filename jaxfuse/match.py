@@ -47,6 +47,7 @@ class Chain:
     residual_last: bool = False  # it was added after the activation
     activation: Activated | None = None
     region: Region | None = None  # of the activation
+    region_layout: Layout | None = None  # how its argument lay
 
     @property
     def masks(self) -> tuple[Value, ...]:
@@ -193,7 +194,8 @@ class Walk:
             name = self.name_activation(region)
             if isinstance(name, Activated):
                 nodes = (*chain.nodes, *region.nodes)
-                named.append(dataclasses.replace(chain, end=region.end, nodes=nodes, activation=name, region=region))
+                named.append(dataclasses.replace(chain, end=region.end, nodes=nodes, activation=name, region=region,
+                                                 region_layout=chain.layout))
             else:
                 stop = name
         return named or stop

@@ -4,12 +4,16 @@ transformers as Hugging Face writes them, where every layer has its row."""
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax import lax
 
+import jaxfuse
+from compare import jit
 from recognition import FUSED, NO_KERNEL, randn, recognised, rows, scalar
 
+IMAGES = randn(2, 6, 6, 4), randn(3, 3, 4, 4), randn(4)
 X, W, V, B = randn(2, 5, 8), randn(8, 16), randn(8, 16, seed=1), randn(16)
 ACTIVATIONS = ["relu", "relu6", "leaky_relu", "elu", "silu", "gelu", "hard_swish", "softplus", "tanh", "sigmoid"]
 
@@ -27,6 +31,35 @@ def test_activation_and_bias_gradient(activation):
     name = {"gelu": "gelu_tanh"}.get(activation, activation)
     found = gradients(lambda x, w, b: function(x @ w + b), X, W, B)
     assert found == [f"backward {name}_grad+dense_grad+bias_grad", f"dense+bias+{name}"]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_convolution_with_an_activation(activation):
+    """Both directions are one op each, though the derivative reads the activation's argument."""
+    function = getattr(jnp, activation, None) or getattr(jax.nn, activation)
+    name = {"gelu": "gelu_tanh"}.get(activation, activation)
+    assert gradients(lambda x, w, b: function(convolved(x, w) + b), *IMAGES) == [f"backward conv+bias+{name}", f"conv+bias+{name}"]
+
+
+def convolved(x, w):
+    return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+CHAINS = {
+    "residual": (lambda x, w, b: jax.nn.silu(convolved(x, w) + b + x), ["backward conv+bias+add+silu", "conv+bias+add+silu"]),
+    "residual last": (lambda x, w, b: x + jax.nn.silu(convolved(x, w) + b), ["backward conv+bias+silu", "conv+bias+silu+add"]),
+    "argument read": (lambda x, w, b: (lambda z: jax.nn.silu(z) + jnp.cos(z))(convolved(x, w) + b), ["backward conv+bias", "conv+bias"]),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_convolution_with_silu(name):
+    fn, expected = CHAINS[name]
+    step = jax.value_and_grad(scalar(fn), (0, 1, 2))
+    assert sorted(pattern for pattern, reason in rows(step, *IMAGES) if reason == FUSED) == expected
+    made, plain = (jit(f)(*IMAGES) for f in (jaxfuse.fuse(step, policy="always"), step))
+    for value, other in zip(jax.tree.leaves(made), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(value, other, 1e-4, 1e-4)
 
 
 GRADIENTS = {

@@ -35,11 +35,16 @@ class Part:
                 self._originals[id(made)] = value
                 made.users += filter(_is_fused, value.users)
             self.nodes.append(twin)
+        self._twins = {twin.index: twin for twin in self.nodes}
         self.outputs = [copy(value) for value in outputs]
         self.returned = frozenset(map(id, self.outputs))
 
     def is_returned(self, value: Value) -> bool:
         return id(value) in self.returned
+
+    def twin(self, node: Node) -> Node | None:
+        """This part's node for one of the graph's."""
+        return self._twins.get(node.index)
 
     def original(self, value: Value) -> Value:
         """The graph's own value; what is not this part's stays as it is."""

@@ -30,7 +30,8 @@ def match(graph, node: Node, claimed: set[int], measured):
         yield Refusal("conv", node, tuple(node.inputs), config)
         return
     head = _head(graph, node, config)
-    chains, stop = Walk(graph, config.out_spec[1], claimed, name_activation, adds_last=True).chains(node.out)
+    walk = Walk(graph, config.out_spec[1], claimed, name_activation, frozenset({_gradient(node)}), adds_last=True)
+    chains, stop = walk.chains(node.out)
     found, chain, refused = longest(chains, node.out.dtype, lambda chain: _fused(graph, node, head, chain, measured))
     if found:
         yield found
@@ -144,14 +145,28 @@ def _target(graph, chain: Chain, channel_axis: int):
     return layout.axis_order, None
 
 
+def _gradient(node: Node) -> int:
+    """The index under which this convolution's fused gradient stands among the readers of a value (live.FusedReader)."""
+    return -1 - node.index
+
+
+def _read_by_gradient(node: Node, chain: Chain) -> list[Value]:
+    """Inner values of the chain that the convolution's fused gradient reads: the activation's argument, at most."""
+    values = [v for n in (node, *chain.nodes) for v in n.outputs if v is not chain.end]
+    return [v for v in values if any(user.index == _gradient(node) for user in v.users)]
+
+
 def _fused(graph, node: Node, head: Head, chain: Chain, measured) -> Match | str:
     """The match, or why not."""
     x, w = head.operands
+    saved_z = _read_by_gradient(node, chain)
+    if saved_z and (chain.region is None or saved_z != [chain.region.start]):
+        return f"{saved_z[0]!r} is read by the convolution's gradient too"
     if chain.residual is not None and chain.residual.dtype != x.dtype:
         return f"residual {chain.residual!r} is of another dtype than {node.out!r}"
     channel_axis, has_residual = head.config.out_spec[1], chain.residual is not None
     permutation, twin = _target(graph, chain, channel_axis)
-    config = _configured(head.config, chain, permutation)
+    config = dataclasses.replace(_configured(head.config, chain, permutation), saves=len(saved_z))
     added, undo = laid(graph, chain.residual, chain.residual_layout, permutation) if has_residual else (None, None)
     full = (x, w, added) if has_residual else (x, w)
     smalls = tuple(value for _, value in chain.affine)
@@ -173,7 +188,8 @@ def _fused(graph, node: Node, head: Head, chain: Chain, measured) -> Match | str
             offset = shift if offset is None else offset + shift
         residual = undo(read(added)) if has_residual else None
         operands = [a for a in (scale, offset, residual) if a is not None]
-        (y,) = OP(config, read(x), read(w), *operands)
+        y, *z = OP(config, read(x), read(w), *operands)
+        yield from ((value, chain.region_layout.place(array, permutation)) for value, array in zip(saved_z, z))
         if twin:
             yield twin, y
         yield chain.end, chain.layout.place(y, permutation)
@@ -181,5 +197,5 @@ def _fused(graph, node: Node, head: Head, chain: Chain, measured) -> Match | str
 
     itemsize = np.dtype(node.out.dtype).itemsize
     saved = 2 * itemsize * int(np.prod(node.out.shape)) * bool(chain.nodes)
-    emission = Emission((*full, *smalls), (chain.end, *[twin] * bool(twin), *chain.masks), run)
+    emission = Emission((*full, *smalls), (chain.end, *[twin] * bool(twin), *chain.masks, *saved_z), run)
     return Match(_label(head, chain), node, (node, *chain.nodes), (emission,), kernel.name, full, saved)

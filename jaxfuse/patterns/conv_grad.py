@@ -14,10 +14,12 @@ from jaxfuse.canonical import constant, regions, size
 from jaxfuse.graph import Emission, Graph, Node, Value
 from jaxfuse.layout import channels_last, inverse, only_moved, transposed
 from jaxfuse.live import unneeded
-from jaxfuse.match import Activated, Match, Refusal, depends_on
+from jaxfuse.match import Activated, Match, Refusal, Walk, depends_on
 from jaxfuse.op import Linear, type_of
 from jaxfuse.ops.conv import OP, ConvConfig
+from jaxfuse.patterns.activation_grad import slopes_at
 from jaxfuse.patterns.activations import is_derivative, name_activation
+from jaxfuse.patterns.autodiff import forward
 from jaxfuse.patterns.conv import config_of
 from jaxfuse.reasons import no_kernel
 
@@ -30,12 +32,13 @@ class Gradients:
     dx: Node | None
     dw: Node | None
     db: Node | None = None
-    y: Value | None = None  # where dz is the cotangent of an activation's value y, through its derivative
+    through: Value | None = None  # where dz comes from this cotangent of an activation's value, through its derivative
+    told: Value | None = None  # the activation's value or its argument, which tells that
     activation: Activated = Activated("none", 0.0)
 
     @property
     def dy(self) -> Value:
-        dy = self.dz if self.y is None else self.dz.producer.inputs[2]
+        dy = self.dz if self.through is None else self.through
         source, order = only_moved(dy)
         return source if source.shape == dy.shape and order == tuple(sorted(order)) else dy
 
@@ -50,10 +53,11 @@ def match(graph: Graph, node: Node, claimed: set[int], measured):
     if isinstance(config, str):
         return
     for gradients in _gradients(node, claimed):
-        gradients = _with_activation(graph, _with_bias(gradients, config))
+        gradients = _with_bias(gradients, config)
+        gradients = _through_mask(graph, gradients) or _through_slope(graph, node, gradients, config, claimed) or gradients
         result = _fused(graph, node, gradients, config, measured)
-        if isinstance(result, str) and gradients.y is not None:
-            gradients = dataclasses.replace(gradients, y=None, activation=Activated("none", 0.0))
+        if isinstance(result, str) and gradients.through is not None:
+            gradients = dataclasses.replace(gradients, through=None, told=None, activation=Activated("none", 0.0))
             result = _fused(graph, node, gradients, config, measured)
         if isinstance(result, Match):
             yield result
@@ -132,19 +136,36 @@ def _with_bias(gradients: Gradients, config: ConvConfig) -> Gradients:
     return dataclasses.replace(gradients, db=sums[0]) if sums else gradients
 
 
-def _with_activation(graph: Graph, gradients: Gradients) -> Gradients:
+def _through_mask(graph: Graph, gradients: Gradients) -> Gradients | None:
     """Looks through the activation's derivative, select(z > 0, 0, dy), to y and dy."""
     node = gradients.dz.producer
     if node is None or node.primitive != "select_n" or len(node.inputs) != 3 or constant(node.inputs[1]) != 0:
-        return gradients
+        return None
     mask = node.inputs[0]
     for region in _regions_of(graph, mask):
         named = name_activation(region) if any(m is mask for m in region.masks) else None
         if isinstance(named, Activated):  # max(z, 0) with the derivative of relu is a relu
             named = named._replace(name=SAME_VALUES.get(named.name, named.name))
         if isinstance(named, Activated) and is_derivative(region, mask, named):
-            return dataclasses.replace(gradients, y=region.end, activation=named)
-    return gradients
+            return dataclasses.replace(gradients, through=node.inputs[2], told=region.end, activation=named)
+    return None
+
+
+def _through_slope(graph: Graph, node: Node, gradients: Gradients, config: ConvConfig, claimed: set[int]) -> Gradients | None:
+    """The same through dy·act'(z), of the activation that follows in the forward pass."""
+    part = forward(graph)
+    twin = part.twin(node) if part is not graph else None
+    chains = Walk(part, config.out_spec[1], claimed, name_activation).chains(twin.out)[0] if twin else []
+    for chain in chains:
+        if chain.activation is None or chain.region.start.dtype != node.out.dtype:
+            continue
+        z, dz = part.original(chain.region.start), gradients.dz
+        slopes = (slope for slope in slopes_at(graph, z, dz) if slope.dy.aval == dz.aval and slope.is_of(chain.activation))
+        if slope := next(slopes, None):
+            activated = dataclasses.replace(config, activation=chain.activation.name, alpha=chain.activation.alpha)
+            told = z if activated.derivative == "z" else part.original(chain.region.end)
+            return dataclasses.replace(gradients, through=slope.dy, told=told, activation=chain.activation)
+    return None
 
 
 def _regions_of(graph: Graph, mask: Value):
@@ -159,28 +180,29 @@ def _regions_of(graph: Graph, mask: Value):
 
 def _label(gradients: Gradients, with_add: bool) -> str:
     parts = ["conv", *["bias"] * (gradients.db is not None), *["add"] * with_add]
-    return "+".join([*parts, *[gradients.activation.name] * (gradients.y is not None)])
+    return "+".join([*parts, *[gradients.activation.name] * (gradients.told is not None)])
 
 
 def _fused(graph: Graph, node: Node, gradients: Gradients, config: ConvConfig, measured) -> Match | str:
     """The match, or why not."""
     x, w = node.inputs
-    dx, dw, db, y = gradients.dx, gradients.dw, gradients.db, gradients.y
+    dx, dw, db, told = gradients.dx, gradients.dw, gradients.db, gradients.told
     wanted = [n.out for n in (dx, dw, db) if n is not None]
-    dz_too = y is not None and _is_read_elsewhere(graph, gradients, wanted)
+    dz_too = told is not None and _is_read_elsewhere(graph, gradients, wanted)
     made = (*wanted, *[gradients.dz] * dz_too)
     inputs = _order(graph, config.lhs_spec, [x, *[n.out for n in (dx,) if n]])
-    outputs = _order(graph, config.out_spec, [v for v in (gradients.dz, gradients.dy, y) if v])
+    outputs = _order(graph, config.out_spec, [v for v in (gradients.dz, gradients.dy, told) if v])
     orders = {**dict.fromkeys(map(id, [x, *wanted[: dx is not None]]), inputs),
-              **dict.fromkeys(map(id, [gradients.dz, gradients.dy, y]), outputs)}
+              **dict.fromkeys(map(id, [gradients.dz, gradients.dy, told]), outputs)}
     config = dataclasses.replace(
         config, lhs_spec=_moved(config.lhs_spec, inputs), out_spec=_moved(config.out_spec, outputs), has_bias=db is not None,
         has_residual=dz_too, activation=gradients.activation.name, alpha=gradients.activation.alpha)
+    config = OP.for_autodiff(config)
 
     def laid(value: Value) -> Value:
         return transposed(graph, value, orders[id(value)]) if id(value) in orders else value
 
-    needs = tuple(map(laid, (x, w, *[y] * (y is not None), gradients.dy)))
+    needs = tuple(map(laid, (x, w, *[told] * (told is not None), gradients.dy)))
     defines = tuple({id(v): v for value in made for v in (laid(value), value)}.values())
     types = _types(map(laid, (x, w, *[n.out for n in (db,) if n], *[gradients.dz] * dz_too)))
     active = (dx is not None, dw is not None, *[True] * (config.has_bias + config.has_residual))
@@ -198,7 +220,7 @@ def _fused(graph: Graph, node: Node, gradients: Gradients, config: ConvConfig, m
             if laid(value) is not value:
                 yield value, jnp.transpose(array, inverse(orders[id(value)]))
 
-    saved = np.dtype(x.dtype).itemsize * size(gradients.dz) * (config.has_bias + 2 * (y is not None))
+    saved = np.dtype(x.dtype).itemsize * size(gradients.dz) * (config.has_bias + 2 * (told is not None))
     emission = Emission(needs, defines, run)
     return Match(_label(gradients, dz_too), node, (), (emission,), kernel.name, (gradients.dy, x, w), saved, "backward")
 
