@@ -13,6 +13,7 @@ from jaxfuse.elementwise import is_elementwise
 from jaxfuse.graph import Graph, Node, Value
 from jaxfuse.layout import RESHAPES
 from jaxfuse.match import Activated, Match, Refusal
+from jaxfuse.patterns import recurrent_grad
 from jaxfuse.patterns.activations import name_activation
 from jaxfuse.patterns.autodiff import forward
 from jaxfuse.patterns.recurrent_scan import sequences
@@ -62,8 +63,12 @@ def match(graph, node: Node, claimed: set[int], measured):
     if node.index in claimed:
         return
     if node.primitive == "scan":
-        found = _loop(graph, graph.nodes[node.index], measured)
-        if isinstance(found, Match):
+        own = graph.nodes[node.index]
+        found = _loop(graph, own, measured)
+        if found == DIFFERENTIATED:
+            found = recurrent_grad.matches(graph, own, lambda alone, loop: _loop(alone, loop, measured))
+            yield from found if isinstance(found, tuple) else ()
+        elif isinstance(found, Match):
             yield found
         return
     cell = _lstm(node) or _gru(node)
