@@ -73,10 +73,18 @@ def plan(closed: ClosedJaxpr, judge, outer: tuple[Graph, Node] | None = None) ->
                 found += _refused(reason, plan(_closed(body), judge).found)
     while replacements and (waiting := circular(graph, replacements)):
         match = next(result for result in reversed(found) if isinstance(result, Match) and set(result.emissions) & set(waiting))
-        replacements = {key: emission for key, emission in replacements.items() if emission not in match.emissions}
-        found[found.index(match)] = Refusal(match.pattern, match.anchor, match.operands, CIRCULAR, match.direction)
+        for back in (match, *_fed_by(match, found)):
+            replacements = {key: emission for key, emission in replacements.items() if emission not in back.emissions}
+            found[found.index(back)] = Refusal(back.pattern, back.anchor, back.operands, CIRCULAR, back.direction)
     found.sort(key=lambda result: result.anchor.index)
     return Plan(closed, graph, replacements, found)
+
+
+def _fed_by(match: Match, found: list) -> list[Match]:
+    """The matches that need what only this one makes: what a forward op saves for its gradient."""
+    saved = {id(v) for emission in match.emissions for v in emission.defines if v.producer is None}
+    others = (result for result in found if isinstance(result, Match) and result is not match)
+    return [other for other in others if any(id(v) in saved for emission in other.emissions for v in emission.needs)]
 
 
 def _joined(graph: Graph, claimed: set[int], judge) -> dict[int, tuple]:

@@ -26,7 +26,7 @@ def test_numbers_of_a_differentiated_program(name):
 
 def layer_norm_by_rule(backward):
     """Whose gradient is the user's own."""
-    rule = jax.custom_vjp(layer_norm)
+    rule = jax.custom_vjp(lambda x, g, b: layer_norm(x, g, b))
     rule.defvjp(lambda x, g, b: (layer_norm(x, g, b), (x, g, b)), lambda kept, dy: jax.vjp(backward, *kept)[1](dy))
     return rule
 
@@ -39,25 +39,25 @@ def clipped(x):
 clipped.defvjp(lambda x: (x, None), lambda _, dy: (jnp.clip(dy, -1, 1),))
 
 
-def in_the_middle(fn):
-    """A layer norm whose normalised value passes through `fn`."""
-    return lambda x, g, b: fn(normalised(x)) * g + b
-
-
+READ = "too, in the backward pass"
+HELD = "holds a part of it: the kernel's gradient is that of the whole"
 # The forward pass is that of a layer norm, and the gradient is not.
 OTHER_GRADIENTS = {
-    "another epsilon": layer_norm_by_rule(lambda x, g, b: (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-4) * g + b),
-    "variance held": lambda x, g, b: (lambda mean, var: (x - mean) * lax.rsqrt(lax.stop_gradient(var) + 1e-5) * g + b)(*moments(x, -1)),
-    "mean held": lambda x, g, b: (lambda mean, var: (x - lax.stop_gradient(mean)) * lax.rsqrt(var + 1e-5) * g + b)(*moments(x, -1)),
-    "clipped inside": in_the_middle(clipped),
-    "half held": in_the_middle(lambda v: 2 * v - lax.stop_gradient(v)),
+    "another epsilon": (
+        layer_norm_by_rule(lambda x, g, b: (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-4) * g + b), READ),
+    "clipped inside": (lambda x, g, b: clipped(normalised(x)) * g + b, READ),
+    "variance held": (
+        lambda x, g, b: (lambda mean, var: (x - mean) * lax.rsqrt(lax.stop_gradient(var) + 1e-5) * g + b)(*moments(x, -1)), HELD),
+    "mean held": (lambda x, g, b: (lambda mean, var: (x - lax.stop_gradient(mean)) * lax.rsqrt(var + 1e-5) * g + b)(*moments(x, -1)), HELD),
 }
 
 
 @pytest.mark.parametrize("name", OTHER_GRADIENTS)
 def test_another_gradient(name):
-    found = norms(differentiated(OTHER_GRADIENTS[name]), X, GAMMA, BETA)
-    assert len(found) == 1 and found[0][0] == "layer_norm" and "too, in the backward pass" in found[0][1], found
+    fn, words = OTHER_GRADIENTS[name]
+    ((pattern, reason),) = norms(differentiated(fn), X, GAMMA, BETA)
+    assert pattern == "layer_norm" and words in reason
+    assert words is READ or norms(fn, X, GAMMA, BETA) == [(pattern, reason)]  # the gradient of what is fused is the kernel's
 
 
 def test_a_gradient_of_the_same_formula_by_a_rule_of_the_users():
@@ -68,7 +68,7 @@ def test_a_gradient_of_the_same_formula_by_a_rule_of_the_users():
 def test_some_gradients(inputs):
     """Frozen parameters; an input that is not trained."""
     step, args = differentiated(layer_norm, inputs), (X, GAMMA, BETA)
-    assert norms(step, *args) == ["layer_norm", "backward layer_norm"]
+    assert norms(step, *args) == ["layer_norm", "backward layer_norm"][: 1 + (inputs != (2,))]  # beta's alone needs no kernel
     for made, plain in zip(*[jit(f)(*args)[1] for f in (jaxfuse.fuse(step, policy="always"), step)], strict=True):
         np.testing.assert_allclose(made, plain, 1e-4, 1e-4)
 

@@ -52,7 +52,7 @@ def match(graph, node: Node, claimed: set[int], measured):
     if norm.end is None or not (norm.centered or norm.has_mean_square()) or any(n.index in claimed for n in norm.nodes):
         return
     name, reason = _name(norm, tuple(node.params["axes"]), kept)
-    reason = reason or norm.read_elsewhere(part) or norm.misfit
+    reason = reason or norm.held() or norm.read_elsewhere(part) or norm.misfit
     if reason:
         before = add_before(part, x, claimed)
         missed = norm.missed if norm.misfit == reason else ""
@@ -266,6 +266,11 @@ class _Norm:
         return any(
             v.ndim == self.x.ndim and varying_axes(p) and varying_axes(p) <= set(kept) for p, v in self.parameters
         )
+
+    def held(self) -> str:
+        """The op's value is the same, its gradient is not."""
+        held = next((n for n in self.nodes if n.primitive == "stop_gradient"), None)
+        return f"{held} holds a part of it: the kernel's gradient is that of the whole" if held else ""
 
     def read_elsewhere(self, part) -> str:
         for value, step in self.full.values():

@@ -12,7 +12,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import partial_eval
 
 from jaxfuse.canonical import CAST, constant
-from jaxfuse.graph import Emission, Graph, Node, Value, compute
+from jaxfuse.graph import RULED, Emission, Graph, Node, Value, compute
 from jaxfuse.layout import RESHAPES
 from jaxfuse.loops import Joint, Loop
 from jaxfuse.match import Match
@@ -43,6 +43,8 @@ def matches(graph: Graph, node: Node, loop) -> tuple[Match, Match] | str:
     if moving is None:
         return OTHER
     alone = _alone(joint, leaves)
+    if any(n.primitive in (*RULED, "stop_gradient") for n in Graph(alone.nodes[0].params["jaxpr"]).nodes):
+        return OTHER  # JAX's gradient of the loop is not that of its values
     found = loop(alone, alone.nodes[0])
     if not isinstance(found, Match):
         return found or OTHER
