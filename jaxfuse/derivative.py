@@ -45,7 +45,7 @@ class _Paths:
 
     def step(self, form: Form, step: tuple) -> Form | None:
         """The form after one more step; None if that is on no path that is looked for."""
-        after = Form()
+        after: Form = Form()
         for path, times in form.items():
             if self.complete and (step, path) not in self.numbers:
                 return None
@@ -57,7 +57,8 @@ class _Target:
     """What is looked for: `forms` of the gradients, as the traced gradient computes them from the graph's own values."""
 
     def __init__(self, graph: Graph, traced: Graph, inputs: list[Value]):
-        self.paths, self._firsts = _Paths(), []
+        self.paths = _Paths()
+        self._firsts: list[tuple] = []
         own: dict[int, Value | Form | None] = dict(zip(map(id, traced.inputs), (Form({0: 1}), *inputs)))
         unary = {0: ()}  # paths without other operands
 
@@ -139,15 +140,16 @@ def _search(target: _Target, dy: Value, backward: frozenset[int]) -> Gradient:
 
 def _sum(node: Node, forms: dict[int, Form], added: dict[int, tuple[Value, ...]]) -> tuple[Form, tuple[Value, ...]]:
     """An addition, also of what is not of this gradient: another gradient of the same value."""
-    form, rest = Form(), ()
+    form: Form = Form()
+    rest: tuple[Value, ...] = ()
     for value in node.inputs:
         form = _combined(form, forms.get(id(value), Form()), 1)
         rest = (*rest, *(added[id(value)] if id(value) in forms else (value,)))
     return form, rest
 
 
-def _step(node: Node, operands: list[Value | Form], paths: _Paths) -> Form | None:
-    """The form of what a linear node computes of forms and values; None if it is not one that is looked at."""
+def _step(node: Node, operands: list, paths: _Paths) -> Form | None:
+    """The form of what a linear node computes of its operands, forms and values; None if it is not one that is looked at."""
     name, linear = node.primitive, [i for i, v in enumerate(operands) if isinstance(v, Form)]
     if name in (*ADD, "sub") and len(linear) == 2:
         return _combined(operands[0], operands[1], -1 if name == "sub" else 1)
