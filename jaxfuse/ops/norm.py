@@ -159,8 +159,8 @@ def normalised(config: NormConfig, x, *rest):
     shape = (*batch, *x.shape[x.ndim - config.inner_rank :])
     full = [reshaped(v, shape) for v in (x, *residual)]
     outs = OP(config, *full, *(v.reshape(config.parameter_shape) for v in (gamma, beta)))
-    full = 1 + config.gives_sum
-    return (*[reshaped(out, x.shape) for out in outs[:full]], *outs[full:]) if len(outs) > 1 else reshaped(outs[0], x.shape)
+    like_x = 1 + config.gives_sum
+    return (*[reshaped(out, x.shape) for out in outs[:like_x]], *outs[like_x:]) if len(outs) > 1 else reshaped(outs[0], x.shape)
 
 
 def _wide(x):

@@ -19,7 +19,7 @@ from jaxfuse.op import Linear, type_of
 from jaxfuse.ops.conv import OP, ConvConfig
 from jaxfuse.patterns.activation_grad import slopes_at
 from jaxfuse.patterns.activations import is_derivative, name_activation
-from jaxfuse.patterns.autodiff import forward
+from jaxfuse.patterns.autodiff import Part, forward
 from jaxfuse.patterns.conv import config_of
 from jaxfuse.reasons import no_kernel
 
@@ -154,7 +154,7 @@ def _through_mask(graph: Graph, gradients: Gradients) -> Gradients | None:
 def _through_slope(graph: Graph, node: Node, gradients: Gradients, config: ConvConfig, claimed: set[int]) -> Gradients | None:
     """The same through dy·act'(z), of the activation that follows in the forward pass."""
     part = forward(graph)
-    twin = part.twin(node) if part is not graph else None
+    twin = part.twin(node) if isinstance(part, Part) else None
     chains = Walk(part, config.out_spec[1], claimed, name_activation).chains(twin.out)[0] if twin else []
     for chain in chains:
         if chain.activation is None or chain.region.start.dtype != node.out.dtype:

@@ -110,7 +110,8 @@ def _roots(x: Value) -> list[Value]:
 
 def _between(inputs: list[Value], end: Value) -> list[Node] | None:
     """The nodes that compute `end` from the inputs, or None if it needs more than these."""
-    given, nodes, stack = set(map(id, inputs)), {}, [end]
+    nodes: dict[int, Node] = {}
+    given, stack = set(map(id, inputs)), [end]
     while stack:
         value = stack.pop()
         if value.literal is not None or id(value) in given:

@@ -66,8 +66,8 @@ def match(graph, node: Node, claimed: set[int], measured):
         own = graph.nodes[node.index]
         found = _loop(graph, own, measured)
         if found == DIFFERENTIATED:
-            found = recurrent_grad.matches(graph, own, lambda alone, loop: _loop(alone, loop, measured))
-            yield from found if isinstance(found, tuple) else ()
+            both = recurrent_grad.matches(graph, own, lambda alone, loop: _loop(alone, loop, measured))
+            yield from both if isinstance(both, tuple) else ()
         elif isinstance(found, Match):
             yield found
         return
