@@ -142,7 +142,7 @@ HOST_DEVICE bool passes(Activation activation, float z) {
 // Rows from the end to the beginning, for the last ones read by stats are in the cache. `any`: every activation, and a residual or not;
 // else none or relu.
 template <class T, bool aligned, bool any, bool has_residual>
-__global__ void __launch_bounds__(kThreads, any ? 1 : 3) apply_kernel(const Args args) {
+__global__ void __launch_bounds__(kThreads, 2) apply_kernel(const Args args) {
   constexpr int kUnroll = any ? 1 : kRows<T>;
   const Place place(args.channels);
   if (place.count <= 0) return;
