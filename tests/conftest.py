@@ -1,10 +1,15 @@
 """`kernel`: what takes it runs once with the kernels that are installed and once with none, by reference.
 `some_kernel`: where none is installed the references stand in for them, so that programs are rewritten all the same."""
 
+import os
+
 import jax
 import pytest
 
 from jaxfuse import ffi, op, tuned
+
+# Most of the suite's time is XLA's compiler; at this level it compiles several times as fast, and our kernels are not touched by it.
+os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=1 " + os.environ.get("XLA_FLAGS", "")
 
 
 @pytest.fixture(autouse=True, scope="session")
