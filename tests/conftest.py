@@ -1,7 +1,9 @@
 """`kernel`: what takes it runs once with the kernels that are installed and once with none, by reference.
 `some_kernel`: where none is installed the references stand in for them, so that programs are rewritten all the same."""
 
+import collections
 import os
+import zlib
 
 import jax
 import pytest
@@ -10,6 +12,36 @@ from jaxfuse import ffi, op, tuned
 
 # Most of the suite's time is XLA's compiler; at this level it compiles several times as fast, and our kernels are not touched by it.
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=1 " + os.environ.get("XLA_FLAGS", "")
+
+MANY = 12  # cases of one test
+
+
+def pytest_addoption(parser):
+    parser.addoption("--complete", action="store_true", help="all cases of every test")
+
+
+def thirds(config) -> bool:
+    """Whether a third of the cases of a test that has many is enough: in the whole suite in one go (no file, no -k)."""
+    if hasattr(config, "workerinput"):
+        return config.workerinput["thirds"]
+    whole = config.args_source == config.ArgsSource.TESTPATHS and not config.option.keyword
+    return whole and not config.option.complete
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    node.workerinput["thirds"] = thirds(node.config)
+
+
+def pytest_report_header(config):
+    return f"a third of the cases of tests with more than {MANY}; all: --complete" if thirds(config) else "all cases"
+
+
+def pytest_collection_modifyitems(config, items):
+    """A third by the checksum of its name: the same everywhere, and spread over what the cases differ in."""
+    if thirds(config):
+        of = collections.Counter(item.nodeid.split("[")[0] for item in items)
+        items[:] = [i for i in items if of[i.nodeid.split("[")[0]] <= MANY or zlib.crc32(i.nodeid.encode()) % 3 == 0]
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -34,8 +34,7 @@ from jaxfuse.ops.errors import Arguments, Array
 
 @dataclasses.dataclass(frozen=True)
 class NormConfig:
-    """Everything static. Arguments are x, the residual if there is one, gamma and beta, both
-    [groups, length/repeats]; outputs are y, the sum x + residual if it is wanted, and what `saving` adds."""
+    """Everything static. Arguments: x, residual if any, gamma, beta [groups, length/repeats]; outputs: y, the sum if wanted, more."""
 
     inner: tuple[int, int, int]  # spatial, groups, length: the product of the last axes of x
     inner_rank: int  # how many axes of x these are; what is before them is the batch, at least one axis
