@@ -13,35 +13,37 @@ from jaxfuse import ffi, op, tuned
 # Most of the suite's time is XLA's compiler; at this level it compiles several times as fast, and our kernels are not touched by it.
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=1 " + os.environ.get("XLA_FLAGS", "")
 
-MANY = 12  # cases of one test
+MANY, VERY_MANY = 12, 24  # cases of one test
 
 
 def pytest_addoption(parser):
     parser.addoption("--complete", action="store_true", help="all cases of every test")
 
 
-def thirds(config) -> bool:
-    """Whether a third of the cases of a test that has many is enough: in the whole suite in one go (no file, no -k)."""
+def shared(config) -> bool:
+    """Whether a share of the cases of a test that has many is enough: in the whole suite in one go (no file, no -k)."""
     if hasattr(config, "workerinput"):
-        return config.workerinput["thirds"]
+        return config.workerinput["shared"]
     whole = config.args_source == config.ArgsSource.TESTPATHS and not config.option.keyword
     return whole and not config.option.complete
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node):
-    node.workerinput["thirds"] = thirds(node.config)
+    node.workerinput["shared"] = shared(node.config)
 
 
 def pytest_report_header(config):
-    return f"a third of the cases of tests with more than {MANY}; all: --complete" if thirds(config) else "all cases"
+    shares = f"a third of the cases of tests with more than {MANY}, a sixth with more than {VERY_MANY}; all: --complete"
+    return shares if shared(config) else "all cases"
 
 
 def pytest_collection_modifyitems(config, items):
-    """A third by the checksum of its name: the same everywhere, and spread over what the cases differ in."""
-    if thirds(config):
-        of = collections.Counter(item.nodeid.split("[")[0] for item in items)
-        items[:] = [i for i in items if of[i.nodeid.split("[")[0]] <= MANY or zlib.crc32(i.nodeid.encode()) % 3 == 0]
+    """By the checksum of their names: the same everywhere, and spread over what the cases differ in."""
+    if shared(config):
+        cases = collections.Counter(item.nodeid.split("[")[0] for item in items)
+        of = {name: 1 if n <= MANY else 3 if n <= VERY_MANY else 6 for name, n in cases.items()}
+        items[:] = [i for i in items if zlib.crc32(i.nodeid.encode()) % of[i.nodeid.split("[")[0]] == 0]
 
 
 @pytest.fixture(autouse=True, scope="session")
