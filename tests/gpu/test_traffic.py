@@ -17,6 +17,7 @@ if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("
     pytest.skip("needs jax-cuda13-plugin and jax-cuda13-pjrt of jax's version", allow_module_level=True)
 
 import jaxfuse
+from benchmarks.gpu_programs import bn_add_relu, bn_relu, layer_norm
 from deviceless import bytes_moved, launches, spec
 from jaxfuse import cuda, ffi, platforms
 from jaxfuse.ops.batch_norm import OP as BATCH_NORM
@@ -25,25 +26,6 @@ from jaxfuse.ops.norm import OP as NORM
 
 IMAGES, ROWS = (128, 56, 56, 256), (16384, 4096)
 OURS = "jaxfuse_"
-
-
-def bn_add_relu(x, z, gamma, beta):
-    """As Flax computes it."""
-    wide = x.astype(jnp.float32)
-    mean = wide.mean((0, 1, 2))
-    var = jnp.maximum(0.0, (wide * wide).mean((0, 1, 2)) - mean * mean)
-    return jax.nn.relu(((wide - mean) * (lax.rsqrt(var + 1e-5) * gamma) + beta).astype(x.dtype) + z)
-
-
-def bn_relu(x, gamma, beta):
-    return bn_add_relu(x, jnp.zeros((), x.dtype), gamma, beta)
-
-
-def layer_norm(x, gamma, beta):
-    wide = x.astype(jnp.float32)
-    mean = wide.mean(-1, keepdims=True)
-    var = jnp.maximum(0.0, (wide * wide).mean(-1, keepdims=True) - mean * mean)
-    return ((wide - mean) * (lax.rsqrt(var + 1e-6) * gamma) + beta).astype(x.dtype)
 
 
 def residual_block(x, w, v, u, gamma, beta):
