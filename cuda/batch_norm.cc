@@ -5,38 +5,25 @@
 #include <string_view>
 
 #include "activation_attr.h"
-#include "handler.h"
+#include "reader.h"
 
 namespace jaxfuse::cuda::batch_norm {
 namespace {
 
-bool has_mask(Activation activation) {
-  return activation == Activation::relu || activation == Activation::maximum0 || activation == Activation::relu6 ||
-         activation == Activation::clip6;
-}
-
-// Reads tensors off a call into Args, all of the shape of x.
-class Reader {
+class Reader : public cuda::Reader<Args> {
  public:
-  Args args{};
-
-  Reader(const Call& call, size_t x) : call_(call), x_(call.operand(x, "x")) {
-    call.expect_dtype(x_, {DType::F32, DType::BF16, DType::F16});
+  Reader(const Call& call, size_t x) : cuda::Reader<Args>(call, call.operand(x, "x")) {
     if (x_.shape.size() < 2) call.refuse("x has shape ", to_string(x_.shape), ", expected at least 2 dimensions");
     if (x_.size() == 0) call.refuse("x has shape ", to_string(x_.shape), ", expected one with elements");
-    args.element = x_.dtype == DType::F32 ? Element::f32 : x_.dtype == DType::BF16 ? Element::bf16 : Element::f16;
     args.channels = x_.shape.back();
     args.rows = x_.size() / args.channels;
     args.aligned = args.channels % 8 == 0;
     args.x = full(x_);
   }
 
-  void* full(const Tensor& t) { return at_16_bytes(checked(t, x_.dtype, x_.shape).data); }
-  float* vector(const Tensor& t) {
-    return static_cast<float*>(at_16_bytes(checked(t, DType::F32, {args.channels}).data));
-  }
+  float* vector(const Tensor& t) { return numbers(t, {args.channels}); }
   uint8_t* mask(const Tensor& t) {
-    return checked(t, DType::U8, {args.rows, (args.channels + 7) / 8}).as<uint8_t>();
+    return call_.checked(t, DType::U8, {args.rows, (args.channels + 7) / 8}).as<uint8_t>();
   }
   void affine(size_t first) {
     args.center = vector(call_.operand(first, "center"));
@@ -46,26 +33,8 @@ class Reader {
   void sums(const char* first, const char* second) {
     args.first = vector(call_.result(0, first));
     args.second = vector(call_.result(1, second));
-    const Tensor workspace = call_.result(2, "workspace");
-    const int64_t parts = workspace.shape.empty() ? 0 : workspace.shape[0];
-    if (parts < 1 || parts > 65535) call_.refuse("workspace has shape ", to_string(workspace.shape), ", expected 1 to 65535 parts");
-    args.partials = checked(workspace, DType::F32, {parts, 2, args.channels}).as<float>();
-    args.parts = int32_t(parts);
+    partial_sums(call_.result(2, "workspace"), args.channels);
   }
-
- private:
-  const Tensor& checked(const Tensor& t, DType dtype, const Shape& shape) const {
-    call_.expect_dtype(t, {dtype});
-    call_.expect_shape(t, shape);
-    return t;
-  }
-  void* at_16_bytes(void* data) {
-    args.aligned &= reinterpret_cast<uintptr_t>(data) % 16 == 0;
-    return data;
-  }
-
-  const Call& call_;
-  Tensor x_;
 };
 
 void stats_handler(const Call& call, cudaStream_t stream) {
@@ -82,7 +51,7 @@ void apply_handler(const Call& call, cudaStream_t stream) {
   Args& args = reader.args;
   args.activation = activation_attr(call);
   args.alpha = call.attr<float>("alpha");
-  if (save_mask && !has_mask(args.activation)) {
+  if (save_mask && !is_told_by_a_bit(args.activation)) {
     call.refuse("attribute save_mask is true but the derivative of activation ", call.attr<std::string_view>("activation"),
                 " is no mask");
   }

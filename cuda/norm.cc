@@ -4,17 +4,14 @@
 
 #include <string_view>
 
-#include "handler.h"
+#include "reader.h"
 
 namespace jaxfuse::cuda::norm {
 namespace {
 
-class Reader {
+class Reader : public cuda::Reader<Args> {
  public:
-  Args args{};
-
-  Reader(const Call& call, size_t i, const char* name, size_t gamma) : call_(call), x_(call.operand(i, name)) {
-    call.expect_dtype(x_, {DType::F32, DType::BF16, DType::F16});
+  Reader(const Call& call, size_t i, const char* name, size_t gamma) : cuda::Reader<Args>(call, call.operand(i, name)) {
     if (x_.shape.size() != 4 || x_.shape[1] != 1 || x_.size() == 0 || x_.shape[3] > kLongestRow) {
       call.refuse(name, " has shape ", to_string(x_.shape), ", expected (outer, 1, groups, length) with elements and at most ",
                   kLongestRow, " of them in a row");
@@ -22,7 +19,6 @@ class Reader {
     const auto activation = call.attr<std::string_view>("activation");
     if (activation != "none") call.refuse("attribute activation is \"", activation, "\", expected none");
     if (x_.shape[2] > 65535) call.refuse(name, " has ", x_.shape[2], " groups, expected at most 65535");
-    args.element = x_.dtype == DType::F32 ? Element::f32 : x_.dtype == DType::BF16 ? Element::bf16 : Element::f16;
     args.groups = x_.shape[2];
     args.length = x_.shape[3];
     args.rows = x_.shape[0] * args.groups;
@@ -36,32 +32,10 @@ class Reader {
     full(x_);
   }
 
-  void* full(const Tensor& t) { return at_16_bytes(checked(t, x_.dtype, x_.shape).data); }
-  void* x() { return x_.data; }
-  float* parameter(const Tensor& t) {
-    return static_cast<float*>(at_16_bytes(checked(t, DType::F32, {args.groups, args.length}).data));
-  }
-  float* statistic(const Tensor& t) { return checked(t, DType::F32, {x_.shape[0], args.groups}).as<float>(); }
-  void workspace(const Tensor& t) {
-    const int64_t parts = t.shape.empty() ? 0 : t.shape[0];
-    if (parts < 1 || parts > 65535) call_.refuse("workspace has shape ", to_string(t.shape), ", expected 1 to 65535 parts");
-    args.partials = checked(t, DType::F32, {parts, 2, args.groups * args.length}).as<float>();
-    args.parts = int32_t(parts);
-  }
-
- private:
-  const Tensor& checked(const Tensor& t, DType dtype, const Shape& shape) const {
-    call_.expect_dtype(t, {dtype});
-    call_.expect_shape(t, shape);
-    return t;
-  }
-  void* at_16_bytes(void* data) {
-    args.aligned &= reinterpret_cast<uintptr_t>(data) % 16 == 0;
-    return data;
-  }
-
-  const Call& call_;
-  Tensor x_;
+  void* x() const { return x_.data; }
+  float* parameter(const Tensor& t) { return numbers(t, {args.groups, args.length}); }
+  float* statistic(const Tensor& t) { return call_.checked(t, DType::F32, {x_.shape[0], args.groups}).as<float>(); }
+  void workspace(const Tensor& t) { partial_sums(t, args.groups * args.length); }
 };
 
 void forward_handler(const Call& call, cudaStream_t stream) {

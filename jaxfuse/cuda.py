@@ -70,7 +70,7 @@ def unavailable(target: str) -> str | None:
     does not load.
     """
     if library() is None:
-        return _why_absent()
+        return why_absent()
     if target in targets():
         return None
     return f"{_NAME} has no such kernel"
@@ -131,7 +131,8 @@ def handlers(loaded: ctypes.CDLL) -> list[tuple[str, Any]]:
             for i in range(loaded.jaxfuse_cuda_count())]
 
 
-def _why_absent() -> str:
+def why_absent() -> str:
+    """A sentence, where `library` is None."""
     native = ffi.native()
     reason = native.info().get("no_cuda") if native else "the native module is not built either"
     return f"{_NAME} is not built: {reason or 'it was, but is not where the package is'}"

@@ -58,8 +58,8 @@ def _native_module() -> list[tuple[str, str]]:
 
 def _cuda_library() -> list[tuple[str, str]]:
     try:
-        if (reason := cuda.unavailable("")) and not cuda.library():
-            return [("CUDA library", f"absent: {reason}")]
+        if cuda.library() is None:
+            return [("CUDA library", f"absent: {cuda.why_absent()}")]
     except RuntimeError as error:
         return [("CUDA library", f"broken: {error}")]
     info = cuda.info()

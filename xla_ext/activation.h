@@ -9,4 +9,10 @@ enum class Activation {
   hard_swish, hard_sigmoid, hard_tanh, softplus, relu_squared
 };
 
+// Whether the derivative is 0 or 1 (ties aside), so that a mask of bits can be kept for it.
+inline bool is_told_by_a_bit(Activation activation) {
+  return activation == Activation::relu || activation == Activation::maximum0 || activation == Activation::relu6 ||
+         activation == Activation::clip6;
+}
+
 }  // namespace jaxfuse

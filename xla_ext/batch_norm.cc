@@ -57,11 +57,6 @@ struct FoldedAffine {
   Affine view() const { return {center.data(), scale.data(), offset.data()}; }
 };
 
-bool has_mask(Activation activation) {
-  return activation == Activation::relu || activation == Activation::maximum0 || activation == Activation::relu6 ||
-         activation == Activation::clip6;
-}
-
 Derivative derivative_attr(const Call& call, Activation activation) {
   const auto name = call.attr<std::string_view>("deriv");
   const bool known = name == "none" || name == "mask" || name == "recompute";
@@ -107,7 +102,7 @@ void stats(const Call& call) {
 void apply(const Call& call) {
   const bool has_residual = call.attr<bool>("has_residual"), save_mask = call.attr<bool>("save_mask");
   const Activation activation = activation_attr(call);
-  if (save_mask && !has_mask(activation)) {
+  if (save_mask && !is_told_by_a_bit(activation)) {
     call.refuse("attribute save_mask is true but the derivative of activation ", call.attr<std::string_view>("activation"),
                 " is no mask");
   }
