@@ -11,7 +11,7 @@ from jax.test_util import check_grads
 
 from cases import CASES, CORE
 from compare import as_float64, by_xla, distance, jit, pairs, unfused, value_and_gradients, with_cotangents
-from jaxfuse import ffi
+from jaxfuse import ffi, ops
 from jaxfuse.ops.activations import TABLE as ACTIVATIONS
 
 DTYPES = ["float32", "bfloat16"]
@@ -232,3 +232,12 @@ def test_nan_and_inf_in_a_sequence(name, dtype, kernel):
         for kind in (np.isnan, np.isposinf, np.isneginf):
             np.testing.assert_array_equal(*(kind(np.asarray(a, np.float32)) for a in (value, plain)))
     assert np.isnan(np.asarray(got[0][0], np.float32)).any()
+
+
+def test_batch_statistics_far_from_zero_beside_a_corner_that_is_zero(kernel):
+    x = np.float32(1000) + np.random.default_rng(0).standard_normal((4, 9, 9, 3), np.float32)
+    x[:, 0, 0] = 0  # as of padded images: no guess of the mean
+    _, mean, var = jax.jit(ops.batch_norm)(x, jnp.ones(3), jnp.zeros(3))
+    truth = x.astype(np.float64)
+    np.testing.assert_allclose(mean, truth.mean((0, 1, 2)), rtol=1e-6)
+    np.testing.assert_allclose(var, truth.var((0, 1, 2)), rtol=1e-6)

@@ -148,10 +148,10 @@ def _coefficients(config: BatchNormConfig, statistics, parameters):
 
 
 def _batch_statistics(config: BatchNormConfig, x):
-    """mean and var in one pass: those of x - shift, where shift, the mean of one place of every example, is near the mean."""
+    """mean and var in one pass: those of x - shift, where shift, the mean of every example's middle, is near the mean."""
     shift = jnp.zeros((x.shape[config.axis],), _wide(x).dtype)
     if x.size:
-        places = [slice(None) if d in (_batch_axis(config), config.axis) else 0 for d in range(x.ndim)]
+        places = [slice(None) if d in (_batch_axis(config), config.axis) else x.shape[d] // 2 for d in range(x.ndim)]
         sample = lax.stop_gradient(_wide(x[tuple(places)])).mean(_batch_axis(config))
         shift = jnp.where(jnp.isfinite(sample), sample, 0)
     centered = _wide(x) - _expand(config, x, shift)[0]
