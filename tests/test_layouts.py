@@ -101,20 +101,81 @@ def test_channels_that_are_merged_end_the_chain():
     assert patterns(lambda x, w: jax.nn.relu(conv(x, w).reshape(2, 512)), X, W) == (["conv"], [])
 
 
-@pytest.mark.parametrize("back", [(2, 3, 0, 4, 1, 5), (2, 3, 1, 4, 0, 5)], ids=["and back", "not back"])
-def test_space_to_batch(back):
-    """A dilated convolution spelled as one of a batch of every second pixel; `rhs_dilation` says the same in one word."""
+BLOCKED = "space_to_batch+conv+batch_to_space"
 
-    def fn(x, w):
-        x = x.reshape(2, 4, 2, 4, 2, 4).transpose(2, 4, 0, 1, 3, 5).reshape(8, 4, 4, 4)
-        y = conv(x, w)
-        return y.reshape(2, 2, 2, 4, 4, 8).transpose(back).reshape(2, 8, 8, 8)
 
-    recognised = [("space_to_batch+conv+batch_to_space", "no kernel yet on cpu")] if back[2] == 0 else []
-    assert patterns(fn, X, W) == (["conv"], recognised)
+def into_batch(x, r, s):
+    n, h, w, c = x.shape
+    x = x.reshape(n, h // r, r, w // s, s, c).transpose(2, 4, 0, 1, 3, 5)
+    return x.reshape(r * s * n, h // r, w // s, c)
+
+
+def out_of_batch(y, r, s, order=(2, 3, 0, 4, 1, 5)):
+    n, h, w, c = y.shape
+    return y.reshape(r, s, n // (r * s), h, w, c).transpose(order).reshape(n // (r * s), h * r, w * s, c)
+
+
+def blocked(x, w, r=2, s=2, **options):
+    return out_of_batch(conv(into_batch(x, r, s), w, **options), r, s)
+
+
+def blocked_channels_first(x, w):
+    n, c = x.shape[0], w.shape[3]
+    x = first(x).reshape(n, 4, 4, 2, 4, 2).transpose(3, 5, 0, 1, 2, 4).reshape(4 * n, 4, 4, 4)
+    y = conv(x, w, dimension_numbers=("NCHW", "HWIO", "NCHW"))
+    return last(y.reshape(2, 2, n, c, 4, 4).transpose(2, 3, 4, 0, 5, 1).reshape(n, c, 8, 8))
+
+
+def whole_blocks(x, w, b):
+    """As TensorFlow has it: pads to whole blocks of 3, and gives back what was too much."""
+    y = blocked(jnp.pad(x, ((0, 0), (3, 4), (3, 4), (0, 0))), w, 3, 3, padding="VALID")[:, :8, :8]
+    return jax.nn.relu(y + b)
+
+
+# name -> (function, what is fused, the same with rhs_dilation)
+DILATED = {
+    "one block for both": (lambda x, w, b: blocked(x, w), BLOCKED, lambda x, w, b: conv(x, w, rhs_dilation=(2, 2))),
+    "each its own, of a dilated one": (lambda x, w, b: blocked(x, w, 4, 2, rhs_dilation=(1, 2)), BLOCKED,
+                                       lambda x, w, b: conv(x, w, rhs_dilation=(4, 4))),
+    "channels first": (lambda x, w, b: blocked_channels_first(x, w), f"transpose+{BLOCKED}+transpose",
+                       lambda x, w, b: conv(x, w, rhs_dilation=(2, 2))),
+    "pads and crops": (whole_blocks, f"pad+{BLOCKED}+crop+bias+relu",
+                       lambda x, w, b: jax.nn.relu(conv(x, w, rhs_dilation=(3, 3)) + b)),
+}
+
+
+@pytest.mark.parametrize("name", DILATED)
+def test_space_to_batch(name):
+    """A dilated convolution spelled as one of a batch of every r-th pixel."""
+    fn, label, plain = DILATED[name]
+    assert patterns(fn, X, W, B) == ([label], [])
+    np.testing.assert_allclose(jaxfuse.fuse(fn, policy="always")(X, W, B), plain(X, W, B), rtol=1e-4, atol=1e-4)
+
+
+# name -> (function, pattern skipped, words of the reason)
+NOT_DILATED = {
+    "not back": (lambda x, w: out_of_batch(conv(into_batch(x, 2, 2), w), 2, 2, (2, 3, 1, 4, 0, 5)), BLOCKED, "blocks of (2, 2)"),
+    "back in other blocks": (lambda x, w: out_of_batch(conv(into_batch(x, 2, 2), w), 4, 1), BLOCKED, "blocks of (2, 2)"),
+    "strides": (lambda x, w: out_of_batch(conv(into_batch(x, 2, 2), w, window_strides=(2, 2)), 2, 2), BLOCKED,
+                "window_strides (2, 2)"),
+    "the output in blocks is read too": (lambda x, w: (lambda y: (out_of_batch(y, 2, 2), y))(conv(into_batch(x, 2, 2), w)),
+                                         BLOCKED, "not moved back"),
+    "rows of the batch in a block": (lambda x, w: out_of_batch(conv(into_batch(x.reshape(1, 16, 8, 4), 2, 2), w), 2, 2, (
+        0, 3, 2, 4, 1, 5)), BLOCKED, "not moved back"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_DILATED)
+def test_no_space_to_batch(name):
+    fn, *expected = NOT_DILATED[name]
+    fused, [(pattern, reason)] = patterns(fn, X, W)
+    assert fused == ["conv"] and pattern == expected[0] and expected[1] in reason
     check_values(fn, X, W, tolerance=1e-4)
-    if recognised:
-        np.testing.assert_allclose(fn(X, W), conv(X, W, rhs_dilation=(2, 2)), rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_cropped_without_padding_stays_a_slice():
+    fused, _ = patterns(lambda x, w: blocked(x, w, padding="VALID")[:, 1:], X, W)
+    assert fused == [BLOCKED]
 
 
 # --- batch norm ----------------------------------------------------------------------------------------------------

@@ -13,8 +13,11 @@ from jaxfuse.graph import Emission, Node, Value
 from jaxfuse.layout import channels_last, inverse, laid, only_moved, transposed
 from jaxfuse.match import Chain, Match, Refusal, Walk, as_vector, longest
 from jaxfuse.ops.conv import OP, ConvConfig
+from jaxfuse.patterns import space_to_batch
 from jaxfuse.patterns.activations import name_activation
 from jaxfuse.reasons import no_kernel
+
+BLOCKS = "space_to_batch+conv+batch_to_space"
 
 
 def anchors(graph):
@@ -24,14 +27,25 @@ def anchors(graph):
 
 def match(graph, node: Node, claimed: set[int], measured):
     """Yields one Match or Refusal for the convolution, and a Refusal for the step that its epilogue could not take, or for
-    the padding that it could not take in."""
+    the padding that it could not take in. One of blocks in its batch is taken for the dilated one that it is, if it can be."""
     config = config_of(node)
     if isinstance(config, str):
         yield Refusal("conv", node, tuple(node.inputs), config)
         return
-    head = _head(graph, node, config)
-    walk = Walk(graph, config.out_spec[1], claimed, name_activation, frozenset({_gradient(node)}), adds_last=True)
-    chains, stop = walk.chains(node.out)
+    spread = space_to_batch.dilated(graph, node, config)
+    if isinstance(spread, str):
+        yield Refusal(BLOCKS, node, tuple(node.inputs), spread)
+    elif spread:
+        rows = list(_rows(graph, node, _without_blocks(graph, node, spread), claimed, measured))
+        yield from rows
+        if any(isinstance(row, Match) for row in rows):
+            return
+    yield from _rows(graph, node, _head(graph, config, *node.inputs, node.out), claimed, measured)
+
+
+def _rows(graph, node: Node, head: "Head", claimed: set[int], measured):
+    walk = Walk(graph, head.config.out_spec[1], claimed, name_activation, frozenset({_gradient(node)}), adds_last=True)
+    chains, stop = walk.chains(head.out)
     found, chain, refused = longest(chains, node.out.dtype, lambda chain: _fused(graph, node, head, chain, measured))
     if found:
         yield found
@@ -64,17 +78,29 @@ def config_of(node: Node) -> ConvConfig | str:
 
 
 class Head(NamedTuple):
-    """What a convolution reads once pads and transposes are part of its config; `steps` names them, `refused` says why
-    the next pad is not."""
+    """What a convolution reads once pads and transposes are part of its config, and what it gives, by `nodes` after it;
+    `steps` and `name` are for its label, `refused` says why the next pad is not part of it."""
 
     config: ConvConfig
     operands: tuple[Value, Value]
+    out: Value
     steps: tuple[str, ...]
     refused: str
+    name: str = "conv"
+    nodes: tuple[Node, ...] = ()
 
 
-def _head(graph, node: Node, config: ConvConfig) -> Head:
-    x, w = node.inputs
+def _without_blocks(graph, node: Node, spread: space_to_batch.Dilated) -> Head:
+    head = _head(graph, spread.config, spread.x, node.inputs[1], spread.out)
+    into, name = BLOCKS.split("+", 1)
+    head = head._replace(steps=(*head.steps, into), name=name, nodes=spread.nodes)
+    if found := space_to_batch.cropped(graph, head.config, spread.out):
+        config, crop = found
+        head = head._replace(config=config, out=crop.out, name=f"{name}+crop", nodes=(*head.nodes, crop))
+    return head
+
+
+def _head(graph, config: ConvConfig, x: Value, w: Value, out: Value) -> Head:
     w, moved = only_moved(w)
     config = dataclasses.replace(config, rhs_spec=tuple(moved[d] for d in config.rhs_spec))
     steps: tuple[str, ...] = ()
@@ -97,7 +123,7 @@ def _head(graph, node: Node, config: ConvConfig) -> Head:
     if (id(x), order) in graph.transposes:  # another fused op gives it so, or wants it so
         moved = inverse(order)
         config, x = dataclasses.replace(config, lhs_spec=tuple(moved[d] for d in config.lhs_spec)), transposed(graph, x, order)
-    return Head(config, (x, w), steps, refused)
+    return Head(config, (x, w), out, steps, refused)
 
 
 def _with_pad(config: ConvConfig, pad: Node):
@@ -120,7 +146,7 @@ def _with_pad(config: ConvConfig, pad: Node):
 
 def _label(head: Head, chain: Chain) -> str:
     order = chain.layout.axis_order
-    return "+".join([*head.steps, chain.label("conv"), *["transpose"] * (order != tuple(sorted(order)))])
+    return "+".join([*head.steps, chain.label(head.name), *["transpose"] * (order != tuple(sorted(order)))])
 
 
 def _configured(config: ConvConfig, chain: Chain, permutation) -> ConvConfig:
@@ -170,11 +196,11 @@ def _fused(graph, node: Node, head: Head, chain: Chain, measured) -> Match | str
     added, undo = laid(graph, chain.residual, chain.residual_layout, permutation) if has_residual else (None, None)
     full = (x, w, added) if has_residual else (x, w)
     smalls = tuple(value for _, value in chain.affine)
-    channels = node.out.shape[channel_axis]
+    channels = head.out.shape[channel_axis]
     given = x.dtype if all(v.dtype == x.dtype for v in smalls) else jnp.float32
     vectors = [jax.ShapeDtypeStruct((channels,), given)] * (config.has_scale + config.has_bias)
     types = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (x, w)] + vectors
-    types += [jax.ShapeDtypeStruct([node.out.shape[d] for d in permutation], x.dtype)] * has_residual
+    types += [jax.ShapeDtypeStruct([head.out.shape[d] for d in permutation], x.dtype)] * has_residual
     kernel, reason = OP.forward.kernel(config, tuple(types))
     reason = reason or measured("conv", config, types)
     if reason:
@@ -196,6 +222,6 @@ def _fused(graph, node: Node, head: Head, chain: Chain, measured) -> Match | str
         yield from chain.masks_from(chain.layout.place(y, permutation))
 
     itemsize = np.dtype(node.out.dtype).itemsize
-    saved = 2 * itemsize * int(np.prod(node.out.shape)) * bool(chain.nodes)
+    saved = 2 * itemsize * int(np.prod(head.out.shape)) * bool(chain.nodes)
     emission = Emission((*full, *smalls), (chain.end, *[twin] * bool(twin), *chain.masks, *saved_z), run)
-    return Match(_label(head, chain), node, (node, *chain.nodes), (emission,), kernel.name, full, saved)
+    return Match(_label(head, chain), node, (node, *head.nodes, *chain.nodes), (emission,), kernel.name, full, saved)
