@@ -213,13 +213,13 @@ def test_strict():
 
 def test_strict_asks_for_kernels_that_exist():
     """What has none in this version is in the report, and no error."""
-    def grouped(x, w, b):
-        other = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", batch_group_count=2, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    def both(x, w, b):
+        other = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "HWNC"))
         return block(x, w, b), other
 
-    (site,) = jaxfuse.explain(grouped, X, W, B, policy="always").skipped
-    assert site.reason == "batch_group_count 2: no kernel yet on cpu"
-    close(fuse(grouped, strict=True, policy="always")(X, W, B), grouped(X, W, B))
+    (site,) = jaxfuse.explain(both, X, W, B, policy="always").skipped
+    assert site.reason == "batch at axis 0 -> 2, a weight gradient: no kernel yet on cpu"
+    close(fuse(both, strict=True, policy="always")(X, W, B), both(X, W, B))
 
 
 def test_equal_functions_with_rules_are_one():

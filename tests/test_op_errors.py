@@ -26,6 +26,8 @@ WRONG = [
     ("conv", dict(w=of((3, 6, 4))), ["w", "rank 3", "rank 4"]),
     ("conv", dict(w=of((3, 3, 6, 4), "bfloat16")), ["w", "bfloat16", "float32", "cast"]),
     ("conv", dict(feature_group_count=4), ["w", "(3, 3, 6, 4)", "feature_group_count"]),
+    ("conv", dict(batch_group_count=3), ["x", "a batch of 2", "a multiple of batch_group_count 3"]),
+    ("conv", dict(batch_group_count=2, feature_group_count=2), ["batch_group_count", "2 with feature_group_count 2", "one of them"]),
     ("conv", dict(feature_group_count=0), ["feature_group_count", "0", "positive"]),
     ("conv", dict(bias=of((6,))), ["bias", "(6,)", "(4,)", "output channel"]),
     ("conv", dict(bias=of((4,), "int32")), ["bias", "int32", "a float dtype"]),

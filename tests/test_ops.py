@@ -241,3 +241,17 @@ def test_batch_statistics_far_from_zero_beside_a_corner_that_is_zero(kernel):
     truth = x.astype(np.float64)
     np.testing.assert_allclose(mean, truth.mean((0, 1, 2)), rtol=1e-6)
     np.testing.assert_allclose(var, truth.var((0, 1, 2)), rtol=1e-6)
+
+
+def test_groups_of_the_batch(kernel):
+    def made(x, w):
+        return ops.conv(x, w, batch_group_count=3)
+
+    def plain(x, w):
+        return jax.lax.conv_general_dilated(
+            x, w, (1, 1), "SAME", batch_group_count=3, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    x, w, dy = (jax.random.normal(jax.random.key(0), shape) for shape in [(6, 5, 5, 4), (3, 3, 4, 6), (2, 5, 5, 6)])
+    (y, pullback), (expected, expected_pullback) = (jax.vjp(f, x, w) for f in (made, plain))
+    for got, wanted in zip((y, *pullback(dy)), (expected, *expected_pullback(dy)), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)

@@ -51,6 +51,9 @@ CONV_HITS = {
     "conv+bias, a number": lambda x, w, b, r: conv(x, w) + 0.5,
     "conv+scale": lambda x, w, b, r: conv(x, w) * 0.5,
     "conv+bias+relu": lambda x, w, b, r: jax.nn.relu(conv(x, w) + b),
+    "conv+bias+relu, groups of the batch": lambda x, w, b, r: jax.nn.relu(conv(x, w, batch_group_count=2) + b),
+    "transpose+conv+bias, groups of the batch": lambda x, w, b, r: conv(
+        x.transpose(0, 3, 1, 2), w, batch_group_count=2, dimension_numbers=("NCHW", "HWIO", "NHWC")) + b,
     "conv+relu": lambda x, w, b, r: jax.nn.relu(conv(x, w)),
     "conv+bias+maximum0": lambda x, w, b, r: jnp.maximum(conv(x, w) + b, 0),
     "conv+bias+relu6": lambda x, w, b, r: jax.nn.relu6(conv(x, w) + b),
@@ -139,7 +142,6 @@ CONV_MISSES = {
                                "conv", "window_strides (2, 2) with lhs_dilation (2, 2)", []),
     "transposed, padded beyond the filter": (lambda x, w, b, r: conv(x, w, lhs_dilation=(2, 2), padding=((3, 3), (1, 1))),
                                              "conv", "the filter reaches (2, 2) only", []),
-    "batch groups": (lambda x, w, b, r: conv(x, w, batch_group_count=2), "conv", "batch_group_count 2: no kernel yet", []),
     "negative padding": (lambda x, w, b, r: conv(x, w, padding=((-1, 0), (0, 0))), "conv", "negative padding", []),
 }
 _NO_ROW = {

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -72,16 +73,31 @@ class ConvConfig:
         )
 
 
-def geometry_of(arguments, x, w, window_strides, padding, lhs_dilation, rhs_dilation, feature_group_count, dimension_numbers):
-    """The first fields of ConvConfig."""
-    spatial = x.ndim - 2
-    letters = "DHW"[3 - spatial :]
+def batch_groups_as_features(x, groups: int, spec):
+    """x[g·N, ..., C] as [N, ..., g·C], axes as `spec` has them: a convolution of groups of the batch is one of groups of
+    features, each of another part of the batch."""
+    batch, channels = spec[:2]
+    shape = list(x.shape)
+    shape[batch], shape[channels] = shape[batch] // groups, shape[channels] * groups
+    parts = x.reshape(*x.shape[:batch], groups, shape[batch], *x.shape[batch + 1 :])
+    return jnp.moveaxis(parts, batch, channels).reshape(shape)
+
+
+def dimension_numbers_of(arguments, x, w, dimension_numbers) -> lax.ConvDimensionNumbers:
+    """Channels last where none are given."""
+    letters = "DHW"[5 - x.ndim :]
     try:
-        dn = lax.conv_dimension_numbers(
+        return lax.conv_dimension_numbers(
             x.shape, w.shape, dimension_numbers or (f"N{letters}C", f"{letters}IO", f"N{letters}C"))
     except (TypeError, ValueError) as error:
         arguments.check(False, "dimension_numbers", f"{dimension_numbers!r} ({error})",
                         f"three names like ('N{letters}C', '{letters}IO', 'N{letters}C')", "spell out x, w and the output")
+        raise
+
+
+def geometry_of(arguments, x, w, window_strides, padding, lhs_dilation, rhs_dilation, feature_group_count, dimension_numbers):
+    """The first fields of ConvConfig."""
+    spatial, dn = x.ndim - 2, dimension_numbers_of(arguments, x, w, dimension_numbers)
     ones = (1,) * spatial
     strides = arguments.positive_integers("window_strides", ones if window_strides is None else window_strides, spatial)
     dilation = arguments.positive_integers("rhs_dilation", ones if rhs_dilation is None else rhs_dilation, spatial)

@@ -13,6 +13,7 @@ from jaxfuse.graph import Emission, Node, Value
 from jaxfuse.layout import channels_last, inverse, laid, only_moved, transposed
 from jaxfuse.match import Chain, Match, Refusal, Walk, as_vector, longest
 from jaxfuse.ops.conv import OP, ConvConfig
+from jaxfuse.ops.conv_config import batch_groups_as_features
 from jaxfuse.patterns import space_to_batch
 from jaxfuse.patterns.activations import name_activation
 from jaxfuse.reasons import no_kernel
@@ -40,7 +41,8 @@ def match(graph, node: Node, claimed: set[int], measured):
         yield from rows
         if any(isinstance(row, Match) for row in rows):
             return
-    yield from _rows(graph, node, _head(graph, config, *node.inputs, node.out), claimed, measured)
+    x, w = node.inputs
+    yield from _rows(graph, node, _head(graph, config, x, w, node.out), claimed, measured)
 
 
 def _rows(graph, node: Node, head: "Head", claimed: set[int], measured):
@@ -58,11 +60,9 @@ def _rows(graph, node: Node, head: "Head", claimed: set[int], measured):
 
 
 def config_of(node: Node) -> ConvConfig | str:
-    """The op's config for this convolution, or why the op does not cover it."""
+    """The op's config for this convolution, or why the op does not cover it; groups of the batch are groups of features."""
     params = node.params
     x, w = node.inputs
-    if params["batch_group_count"] != 1:
-        return no_kernel(f"batch_group_count {params['batch_group_count']}")
     if not (x.dtype == w.dtype == node.out.dtype):
         return f"dtypes {x.dtype}, {w.dtype} -> {node.out.dtype}: the kernel takes and gives one dtype"
     dn = params["dimension_numbers"]
@@ -70,7 +70,7 @@ def config_of(node: Node) -> ConvConfig | str:
         return no_kernel(f"batch at axis {dn.lhs_spec[0]} -> {dn.out_spec[0]}, a weight gradient")
     return ConvConfig(
         tuple(params["window_strides"]), tuple(map(tuple, params["padding"])), tuple(params["rhs_dilation"]),
-        params["feature_group_count"], dn.lhs_spec, dn.rhs_spec, dn.out_spec, tuple(params["lhs_dilation"]),
+        params["feature_group_count"] * params["batch_group_count"], dn.lhs_spec, dn.rhs_spec, dn.out_spec, tuple(params["lhs_dilation"]),
         precision=params["precision"])
 
 
@@ -197,9 +197,12 @@ def _fused(graph, node: Node, head: Head, chain: Chain, measured) -> Match | str
     full = (x, w, added) if has_residual else (x, w)
     smalls = tuple(value for _, value in chain.affine)
     channels = head.out.shape[channel_axis]
+    groups = node.params["batch_group_count"]
+    spread_x = functools.partial(batch_groups_as_features, groups=groups, spec=config.lhs_spec) if groups > 1 else lambda x: x
     given = x.dtype if all(v.dtype == x.dtype for v in smalls) else jnp.float32
     vectors = [jax.ShapeDtypeStruct((channels,), given)] * (config.has_scale + config.has_bias)
-    types = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (x, w)] + vectors
+    given_x, given_w = (jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (x, w))
+    types = [jax.eval_shape(spread_x, given_x), given_w, *vectors]
     types += [jax.ShapeDtypeStruct([head.out.shape[d] for d in permutation], x.dtype)] * has_residual
     kernel, reason = OP.forward.kernel(config, tuple(types))
     reason = reason or measured("conv", config, types)
@@ -214,7 +217,7 @@ def _fused(graph, node: Node, head: Head, chain: Chain, measured) -> Match | str
             offset = shift if offset is None else offset + shift
         residual = undo(read(added)) if has_residual else None
         operands = [a for a in (scale, offset, residual) if a is not None]
-        y, *z = OP(config, read(x), read(w), *operands)
+        y, *z = OP(config, spread_x(read(x)), read(w), *operands)
         yield from ((value, chain.region_layout.place(array, permutation)) for value, array in zip(saved_z, z))
         if twin:
             yield twin, y

@@ -50,7 +50,7 @@ def anchors(graph: Graph):
 def match(graph: Graph, node: Node, claimed: set[int], measured):
     """Yields a Match or a Refusal for every pair of gradients of this convolution; nothing if it is not differentiated."""
     config = config_of(node)
-    if isinstance(config, str):
+    if isinstance(config, str) or node.params["batch_group_count"] != 1:
         return
     for gradients in _gradients(node, claimed):
         gradients = _with_bias(gradients, config)

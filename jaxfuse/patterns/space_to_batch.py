@@ -33,10 +33,12 @@ def dilated(graph: Graph, node: Node, config: ConvConfig) -> Dilated | str | Non
     if blocks is None:
         return None
     back = _moved_back(graph, node.out)
-    if not back or _blocks(*back, config.out_spec, backwards=True) != blocks:
+    if back is None or _blocks(*back, config.out_spec, backwards=True) != blocks:
         return f"{node.out!r} is not moved back from the batch as its input was moved there, in blocks of {blocks}"
-    if any(n != 1 for n in (*config.window_strides, *config.lhs_dilation)):
-        return f"window_strides {config.window_strides}, lhs_dilation {config.lhs_dilation}: blocks are a dilation only without"
+    groups = node.params["batch_group_count"]
+    if any(n != 1 for n in (*config.window_strides, *config.lhs_dilation, groups)):
+        return (f"window_strides {config.window_strides}, lhs_dilation {config.lhs_dilation}, batch_group_count {groups}: "
+                "blocks are a dilation only without")
     config = dataclasses.replace(
         config, padding=tuple((low * r, high * r) for (low, high), r in zip(config.padding, blocks)),
         rhs_dilation=tuple(d * r for d, r in zip(config.rhs_dilation, blocks)))
@@ -56,11 +58,11 @@ def cropped(graph: Graph, config: ConvConfig, out: Value) -> tuple[ConvConfig, N
     return (dataclasses.replace(config, padding=padding), crop) if min(map(min, padding)) >= 0 else None
 
 
-def _moved_back(graph: Graph, value: Value) -> tuple[Node, ...]:
+def _moved_back(graph: Graph, value: Value) -> tuple[Node, Node, Node] | None:
     split = _only_reader(graph, value, "reshape")
     turn = split and _only_reader(graph, split.out, "transpose")
     merge = turn and _only_reader(graph, turn.out, "reshape")
-    return (split, turn, merge) if merge else ()
+    return (split, turn, merge) if split and turn and merge else None
 
 
 def _blocks(split: Node, turn: Node, merge: Node, spec, backwards: bool = False) -> tuple[int, ...] | None:
