@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 
 from jaxfuse.canonical import ADD, CAST, constant
-from jaxfuse.graph import Graph, Node, Value
+from jaxfuse.graph import Graph, Node, Value, key_of
 from jaxfuse.layout import RESHAPES
 
 UNARY = (*RESHAPES, "transpose", "reduce_sum", CAST)
@@ -174,6 +174,29 @@ def _combined(left: Form, right: Form, sign: int) -> Form:
     for path, times in right.items():
         total[path] += sign * times
     return Form({path: times for path, times in total.items() if times})
+
+
+class Sums:
+    """Which values of a graph are the same but for the order in which things are added on the way."""
+
+    def __init__(self, graph: Graph):
+        self._firsts: dict[int, Value] = {}  # by id, the first value that is the same; itself where there is none before it
+        self._addends: dict[int, Form] = {}
+        seen: dict = {}
+        for node in graph.nodes:
+            inputs = [self._firsts.get(id(v), v) for v in node.inputs]
+            if node.primitive in ADD and all(v.literal is None for v in inputs):
+                self._addends[id(node.out)] = addends = sum(map(self.addends, inputs), Form())
+                key = frozenset(addends.items())
+            else:
+                key = key_of(node.eqn, inputs)
+            first = node if key is None or node.eqn.effects else seen.setdefault(key, node)
+            self._firsts |= zip(map(id, node.outputs), first.outputs)
+
+    def addends(self, value: Value) -> Form:
+        """id -> how often it is added: what the value is the sum of, the value itself where it is none."""
+        first = self._firsts.get(id(value), value)
+        return self._addends.get(id(first), Form({id(first): 1}))
 
 
 def _token(value: Value):

@@ -145,20 +145,20 @@ class Graph:
             return known
         node = Node(eqn, len(self.nodes), inputs, name_stack, callers)
         self.nodes.append(node)
-        if not eqn.effects and (key := _key(eqn, inputs)) is not None:
+        if not eqn.effects and (key := key_of(eqn, inputs)) is not None:
             self._seen[key] = node
         return node
 
     def known(self, eqn, inputs: list[Value]) -> Node | None:
         """The node that computes this equation of these values."""
-        known = None if eqn.effects else self._seen.get(_key(eqn, inputs))
+        known = None if eqn.effects else self._seen.get(key_of(eqn, inputs))
         return known if known is None or eqn.primitive.name not in RULED or _same_rule(known.eqn, eqn) else None
 
 
 LONGEST_RULED = 32  # equations of a function with a rule of its own that are read to find its equal
 
 
-def _key(eqn, inputs: list[Value]):
+def key_of(eqn, inputs: list[Value]):
     """What is the same for equations that compute the same; None: nothing is known to be. A function with a derivative
     rule is made anew at every call: it is known by its text, its rule is then to be compared."""
     params = eqn.params

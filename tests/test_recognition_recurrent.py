@@ -41,8 +41,6 @@ def same_as_unfused(fn, *args):
     for value, plain in pairs(got, jax.jit(fn)(*args)):
         assert value.dtype == plain.dtype and distance(value, plain) < (2e-2 if low else 1e-6)
     floats = [{jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(a)} for a in args]
-    if {True, False} in floats:  # nnx counts its keys in what it is given
-        return
     numbers = tuple(i for i, kinds in enumerate(floats) if kinds == {True})
     gradients = [jax.jit(jax.grad(scalar(f), numbers))(*args) for f in (jaxfuse.fuse(fn, policy="always"), fn)]
     for value, plain in pairs(*gradients):
@@ -203,15 +201,16 @@ def test_sequence_in_a_differentiated_program(name):
         assert distance(value, plain) < 5e-6
 
 
-def test_another_gradient_of_a_sequence():
-    """The state's cotangent is clipped on its way, as by a rule of the user's: the loop is an LSTM's, its gradient is not."""
+@pytest.mark.parametrize("change", [lambda dh: jnp.clip(dh, -1, 1), lambda dh: dh + dh])
+def test_another_gradient_of_a_sequence(change):
+    """The state's cotangent is changed on its way, by a rule of the user's: the loop is an LSTM's, its gradient is not."""
 
     @jax.custom_vjp
-    def clipped(h):
+    def ruled(h):
         return h
 
-    clipped.defvjp(lambda h: (h, None), lambda _, dh: (jnp.clip(dh, -1, 1),))
-    step = jax.grad(scalar(sequence(lstm, lambda state: (clipped(state[0]), state[1]))), (0, 1, 3, 4))
+    ruled.defvjp(lambda h: (h, None), lambda _, dh: (change(dh),))
+    step = jax.grad(scalar(sequence(lstm, lambda state: (ruled(state[0]), state[1]))), (0, 1, 3, 4))
     found = rows(step, XS, H, C, W, U)
     assert ("lstm", DIFFERENTIATED) in found and not any(reason == "fused" for _, reason in found)
 
@@ -225,8 +224,8 @@ def linen(cell):
 
 
 def nnx_rnn(cell):
-    graph, state = nnx.split(nnx.RNN(cell(4, 3, rngs=nnx.Rngs(0))))
-    return lambda state, xs: nnx.merge(graph, state)(xs), state
+    graph, params, keys = nnx.split(nnx.RNN(cell(4, 3, rngs=nnx.Rngs(0))), nnx.Param, ...)
+    return lambda params, xs: nnx.merge(graph, params, jax.tree.map(jnp.asarray, keys))(xs), params
 
 
 def haiku(cell):
@@ -276,6 +275,18 @@ def test_sequence_of_a_framework(name):
     same_as_unfused(apply, weights, XS)
     assert [row for row in found if not row.startswith("dense")] == [name.split(",")[0]]
     assert len(found) == 1 or "keras" in name and "dense+bias" in found
+
+
+@pytest.mark.skipif(not NATIVE, reason="a sequence and its gradient are fused together or not at all")
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_train_step_of_a_framework(name):
+    """Weights in any order, also cut up before the loop (Haiku's GRU); gradients added up in any order (Keras's)."""
+    apply, weights = FRAMEWORKS[name]()
+    step, kind = jax.value_and_grad(scalar(apply), (0, 1)), name.split(",")[0]
+    found = [row for row in rows(step, weights, XS) if "dense" not in row[0]]
+    assert found == [(kind, "fused"), (f"backward {kind}", "fused")]
+    for value, plain in pairs(*[jax.jit(f)(weights, XS) for f in (jaxfuse.fuse(step, policy="always"), step)]):
+        assert distance(value, plain) < 5e-6
 
 
 def test_keras_hard_sigmoid_is_a_near_miss():

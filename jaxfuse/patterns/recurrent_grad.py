@@ -12,13 +12,14 @@ from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import partial_eval
 
 from jaxfuse.canonical import CAST, constant
+from jaxfuse.derivative import Sums
 from jaxfuse.graph import RULED, Emission, Graph, Node, Value, compute
 from jaxfuse.layout import RESHAPES
 from jaxfuse.loops import Joint, Loop
 from jaxfuse.match import Match
 from jaxfuse.patterns.autodiff import backward
 
-REARRANGED = (*RESHAPES, CAST, "transpose", "concatenate", "slice", "stack")
+REARRANGED = (*RESHAPES, CAST, "transpose", "concatenate", "slice", "split", "stack")
 DEEPEST = 6  # nodes before the loop that a constant of it is followed back over
 OTHER = "the loop that computes its gradient is not the one that JAX makes of it"
 
@@ -55,7 +56,7 @@ def matches(graph: Graph, node: Node, loop) -> tuple[Match, Match] | str:
 
 def _leaves(joint: Joint) -> tuple[list[Value], int | None]:
     """What the loop's constants are made of, for JAX computes before the loop what every step would compute of them alone.
-    The backward loop sums gradients of so many of these, the first ones, in its order."""
+    The backward loop sums gradients of so many of these, the first ones, in any order among those of one type."""
     first, second = joint.first, joint.second
     sums = second.node.outputs[: second.carried - first.carried]
     wanted = {(v.shape, v.dtype) for v in sums}
@@ -136,7 +137,10 @@ class _Gradient:
         if [id(v) for v in first.node.inputs[first.consts :]] != [id(v) for v in rest]:
             return False
         self.own = [(second.node.inputs[k], joint.second.node.inputs[i]) for k, i in zip(other.own, joint.own)]
-        return None not in sources and all(self._is_same(values, *pair) for pair in self.own) and _same_step(joint, other, sources)
+        if None in sources or not all(self._is_same(values, *pair) for pair in self.own):
+            return False
+        self.places = _same_step(joint, other, sources)
+        return self.places is not None
 
     def _outside(self, graph: Graph, outside: list[Value]) -> dict[int, Value]:
         """The program's own values for what this gradient computes before its loops."""
@@ -173,10 +177,12 @@ def _subsets(values: list[Value], among: range, like: list[Value], most: int = 4
     return list(itertools.islice(fitting, most))
 
 
-def _same_step(joint: Joint, other: Joint, sources: list[int]) -> bool:
-    """Whether both compute the same of one step; input i of the other's first loop is input `sources[i]` of this one's."""
+def _same_step(joint: Joint, other: Joint, sources: list[int]) -> list[int] | None:
+    """For every result of the program's second loop the result of the other's whose steps compute the same; None if there is
+    none. Input i of the other's first loop is input `sources[i]` of this one's."""
     program, asked = joint.program(), other.program()
-    inputs, skipped = len(joint.first.node.inputs), (len(joint.kept), len(other.kept))
+    inputs, second = len(joint.first.node.inputs), joint.second
+    skipped = len(joint.kept), len(other.kept)
 
     def both(*arrays):
         given = [arrays[i] for i in sources]
@@ -184,16 +190,29 @@ def _same_step(joint: Joint, other: Joint, sources: list[int]) -> bool:
             map(jaxpr_as_fun, (program, asked)), (arrays, (*given, *arrays[inputs:])), skipped))
         return [list(result) for result in results]
 
-    types = [v.aval for v in program.jaxpr.invars]
-    merged = Graph(jax.make_jaxpr(both)(*types)).outputs
-    half = len(merged) // 2
-    return len(merged) == 2 * half and all(a is b for a, b in zip(merged[:half], merged[half:]))
+    merged = Graph(jax.make_jaxpr(both)(*[v.aval for v in program.jaxpr.invars]))
+    sums, half, count = Sums(merged), len(merged.outputs) // 2, second.carried - joint.first.carried
+    totals = [inputs + joint.own.index(k) if k in joint.own else None for k in range(second.consts, second.consts + count)]
+    if len(merged.outputs) != 2 * half or None in totals:
+        return None
+    made = [sums.addends(v) for v in merged.outputs]
+    for i, position in enumerate(totals):  # what a step adds to the sum that it is handed
+        handed = sums.addends(merged.inputs[position])
+        if not (handed <= made[i] and handed <= made[half + i]):
+            return None
+        made[i], made[half + i] = made[i] - handed, made[half + i] - handed
+    steps = [(form, v.aval) for form, v in zip(made, merged.outputs)]
+    places: list[int] = []
+    for i in range(half):
+        fitting = (k for k in (range(count) if i < count else (i,)) if k not in places and steps[half + k] == steps[i])
+        places.append(next(fitting, half))
+    return places if half not in places else None
 
 
 def _fused(joint: Joint, alone: Graph, found: Match, gradient: _Gradient, outside: list[Value]) -> tuple[Match, Match] | str:
     node, second, own = joint.first.node, joint.second.node, alone.nodes[0]
     results = {id(v): i for i, v in zip(gradient.moving, gradient.graph.outputs)}
-    of_result = [results.get(id(v)) for v in gradient.scans[1].outputs]
+    of_result = [results.get(id(gradient.scans[1].outputs[place])) for place in gradient.places]
     if any(i is None and v.users for i, v in zip(of_result, second.outputs)):
         return OTHER
     (emission,), moving = found.emissions, gradient.moving
