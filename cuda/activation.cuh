@@ -120,4 +120,21 @@ HOST_DEVICE float pulled_back(Activation activation, float g, float z, float alp
   return g;
 }
 
+// The same from y = activation(z), where that tells it: is_told_by_value.
+HOST_DEVICE float pulled_back_by_value(Activation activation, float g, float y, float alpha) {
+  switch (activation) {
+    case Activation::relu: return y > 0.0f ? g : 0.0f;
+    case Activation::relu6: return y > 0.0f && y < 6.0f ? g : 0.0f;
+    case Activation::leaky_relu: return y >= 0.0f ? g : alpha * g;
+    case Activation::elu: return y > 0.0f ? g : g * (y + alpha);
+    case Activation::selu: return y > 0.0f ? kSeluScale * g : g * (y + kSeluScale * kSeluAlpha);
+    case Activation::celu: return y > 0.0f ? g : g * (y / alpha + 1.0f);
+    case Activation::sigmoid: return g * (y * (1.0f - y));
+    case Activation::tanh: return g * (1.0f - y * y);
+    case Activation::hard_sigmoid: return y > 0.0f && y < 1.0f ? g / 6.0f : 0.0f;
+    case Activation::softplus: return g * -expm1f(-y);
+    default: return g;
+  }
+}
+
 }  // namespace jaxfuse::cuda

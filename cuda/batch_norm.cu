@@ -9,26 +9,12 @@
 namespace jaxfuse::cuda::batch_norm {
 namespace {
 
-// Octets across, at most `widest` (a power of 2), rows down. Few across keep the sums of a block small; many across write whole sectors of a mask.
-struct Shape {
-  dim3 block;
-  int64_t tiles;
-
-  Shape(int64_t channels, int widest) {
-    const int64_t octets = (channels + 7) / 8;
-    int across = 1;
-    while (across < widest && across < octets) across *= 2;
-    block = dim3(across, kThreads / across);
-    tiles = (octets + across - 1) / across;
-  }
-};
-
-constexpr int kSumsAcross = 8, kApplyAcross = 32;
+constexpr int kApplyAcross = 32;
 constexpr int64_t kApplyBlocks = 2048;  // some rounds of them, each of which loads its coefficients once
 
-ColumnSums parts_of(const Args& args) { return {args.partials, args.parts, args.channels, args.first, args.second}; }
+ColumnSums parts_of(const Args& args) { return {args.partials, args.parts, args.channels, args.channels, args.first, args.second}; }
 
-dim3 apply_grid(const Args& args, const Shape& shape, int unroll) {
+dim3 apply_grid(const Args& args, const Blocks& shape, int unroll) {
   const int64_t chunk = int64_t(shape.block.y) * unroll;
   const int64_t chunks = (args.rows + chunk - 1) / chunk;
   return dim3(shape.tiles, std::clamp<int64_t>(kApplyBlocks / shape.tiles, 1, chunks));
@@ -63,7 +49,7 @@ Args readable(Args args) {
 }  // namespace
 
 void stats(const Args& args, cudaStream_t stream) {
-  const Shape shape(args.channels, kSumsAcross);
+  const Blocks shape(args.channels, kSumsAcross);
   const dim3 grid(shape.tiles, args.parts);
   with_element(args.element, [&](auto element) {
     using T = decltype(element);
@@ -73,7 +59,7 @@ void stats(const Args& args, cudaStream_t stream) {
 }
 
 void apply(const Args& args, cudaStream_t stream) {
-  const Shape shape(args.channels, kApplyAcross);
+  const Blocks shape(args.channels, kApplyAcross);
   const bool simple = args.aligned && (args.activation == Activation::none || args.activation == Activation::relu);
   with_element(args.element, [&](auto element) {
     using T = decltype(element);
@@ -86,7 +72,7 @@ void apply(const Args& args, cudaStream_t stream) {
 
 void backward_stats(const Args& given, cudaStream_t stream) {
   const Args args = readable(given);
-  const Shape shape(args.channels, kSumsAcross);
+  const Blocks shape(args.channels, kSumsAcross);
   with_instance(args, [&](auto element, auto aligned, auto source) {
     using T = decltype(element);
     launch("backward_stats", backward_stats_kernel<T, aligned(), source()>, dim3(shape.tiles, args.parts), shape.block, stream, args);
@@ -96,7 +82,7 @@ void backward_stats(const Args& given, cudaStream_t stream) {
 
 void backward_apply(const Args& given, cudaStream_t stream) {
   const Args args = readable(given);
-  const Shape shape(args.channels, kApplyAcross);
+  const Blocks shape(args.channels, kApplyAcross);
   with_instance(args, [&](auto element, auto aligned, auto source) {
     using T = decltype(element);
     constexpr int unroll = Gradient<T, aligned(), source()>::kUnroll;

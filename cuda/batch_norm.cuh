@@ -6,11 +6,10 @@
 
 #include "activation.cuh"
 #include "batch_norm.h"
+#include "columns.cuh"
 #include "deal.cuh"
 
 namespace jaxfuse::cuda::batch_norm {
-
-constexpr int kThreads = 256;
 
 // Rows whose loads a thread has in flight together: 8 accesses of 16 bytes of each tensor in stats, 4 where two are read.
 template <class T>
@@ -18,26 +17,10 @@ constexpr int kStatsRows = sizeof(T) == 2 ? 8 : 4;
 template <class T>
 constexpr int kRows = sizeof(T) == 2 ? 4 : 2;
 
-// Where a thread is: its octet of channels, and its row of each chunk of blockDim.y·unroll rows.
-struct Place {
-  int64_t channel;
-  int count;  // of its channels, at most 8; none if 0 or less
-
-  __device__ explicit Place(int64_t channels) : channel((int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * 8) {
-    const int64_t left = channels - channel;
-    count = left < 8 ? int(left) : 8;
-  }
-};
-
-template <class T>
-__device__ __forceinline__ const T* row_of(const void* tensor, int64_t row, int64_t channels, int64_t channel) {
-  return static_cast<const T*>(tensor) + row * channels + channel;
-}
-
 // ---- sums over rows: within a thread, over the lanes of a block in a tree, over the parts in column_sums.cu
 
 // Two numbers for each thread and channel, side by side so that threads meet no bank conflicts.
-struct Lanes {
+struct PairLanes {
   float first[8][kThreads], second[8][kThreads];
 };
 
@@ -54,7 +37,7 @@ __device__ __forceinline__ void over_lanes(const Deal& deal, Add add) {
   }
 }
 
-__device__ __forceinline__ void store_partials(const Args& args, const Lanes& lanes, const Place& place, int thread) {
+__device__ __forceinline__ void store_partials(const Args& args, const PairLanes& lanes, const Place& place, int thread) {
   if (threadIdx.y != 0) return;
   float* partials = args.partials + int64_t(blockIdx.y) * 2 * args.channels + place.channel;
   for (int i = 0; i < 8; ++i) {
@@ -67,7 +50,7 @@ __device__ __forceinline__ void store_partials(const Args& args, const Lanes& la
 template <class T, bool aligned>
 __global__ void __launch_bounds__(kThreads, 2) stats_kernel(const Args args) {
   constexpr int kUnroll = kStatsRows<T>;
-  __shared__ Lanes lanes;
+  __shared__ PairLanes lanes;
   const Deal deal{args.rows, args.parts, int32_t(blockDim.y) * kUnroll};
   const Place place(args.channels);
   const int thread = threadIdx.y * blockDim.x + threadIdx.x;
@@ -242,7 +225,7 @@ struct Gradient {
 template <class T, bool aligned, Source source>
 __global__ void __launch_bounds__(kThreads, 2) backward_stats_kernel(const Args args) {
   using G = Gradient<T, aligned, source>;
-  __shared__ Lanes lanes;
+  __shared__ PairLanes lanes;
   const Deal deal{args.rows, args.parts, int32_t(blockDim.y) * G::kUnroll};
   const Place place(args.channels);
   const int thread = threadIdx.y * blockDim.x + threadIdx.x;

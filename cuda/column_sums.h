@@ -8,16 +8,16 @@
 namespace jaxfuse::cuda {
 
 struct ColumnSums {
-  const float* partials;  // (parts, 2, channels)
+  const float* partials;  // (parts, of_first + of_second)
   int32_t parts;
-  int64_t channels;
-  float *first, *second;  // (channels)
+  int64_t of_first, of_second;  // columns
+  float *first, *second;        // (of_first), (of_second): the sums of the columns
 };
 
-// first = Σ of the parts' first numbers, second = Σ of their second.
 void finish_sums(const ColumnSums&, cudaStream_t);
 
-// The parts are mean and Σ (x - mean)² of the rows that `deal` gives them; first = mean, second = variance of all.
+// The parts are mean and Σ (x - mean)² of the rows that `deal` gives them; first = mean, second = variance of all. Both are of as
+// many columns.
 void finish_moments(const ColumnSums&, const Deal&, cudaStream_t);
 
 }  // namespace jaxfuse::cuda

@@ -9,6 +9,8 @@
 namespace jaxfuse::cuda::norm {
 namespace {
 
+constexpr int32_t kMultiprocessors = 132;  // of an H100
+
 class Reader : public cuda::Reader<Args> {
  public:
   Reader(const Call& call, size_t i, const char* name, size_t gamma) : cuda::Reader<Args>(call, call.operand(i, name)) {
@@ -67,7 +69,7 @@ void backward_handler(const Call& call, cudaStream_t stream) {
   args.rstd = reader.statistic(call.operand(5, "rstd"));
   if (has_ds) args.ds = reader.full(call.operand(6, "ds"));
   args.dx = reader.full(call.result(0, "dx"));
-  args.parts = 132;
+  args.parts = kMultiprocessors;  // without sums to be made in parts: as many blocks
   if (wants_parameters) {
     args.dgamma = reader.parameter(call.result(1, "dgamma"));
     args.dbeta = reader.parameter(call.result(2, "dbeta"));

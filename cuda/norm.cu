@@ -43,7 +43,8 @@ void backward(const Args& args, cudaStream_t stream) {
     const dim3 grid(args.parts, args.groups);
     launch("norm backward", backward_kernel<decltype(element), aligned()>, grid, block_of(args), stream, args);
   });
-  if (args.partials) finish_sums({args.partials, args.parts, args.groups * args.length, args.dgamma, args.dbeta}, stream);
+  const int64_t parameters = args.groups * args.length;
+  if (args.partials) finish_sums({args.partials, args.parts, parameters, parameters, args.dgamma, args.dbeta}, stream);
 }
 
 }  // namespace jaxfuse::cuda::norm

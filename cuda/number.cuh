@@ -101,6 +101,7 @@ __device__ __forceinline__ Octet<T> load(const T* p, int count) {
     Words* words = reinterpret_cast<Words*>(&octet);
     for (int i = 0; i < int(sizeof octet / sizeof(Words)); ++i) words[i] = reinterpret_cast<const Words*>(p)[i];
   } else {
+#pragma unroll
     for (int i = 0; i < 8; ++i) octet.at[i] = i < count ? p[i] : from_float<T>(0.0f);
   }
   return octet;
@@ -109,11 +110,13 @@ __device__ __forceinline__ Octet<T> load(const T* p, int count) {
 template <bool aligned, class T>
 __device__ __forceinline__ void store(T* p, const float (&v)[8], int count) {
   Octet<T> octet;
+#pragma unroll
   for (int i = 0; i < 8; ++i) octet.at[i] = from_float<T>(v[i]);
   if constexpr (aligned) {
     const Words* words = reinterpret_cast<const Words*>(&octet);
     for (int i = 0; i < int(sizeof octet / sizeof(Words)); ++i) reinterpret_cast<Words*>(p)[i] = words[i];
   } else {
+#pragma unroll
     for (int i = 0; i < 8; ++i) {
       if (i < count) p[i] = octet.at[i];
     }

@@ -17,17 +17,19 @@ class Reader {
     args.element = x.dtype == DType::F32 ? Element::f32 : x.dtype == DType::BF16 ? Element::bf16 : Element::f16;
   }
 
-  void* full(const Tensor& t) { return at_16_bytes(call_.checked(t, x_.dtype, x_.shape).data); }
+  void* full(const Tensor& t) { return shaped(t, x_.shape); }
 
  protected:
+  // Of x's dtype.
+  void* shaped(const Tensor& t, const Shape& shape) { return at_16_bytes(call_.checked(t, x_.dtype, shape).data); }
   float* numbers(const Tensor& t, const Shape& shape) {
     return static_cast<float*>(at_16_bytes(call_.checked(t, DType::F32, shape).data));
   }
-  // (parts, 2, width): two sums of each of so many parts of the rows.
-  void partial_sums(const Tensor& t, int64_t width) {
+  // (parts, sums, width): so many sums of each of so many parts of the rows.
+  void partial_sums(const Tensor& t, int64_t width, int64_t sums = 2) {
     const int64_t parts = t.shape.empty() ? 0 : t.shape[0];
     if (parts < 1 || parts > 65535) call_.refuse(t.name, " has shape ", to_string(t.shape), ", expected 1 to 65535 parts");
-    args.partials = call_.checked(t, DType::F32, {parts, 2, width}).template as<float>();
+    args.partials = call_.checked(t, DType::F32, {parts, sums, width}).template as<float>();
     args.parts = int32_t(parts);
   }
 

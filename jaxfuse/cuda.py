@@ -43,8 +43,12 @@ def _sums_of_channels(operands, attrs) -> jax.ShapeDtypeStruct:
     """Batch norm's partial sums, (parts, 2, channels): parts of the rows, so many that the blocks fill a GPU once, and each
     has rows enough to be worth its sums. The number follows from the shape alone, so sums come out the same in every run."""
     channels = operands[0].shape[-1]
-    rows, tiles = operands[0].size // channels, -(-channels // 64)
-    return jax.ShapeDtypeStruct((max(1, min(1024 // tiles, -(-rows // 256))), 2, channels), np.float32)
+    return jax.ShapeDtypeStruct((_parts_of_rows(operands[0]), 2, channels), np.float32)
+
+
+def _parts_of_rows(x) -> int:
+    rows, tiles = x.size // x.shape[-1], -(-x.shape[-1] // 64)
+    return max(1, min(1024 // tiles, -(-rows // 256)))
 
 
 def _sums_of_parameters(operands, attrs) -> jax.ShapeDtypeStruct | None:
@@ -55,11 +59,19 @@ def _sums_of_parameters(operands, attrs) -> jax.ShapeDtypeStruct | None:
     return jax.ShapeDtypeStruct((parts, 2, groups * length), np.float32) if attrs["wants_parameters"] else None
 
 
+def _sums_of_windows(operands, attrs) -> jax.ShapeDtypeStruct:
+    """Partial sums of the gradients of a depthwise filter and of the bias, (parts, places of the window + 1, channels)."""
+    _, w, dy, *_ = operands
+    height, width, _, channels = w.shape
+    return jax.ShapeDtypeStruct((_parts_of_rows(dy), height * width + 1, channels), np.float32)
+
+
 # target -> the type of its workspace, or None. The kernel takes the number of parts from it.
 _WORKSPACES: dict[str, Callable] = {
     "jaxfuse_batch_norm_stats": _sums_of_channels,
     "jaxfuse_batch_norm_bwd_stats": _sums_of_channels,
     "jaxfuse_norm_bwd": _sums_of_parameters,
+    "jaxfuse_depthwise_bwd": _sums_of_windows,
 }
 
 

@@ -28,7 +28,7 @@ def _never(op, config, types, direction="forward") -> str:
 def _measured(op, config, types, direction="forward") -> str:
     table, platform = TABLE[op], platforms.current()
     if platform == "cuda":
-        return cuda.judge(op, table.shape_class(config, types), math.prod(types[0].shape), types[0].dtype.itemsize)
+        return cuda.judge(op, table.shape_class(config, types), config, types)
     if platform != "cpu":
         return no_kernel()
     site = direction, str(types[0].dtype), table.shape_class(config, types), tuned.isa()

@@ -14,7 +14,7 @@ import tempfile
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
-SOURCES = ("batch_norm", "column_sums", "norm")
+SOURCES = ("batch_norm", "column_sums", "depthwise", "norm")
 
 
 @functools.cache
@@ -51,7 +51,8 @@ def check(arch: str) -> str:
         results = list(pool.map(functools.partial(compiled, arch), SOURCES))
     kernels = {name: figures for table, _ in results for name, figures in table.items()}
     assert len(kernels) > 50, kernels.keys()
-    assert {name: figures for name, figures in kernels.items() if figures[0] > 128 or figures[1]} == {}
+    many = {name: 168 for name in kernels if "filter_gradient" in name}  # in blocks of 128 threads
+    assert {name: figures for name, figures in kernels.items() if figures[0] > many.get(name, 128) or figures[1]} == {}
     code = {name: body for _, sass in results for name, body in re.findall(r"\.text\.(\w+):\n(.*?)(?=\n\.text\.|\Z)", sass, re.DOTALL)}
     aligned = [name for name in code if re.search("(bf16E|f16E|If)Lb1E", name)]
     assert [name for name, body in code.items() if re.search(r"\b(LDL|STL)\b", body)] == []
@@ -64,7 +65,7 @@ def check(arch: str) -> str:
 def test_kernels_compile_without_spills():
     figures = check("90")
     if tool("nvidia-cuda-nvdisasm", "nvdisasm"):
-        assert "SASS of 42 vector paths" in figures, figures
+        assert "SASS of 48 vector paths" in figures, figures
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The CUDA kernels, emulated on the CPU, beside the CPU's kernels of the same targets, operands and attributes."""
 
+import dataclasses
 import fcntl
 import os
 import subprocess
@@ -14,6 +15,8 @@ from jaxfuse import cuda, ffi
 from jaxfuse.op import Linear
 from jaxfuse.ops.batch_norm import OP as BATCH_NORM
 from jaxfuse.ops.batch_norm import BatchNormConfig, Standard
+from jaxfuse.ops.conv import OP as CONV
+from jaxfuse.ops.conv_config import ConvConfig
 from jaxfuse.ops.norm import OP as NORM
 from jaxfuse.ops.norm import NormConfig
 
@@ -34,6 +37,25 @@ def emulated(tmp_path_factory):
         library = folder / "emulated.so"
         cuda_emulated.register(library if library.exists() else cuda_emulated.build(folder))
     return cuda_emulated.call
+
+
+@pytest.fixture
+def on_cuda(emulated, monkeypatch):
+    """What a stage's kernel for CUDA computes, near what is wanted."""
+    monkeypatch.setattr(cuda, "call", emulated)
+    monkeypatch.setattr(cuda, "unavailable", lambda target: None)
+
+    def run(stage, config, args, wanted=None, tolerance=0):
+        kernel, reason = stage.kernel(config, args, "cuda")
+        assert kernel is not None and kernel.run is not None, reason
+        got = jax.jit(lambda *args: kernel.run(config, args, ()))(*args)
+        for g, w in zip(got, wanted or (), strict=bool(wanted)):
+            assert g.shape == w.shape
+            g, w = np.asarray(g, np.float64), np.asarray(w, np.float64)
+            np.testing.assert_allclose(g, w, rtol=tolerance, atol=tolerance * np.abs(w).max(initial=0))
+        return [np.asarray(g) for g in got]
+
+    return run
 
 
 def test_headers_against_float64(tmp_path):
@@ -156,6 +178,84 @@ def test_norm(emulated, dtype, sizes, centered, outside, has_residual):
     compared("jaxfuse_norm_bwd", [x, *vectors], dy, s, gamma, beta, mean, rstd, *more, has_ds=has_residual, wants_parameters=True)
     if groups == 1:
         compared("jaxfuse_norm_bwd", [x], dy, s, gamma, beta, mean, rstd, has_ds=False, wants_parameters=False)
+
+
+def of_conv(shape, window, strides, padding, dilation, dtype, **options) -> tuple[ConvConfig, tuple]:
+    """The config of a depthwise convolution, channels last, and its arguments (x, w)."""
+    n, channels = len(shape), shape[-1]
+    last = (0, n - 1, *range(1, n - 1))
+    config = ConvConfig(strides, padding, dilation, channels, last, (n - 1, n - 2, *range(n - 2)), last, (1,) * (n - 2), **options)
+    return config, (random(0, shape, dtype), random(1, (*window, 1, channels), dtype))
+
+
+# Windows of one group of places and of several, aligned channels and not, strides, dilation, uneven padding and negative, sequences.
+DEPTHWISE = [
+    ((2, 9, 11, 16), (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), "silu"),
+    ((2, 11, 9, 13), (5, 3), (2, 1), ((3, 0), (0, 2)), (1, 2), "relu6"),
+    ((3, 8, 7, 72), (2, 2), (2, 3), ((0, 0), (-1, 3)), (3, 1), "none"),
+    ((1, 5, 40, 8), (1, 7), (1, 1), ((0, 0), (6, 0)), (1, 1), "gelu"),
+    ((2, 50, 24), (4,), (2,), ((3, 0),), (1,), "relu"),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape, window, strides, padding, dilation, activation", DEPTHWISE, ids=str)
+def test_depthwise(on_cuda, dtype, shape, window, strides, padding, dilation, activation):
+    """Forward and all gradients beside the op's reference in float32, from the same rounded numbers; then bit for bit the same."""
+    config, (x, w) = of_conv(shape, window, strides, padding, dilation, DTYPES[dtype], activation=activation, has_bias=True)
+    config = CONV.for_autodiff(config)
+    scaled = dataclasses.replace(config, has_scale=True, saves=0)
+    bias, scale = random(2, shape[-1:]), 1 + random(3, shape[-1:])
+    wide = [a.astype(jnp.float32) for a in (x, w)]
+    on_cuda(CONV.forward, scaled, (x, w, scale, bias), CONV.forward.reference(scaled, *wide, scale, bias), ROUNDING[dtype])
+    y, *z = on_cuda(CONV.forward, config, (x, w, bias), CONV.forward.reference(config, *wide, bias), ROUNDING[dtype])
+    dy, told = random(4, y.shape, y.dtype), {"none": (), "y": (y,), "z": z}[config.derivative]
+    of = dataclasses.replace(config, has_residual=True)  # whose gradient is dy·act'(z)
+
+    def linear(dtype):
+        types = [jax.ShapeDtypeStruct(a.shape, dtype) for a in (x, w, bias, y)]
+        return Linear(of, (True,) * 4, tuple(types), 2 + len(told))
+
+    operands = x, w, *told, dy
+    want = CONV.backward.reference(linear(jnp.float32), *[a.astype(jnp.float32) for a in operands])
+    tolerance = 4 * ROUNDING[dtype]  # dz, which dx is made of, is rounded
+    first = on_cuda(CONV.backward, linear(x.dtype), operands, want, tolerance)
+    again = on_cuda(CONV.backward, linear(x.dtype), operands, want, tolerance)
+    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_nan_and_inf_of_depthwise(on_cuda):
+    """They come out in the windows and the channel that they are in, and the padding's zeros are not multiplied by them."""
+    config, (x, w) = of_conv((1, 6, 9, 16), (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), jnp.float32, has_bias=True, activation="relu")
+    x, w = x.at[0, 2, 3, 1].set(jnp.nan).at[0, 5, 8, 2].set(jnp.inf), w.at[0, 0, 0, 5].set(jnp.inf)
+    y, = on_cuda(CONV.forward, config, (x, w, jnp.zeros(16)))
+    nan = np.isnan(y[0, ..., 1])
+    assert nan[1:4, 2:5].all() and nan.sum() == 9 and not np.isnan(y[..., 5]).any()
+    assert np.isfinite(np.delete(y, [1, 2, 5], axis=-1)).all()
+
+
+def test_refusals_of_depthwise(emulated):
+    config, (x, w) = of_conv((2, 6, 6, 8), (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), jnp.float32)
+    kernel = next(k for k in CONV.forward.kernels if k.name == "depthwise")
+    for options, reason in [(dict(feature_group_count=4), "feature_group_count 4 for 8 channels and 8 features"),
+                            (dict(has_residual=True), "residual"), (dict(lhs_dilation=(2, 2)), "lhs_dilation"),
+                            (dict(lhs_spec=(0, 1, 2, 3)), "channels"), (dict(feature_group_count=1), "no kernel yet")]:
+        assert reason in kernel.refuse(dataclasses.replace(config, **options), (x, w)), options
+    assert "empty" in kernel.refuse(config, (x[:0], w))
+    assert "float64" in kernel.refuse(config, (jax.ShapeDtypeStruct(x.shape, np.float64), w))
+    pairs = dict(window_strides=(1, 1), rhs_dilation=(1, 1), padding_low=(1, 1), padding_high=(1, 1))
+    attrs = {name: np.array(pair) for name, pair in pairs.items()} | dict(activation="relu", alpha=np.float32(0))
+    for operands, options, message in [
+        ((x, w[..., :7]), {}, r"w has shape \(3, 3, 1, 7\), expected \(height, width, 1, 8\)"),
+        ((x, w), dict(padding_high=np.array((0, 1))), r"y has shape \(2, 6, 6, 8\), expected \(2, 5, 6, 8\)"),
+        ((x, w), dict(window_strides=np.array((0, 1))), "attribute window_strides is"),
+        ((x, w), dict(rhs_dilation=np.array((4, 1))), "the window has 0 places along dimension 1"),
+        ((x, w.astype(jnp.bfloat16)), {}, "w has dtype bfloat16, expected float32"),
+    ]:
+        with pytest.raises(Exception, match=f"jaxfuse_depthwise_fwd: .*{message}"):
+            call = jax.jit(lambda *a: emulated("jaxfuse_depthwise_fwd", [x], *a, has_scale=False, has_bias=False, save_z=False,
+                                               **attrs | options))
+            jax.block_until_ready(call(*operands))
 
 
 def test_refusals_name_the_target(emulated):

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import jaxfuse
-from jaxfuse import ops, platforms, signature
+from jaxfuse import cuda, ops, platforms, signature
 
 LARGE, SMALL = (32, 56, 56, 64), (2, 8, 8, 64)
 
@@ -47,6 +47,32 @@ def test_norms_of_places_stay_on_cuda():
     x, _, gamma, beta = arguments(LARGE)
     ((_, kernel, reason),) = sites(jaxfuse.explain(group_norm, x, gamma, beta, platform="cuda"))
     assert not kernel and reason == "norm (places) has not been measured on cuda, and its bytes do not speak for it"
+
+
+def test_depthwise_convolutions_on_cuda(monkeypatch):
+    """With something after them; what bytes do not speak for stays with XLA."""
+    monkeypatch.setattr(cuda, "unavailable", lambda target: None)
+
+    def convolved(x, w, **options):
+        return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=64, **options)
+
+    def activated(x, w, bias):
+        return jax.nn.relu6(convolved(x, w) + bias)
+
+    def gradient(x, w, bias):
+        return jax.grad(lambda *args: (activated(*args) ** 2).sum(), (0, 1, 2))(x, w, bias)
+
+    def types(shape=LARGE, window=3):
+        return [jax.ShapeDtypeStruct(s, jnp.float32) for s in (shape, (window, window, 1, 64), (64,))]
+
+    def found(function, *args):
+        return sites(jaxfuse.explain(function, *args, platform="cuda"))
+
+    assert found(activated, *types()) == [("conv+bias+relu6", "depthwise", "")]
+    assert sorted(found(gradient, *types())) == [("conv+bias+relu6", "depthwise", "")] * 2
+    assert found(activated, *types(SMALL))[0][2] == "too small to gain on cuda: 0.066 MB less to move, worth it from 16"
+    assert found(activated, *types(window=5))[0][2].startswith("a window of 25 places has not been measured on cuda")
+    assert found(convolved, *types()[:2])[0][2] == "XLA makes one kernel of it"
 
 
 @pytest.mark.parametrize("platform", ["tpu", "rocm"])

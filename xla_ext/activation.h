@@ -15,4 +15,22 @@ inline bool is_told_by_a_bit(Activation activation) {
          activation == Activation::clip6;
 }
 
+// Whether the derivative is a function of the value.
+inline bool is_told_by_value(Activation activation) {
+  switch (activation) {
+    case Activation::none:
+    case Activation::relu:
+    case Activation::relu6:
+    case Activation::leaky_relu:
+    case Activation::elu:
+    case Activation::selu:
+    case Activation::celu:
+    case Activation::sigmoid:
+    case Activation::tanh:
+    case Activation::hard_sigmoid:
+    case Activation::softplus: return true;
+    default: return false;
+  }
+}
+
 }  // namespace jaxfuse

@@ -26,24 +26,6 @@ struct Backward {
   bool by_value;
 };
 
-// Whether the derivative is a function of the value.
-bool told_by_value(Activation activation) {
-  switch (activation) {
-    case Activation::none:
-    case Activation::relu:
-    case Activation::relu6:
-    case Activation::leaky_relu:
-    case Activation::elu:
-    case Activation::selu:
-    case Activation::celu:
-    case Activation::sigmoid:
-    case Activation::tanh:
-    case Activation::hard_sigmoid:
-    case Activation::softplus: return true;
-    default: return false;
-  }
-}
-
 void check(const Call& call, const Backward& b) {
   const DType dtype = b.dy.dtype;
   call.expect_dtype(b.dy, {DType::F32, DType::BF16});
@@ -70,7 +52,7 @@ Backward checked(const Call& call) {
              want_db = call.attr<bool>("want_db"), want_dresidual = call.attr<bool>("want_dresidual");
   const Activation activation = activation_attr(call);
   const bool by_value = call.attr<bool>("by_value");
-  if (by_value && !told_by_value(activation)) call.refuse("activation's derivative is not a function of its value");
+  if (by_value && !is_told_by_value(activation)) call.refuse("activation's derivative is not a function of its value");
   call.expect_counts(want_dw + want_dx + 1 + (activation != Activation::none),
                      want_dx + want_dw + want_db + want_dresidual);
   size_t operand = 0, result = 0;

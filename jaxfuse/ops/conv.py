@@ -12,7 +12,7 @@ from jax import lax
 from jaxfuse import ffi
 from jaxfuse.batch import completed
 from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear, widened
-from jaxfuse.ops import conv_channels_last, conv_cudnn, scattered
+from jaxfuse.ops import conv_channels_last, conv_cudnn, conv_depthwise, scattered
 from jaxfuse.ops.activations import TABLE as ACTIVATIONS
 from jaxfuse.ops.conv_config import ConvConfig, batch_groups_as_features, convolve, dimension_numbers_of, geometry_of
 from jaxfuse.ops.errors import Arguments, Array
@@ -259,11 +259,12 @@ OP = FusedOp(
     differentiable=lambda config: not config.has_scale,
     for_autodiff=lambda config: dataclasses.replace(config, saves=int(config.derivative == "z")),
     forward_kernels=(Kernel("product", _refuse_product, _run_product), conv_channels_last.forward(_refuse_forward, _run_forward),
-                     Kernel("onednn", _refuse_forward, _run_forward), conv_cudnn.KERNEL),
+                     Kernel("onednn", _refuse_forward, _run_forward), conv_depthwise.FORWARD, conv_cudnn.KERNEL),
     backward_kernels=(
         Kernel("product", lambda linear, args: _refuse_product(linear.config, args), _run_product_backward),
         conv_channels_last.backward(_refuse_backward, _run_backward),
         Kernel("onednn", _refuse_backward, _run_backward),
+        conv_depthwise.backward(_backward_axes),
     ),
     forward_axes=_forward_axes,
     backward_axes=_backward_axes,

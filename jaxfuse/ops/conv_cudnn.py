@@ -13,6 +13,7 @@ from jax import lax
 from jaxfuse import cuda
 from jaxfuse.cudnn import graph, plans
 from jaxfuse.op import Kernel
+from jaxfuse.ops import conv_depthwise
 
 TARGET = "jaxfuse_cudnn_graph"
 _DTYPES = ("bfloat16", "float16")
@@ -31,8 +32,10 @@ def _refuse_arrays(config, args) -> str | None:
         return "an empty array"
     if len(x.shape) not in (4, 5):
         return f"x of rank {len(x.shape)}: cuDNN's kernel takes 4 and 5"
-    if config.transposed or config.feature_group_count > 1:
-        return f"lhs_dilation {config.lhs_dilation}, feature_group_count {config.feature_group_count}: cuDNN's kernel takes neither"
+    if config.feature_group_count > 1:
+        return conv_depthwise.FORWARD.refuse(config, args)  # which was asked first
+    if config.transposed:
+        return f"lhs_dilation {config.lhs_dilation}: cuDNN's kernel takes none"
     if min(min(pair) for pair in config.padding) < 0:
         return f"negative padding {config.padding}"
     if (config.lhs_spec, config.out_spec) != (_channels_last(len(x.shape)),) * 2:

@@ -135,3 +135,49 @@ def test_residual_block(by):
 
     plain, fused = (per_element(launches(f, args[0], *args), args[0]) for f in (step, jaxfuse.fuse(step)))
     assert fused <= dict(plain=0.85, native=0.88)[by] * plain, (plain, fused)
+
+
+DEPTHWISE = (spec((64, 56, 56, 256)), spec((3, 3, 1, 256)), spec((256,)))
+
+
+def depthwise(activation):
+    def layer(x, w, bias):
+        y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=x.shape[-1])
+        return activation(y + bias)
+
+    return layer
+
+
+@pytest.mark.parametrize("activation, forward, both", [(jax.nn.relu6, (8.1, 4.1), (22.1, 14.1)), (jax.nn.silu, (8.1, 4.1), (22.1, 16.1))])
+def test_depthwise(monkeypatch, activation, forward, both):
+    """Forward, and with the gradient: XLA's own bytes per element, and by our calls, which keep what silu is applied to. The
+    backward call's second kernel reads 2 more, of what its first has written."""
+    for name in {"jaxfuse_depthwise_fwd", "jaxfuse_depthwise_bwd"} - cuda.targets():  # only shapes matter here
+        jax.ffi.register_ffi_target(name, ffi.native().registrations()["jaxfuse_norm_fwd"], platform="CUDA")
+    monkeypatch.setattr(cuda, "unavailable", lambda target: None)
+
+    def step(function):
+        def run(ct, *args):
+            y, pullback = jax.vjp(function, *args)
+            y, ct = lax.optimization_barrier((y, ct))  # as in a network, the cotangent is not known before the value
+            return y, pullback(ct)
+
+        return run
+
+    layer = depthwise(activation)
+    with platforms.assumed("cuda"):
+        inference = [launches(f, *DEPTHWISE) for f in (layer, jaxfuse.fuse(layer))]
+        training = [launches(step(f), DEPTHWISE[0], *DEPTHWISE) for f in (layer, jaxfuse.fuse(layer))]
+    for found, budget in zip((*inference, *training), (*forward, *both)):
+        assert budget - 0.2 < bytes_moved(found) / DEPTHWISE[0].size <= budget, found
+    assert [f.target for f in training[1] if f.target] == ["jaxfuse_depthwise_fwd", "jaxfuse_depthwise_bwd"]
+
+
+def test_gradient_of_activation_and_bias_is_one_pass_of_xlas():
+    """So there is no kernel of ours for it: dy and z read, dz written, its sum made on the way, and 6 bytes are the least."""
+    def gradient(ct, x, w, bias):
+        return jax.vjp(lambda x, w, bias: jax.nn.gelu(x @ w + bias), x, w, bias)[1](ct)
+
+    dy = spec((16384, 4096))
+    found = [f for f in launches(gradient, dy, spec((16384, 1024)), spec((1024, 4096)), spec((4096,))) if "dot" not in f.name]
+    assert 6 <= bytes_moved(found) / dy.size <= 6.1, found
