@@ -76,6 +76,15 @@ def test_a_fused_train_step(found):
         assert {"jaxfuse_batch_norm_bwd_stats", "jaxfuse_batch_norm_bwd_apply", "jaxfuse_conv_bwd"} <= set(result["kernels"])
 
 
+def test_a_norm_in_a_fused_step_under_explicit_axes(found):
+    result = found["jit, explicit axes, a fused step"]["normed"]
+    assert result["distance"] < TOLERANCE and "all-gather" not in result["collectives"]
+    assert result["kernels"] == result["kernels on one device"]
+    if not ffi.unavailable("jaxfuse_norm_bwd"):
+        assert "jaxfuse_norm_bwd" in result["kernels"]
+        assert any("not along its first dimension" in reason for reason in found["explicit axes, places sharded"])
+
+
 # --- in the process with four devices ----------------------------------------------------------------------------
 
 
@@ -88,6 +97,9 @@ def main():
         "jit, kernels off": without_kernels,
         "jit, 6 on 4 devices": lambda: in_jit(mesh_of(4), items=6),
         "jit, a fused step": lambda: in_jit(mesh_of(4), functions=(step,), differentiated=fused_step),
+        "jit, explicit axes, a fused step": lambda: in_jit(
+            mesh_of(4, explicit=True), functions=(normed,), differentiated=fused_step),
+        "explicit axes, places sharded": lambda: reasons_where_places_are_sharded(mesh_of(2, explicit=True)),
         "shard_map": lambda: in_shard_map(mesh_of(4)),
         "shard_map, check_vma=False": lambda: in_shard_map(mesh_of(4), check_vma=False),
         "shard_map over one of two axes": lambda: in_shard_map(mesh_of(2, 2)),
@@ -172,6 +184,23 @@ def step(a):
     mean, var = h.mean((0, 1, 2)), h.var((0, 1, 2))
     y = jax.nn.relu((h - mean) * jax.lax.rsqrt(var + 1e-5) * a["gamma"] + a["beta"] + a["residual"])
     return conv(y, a["w"]), mean, var
+
+
+def normed(a):
+    """A layer norm of what another one and a skip connection give."""
+
+    def layer_norm(x):
+        mean, var = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
+        return (x - mean) * jax.lax.rsqrt(var + 1e-5) * a["gamma"] + a["beta"]
+
+    y = layer_norm(a["x"]) + a["residual"]
+    return y, jax.nn.relu(layer_norm(y))
+
+
+def reasons_where_places_are_sharded(mesh):
+    arrays = arguments(8)
+    along = {name: NamedSharding(mesh, P(None, "data") if of_batch(arrays)[name] else P()) for name in arrays}
+    return [s.reason for s in jaxfuse.explain(forward_and_gradients(normed), jax.device_put(arrays, along), policy="always").skipped]
 
 
 def fused_step(function):

@@ -13,7 +13,7 @@ from jaxfuse.derivative import gradients
 from jaxfuse.graph import Emission, Graph, Node, Value
 from jaxfuse.live import unneeded
 from jaxfuse.match import Chain, Match, depends_on
-from jaxfuse.op import Linear
+from jaxfuse.op import Linear, type_of
 from jaxfuse.ops.norm import OP, NormConfig
 from jaxfuse.patterns.activation_grad import slopes_at
 from jaxfuse.patterns.autodiff import backward
@@ -67,9 +67,9 @@ def fused(graph: Graph, label: str, anchor: Node, gradient: NormGradient, form, 
     statistics = [v.aval for v in gradient.saved]
     kernel, reason = OP.backward.kernel(linear, (*types, *statistics, *types[:1] * (1 + config.wants_sum)))
     needs = (x, gradient.dy, *gradient.saved, *gradient.added, *parameters, *[v for _, added in gradient.of_parameters for v in added])
-    sharded = next((v for v in needs if v.producer and any(v.aval.sharding.spec)), None)
+    sharded = next((v for v in needs if v.producer and any(v.aval.sharding.spec[1:])), None)
     if sharded is not None:
-        return f"{sharded!r} is sharded along an explicit axis of the mesh: its gradient takes automatic and manual ones"
+        return f"{sharded!r} is sharded along an explicit axis of the mesh, and not along its first dimension"
     defines = gradient.defines
     if depends_on(list(needs), set(map(id, defines)), min(v.producer.index for v in defines)):
         return "the norm's gradients depend on each other"
@@ -84,7 +84,9 @@ def fused(graph: Graph, label: str, anchor: Node, gradient: NormGradient, form, 
         dy = chain.layout.undo(read(gradient.dy), tuple(range(len(inner))))
         (gamma, beta), back = jax.vjp(vectors, *map(read, parameters))
         ds = [placed(sum((read(v) for v in gradient.added[1:]), read(gradient.added[0])))] if gradient.added else []
-        made = OP.backward(linear, placed(read(x)), gamma, beta, *map(read, gradient.saved), placed(dy), *ds)
+        primals = placed(read(x)), gamma, beta
+        here = dataclasses.replace(linear, types=tuple(type_of(jax.typeof(a)) for a in primals))  # as they are sharded
+        made = OP.backward(here, *primals, *map(read, gradient.saved), placed(dy), *ds)
         if gradient.dx is not None:
             yield gradient.dx, reshaped(made[0].astype(gradient.dx.dtype), gradient.dx.shape)
         for (value, added), array in zip(gradient.of_parameters, back(tuple(made[1:])) if wanted else ()):
