@@ -111,6 +111,10 @@ class Graph:
         """The value itself; of a part of the graph, what its copy stands for."""
         return value
 
+    def twin(self, node: Node) -> "Node | None":
+        """The node itself; of a part of the graph, the part's node for it, if it has one."""
+        return node
+
     def symbolic(self) -> Node | None:
         """The first node with an output of no fixed shape, as `jax.export` traces them."""
         return next((node for node in self.nodes for v in node.outputs

@@ -18,7 +18,7 @@ from jaxfuse.ops.batch_norm import BatchNormConfig, Standard
 from jaxfuse.ops.conv import OP as CONV
 from jaxfuse.ops.conv_config import ConvConfig
 from jaxfuse.ops.norm import OP as NORM
-from jaxfuse.ops.norm import NormConfig
+from jaxfuse.ops.norm_config import NormConfig
 
 pytestmark = pytest.mark.skipif(cuda_emulated.compiler() is None, reason="no g++ or clang++ to compile the kernels for the CPU")
 

@@ -1,12 +1,6 @@
 """norm: y = act((s - mean)·rstd·gamma + beta), s = x + residual, with mean and rstd of groups of s, and its gradients.
 
-Layer, RMS, group and instance norm are this one op. x is seen as (outer, spatial, groups, length): the statistics are those
-of each (outer, group); gamma and beta have one number for each (group, length), or for `repeats` of them:
-
-    layer norm, RMS norm           (rows, 1, 1, features)                    RMS norm is not centered: mean is 0
-    group norm, channels last      (batch, places, groups, channels/group)
-    group norm, channels first     (batch, 1, groups, channels/group · places), gamma and beta for `repeats` = places each
-    instance norm                  a group norm with one channel in each group
+Layer, RMS, group and instance norm are this one op: `norm_config.py` says how each is seen as (outer, spatial, groups, length).
 
 With n = spatial·length, var = Σ(s - mean)²/n, rstd = 1/sqrt(var + epsilon), x̂ = (s - mean)·rstd, g = dy·act'(z):
 
@@ -30,42 +24,7 @@ from jaxfuse.batch import reshaped
 from jaxfuse.op import PLAIN, BatchAxes, FusedOp, Kernel, Linear
 from jaxfuse.ops.activations import TABLE as ACTIVATIONS
 from jaxfuse.ops.errors import Arguments, Array
-
-
-@dataclasses.dataclass(frozen=True)
-class NormConfig:
-    """Everything static. Arguments: x, residual if any, gamma, beta [groups, length/repeats]; outputs: y, the sum if wanted, more."""
-
-    inner: tuple[int, int, int]  # spatial, groups, length: the product of the last axes of x
-    inner_rank: int  # how many axes of x these are; what is before them is the batch, at least one axis
-    epsilon: float
-    repeats: int = 1
-    epsilon_outside: bool = False  # 1/(sqrt(var) + epsilon)
-    centered: bool = True
-    has_residual: bool = False
-    wants_sum: bool = False
-    activation: str = "none"
-    saving: bool = False  # also return what the gradient needs: mean, rstd [*batch, groups], and the sum if not wanted
-
-    @property
-    def gives_sum(self) -> bool:
-        return self.has_residual and (self.wants_sum or self.saving)
-
-    @property
-    def saves(self) -> int:
-        return (2 + (self.has_residual and not self.wants_sum)) * self.saving
-
-    def unpack(self, args):
-        """(x, residual or None, gamma, beta)"""
-        x, *rest = args
-        return x, rest[0] if self.has_residual else None, *rest[self.has_residual :]
-
-    @property
-    def parameter_shape(self) -> tuple[int, int]:
-        return self.inner[1], self.inner[2] // self.repeats
-
-    def batch(self, x) -> tuple[int, ...]:
-        return tuple(x.shape[: x.ndim - self.inner_rank])
+from jaxfuse.ops.norm_config import NormConfig
 
 
 def layer_norm(x: Array, gamma: Array, beta: Array, residual: Array | None = None, *, activation: str | None = None,

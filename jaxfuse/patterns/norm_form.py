@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfuse.graph import Node, Value
-from jaxfuse.ops.norm import NormConfig
+from jaxfuse.ops.norm_config import NormConfig
 from jaxfuse.rows import MEAN, VAR, Key, Rows, merged, row_major
 
 UNREAD = "its steps are not those of a normalisation by mean and variance"

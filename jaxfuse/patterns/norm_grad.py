@@ -14,7 +14,8 @@ from jaxfuse.graph import Emission, Graph, Node, Value
 from jaxfuse.live import unneeded
 from jaxfuse.match import Chain, Match, depends_on
 from jaxfuse.op import Linear, type_of
-from jaxfuse.ops.norm import OP, NormConfig
+from jaxfuse.ops.norm import OP
+from jaxfuse.ops.norm_config import NormConfig
 from jaxfuse.patterns.activation_grad import slopes_at
 from jaxfuse.patterns.autodiff import backward
 

@@ -101,13 +101,14 @@ class _Site:
         return Emission((*full, *self.parameters), (end, *[x] * config.wants_sum, *saved), run)
 
     def _reader(self, gone: set[int]) -> str:
-        """What else reads an inner value, of the backward pass; `gone` are nodes that are not needed any more."""
+        """What else reads an inner value; `gone` are nodes that are not needed any more."""
         nodes = (*self.norm.nodes, *self.chain.nodes)
         mine = {n.index for n in nodes} | gone
         for value in {id(v): v for n in nodes for v in map(self.part.original, n.outputs)}.values():
             reader = next((n for n in value.users if n.index not in mine), None)
             if value is not self.end and reader is not None and not _is_cast_of(value, self.x) and not _is_before(value, self.x):
-                return no_kernel(f"{value!r} is read by {reader} too, in the backward pass")
+                backward = reader.index >= 0 and not self.part.twin(reader)  # a fused op says its direction itself
+                return no_kernel(f"{value!r} is read by {reader} too{', in the backward pass' * backward}")
         return ""
 
     def _reads_sum(self) -> bool:
