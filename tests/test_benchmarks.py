@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks import cases, checks, inputs, peer, peers, plan, report, turns
+from benchmarks import cases, checks, inputs, peer, peers, plan, report, swapped, turns
 from benchmarks.__main__ import main
 
 
@@ -240,3 +240,13 @@ def test_readme_block_is_refreshed_between_its_markers(tmp_path):
     readme.write_text("no markers")
     with pytest.raises(ValueError, match="benchmark table"):
         report.refresh_readme(readme, result)
+
+
+def test_the_interval_of_a_median():
+    """Its ends are the order statistics of tables of the sign test, at 5 %."""
+    ends = {5: (1, 5), 6: (1, 6), 10: (2, 9), 20: (6, 15), 50: (18, 33)}
+    assert {n: swapped.of_median([float(i) for i in range(n, 0, -1)]) for n in ends} == ends
+    calls = []
+    pairs = swapped.turns({"one": lambda: calls.append("one"), "other": lambda: calls.append("other")}, (), 2)
+    assert len(pairs) == 2 and calls[2:] == ["one", "other", "other", "one"]
+    assert "+0.0% (+0.0% to +0.0%), 2 turns" in swapped.summary("linen", [(1.0, 1.0)] * 2)
