@@ -1,23 +1,26 @@
 """Whole Flax models with their layers exchanged: the same parameters and numbers, the sites of a fused function."""
 
+import contextlib
 import functools
+from collections.abc import Callable
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
 import jaxfuse
 import jaxfuse.flax.linen as fused_linen
 import jaxfuse.flax.nnx as fused_nnx
+from compare import jit
 from test_flax_layers import close
 from test_networks import SmallNet
 from test_patterns import patterns
 
 X = jax.random.normal(jax.random.key(0), (4, 16, 16, 3))
+MESH = jax.make_mesh((1,), ("model",), (jax.sharding.AxisType.Auto,))
 
 
 class Own(nnx.BatchNorm):
@@ -73,6 +76,52 @@ def test_linen_says_what_became_of_each_module():
     assert "no layer that has a drop-in" in became["Bottleneck_0"].reason
     never = {e.path: e for e in fused_linen.exchanged(model, variables, X, False, policy="never")}
     assert never["Conv_0"] == ("Conv_0", nn.Conv, nn.Conv, 'policy "never"')
+
+
+class Coder(nn.Module):
+    """Modules made in `setup`, one of them shared; several methods; random numbers."""
+
+    features: int = 3
+    activation: Callable = lambda x: nn.relu(x)  # a function that is no method
+
+    def setup(self):
+        self.conv = nn.Conv(self.features, (3, 3))  # called twice
+        self.norms = [nn.BatchNorm(use_running_average=False) for _ in range(2)]
+        self.dropout = nn.Dropout(0.5, deterministic=False)
+
+    def encode(self, x):
+        for norm in self.norms:
+            x = self.activation(norm(self.conv(x)))
+        return self.dropout(x)
+
+    def describe(self):
+        return "a coder"
+
+    def __call__(self, x):
+        return self.encode(x) + self.encode(x)
+
+
+def test_linen_modules_made_in_setup_shared_and_called_by_any_method():
+    flax, ours, wide = Coder(), fused_linen.replace(Coder()), fused_linen.replace(Coder(64))
+    keys = {"params": jax.random.key(1), "dropout": jax.random.key(2)}
+    variables = jax.jit(flax.init)(keys, X)
+    equal(variables, jax.jit(ours.init)(keys, X))
+
+    def graded(model):
+        def loss(variables):
+            y, updates = model.apply(variables, X, method="encode", mutable=["batch_stats"], rngs=keys)
+            return jnp.sum(jnp.sin(y)), (y, updates)
+
+        return jax.grad(loss, has_aux=True)
+
+    close(*jit(lambda variables: (graded(ours)(variables), graded(flax)(variables)))(variables), "f32")
+    assert ours.apply(variables, method="describe") == "a coder"
+    large = jax.ShapeDtypeStruct((8, 56, 56, 64), jnp.float32)  # where it is worth it
+    for method in ("__call__", "encode"):
+        run = functools.partial(wide.apply, method=method, mutable=["batch_stats"], rngs=keys)
+        assert "jaxfuse_conv" in str(jax.make_jaxpr(run)(jax.eval_shape(wide.init, keys, large), large)), method
+    became = [e.path for e in fused_linen.exchanged(flax, variables, X, mutable=["batch_stats"], rngs=keys) if e.was is nn.Conv]
+    assert became == ["conv"]
 
 
 def test_nnx_model_in_place_shared_layers_and_dropout():
@@ -137,49 +186,60 @@ def test_nnx_method_that_makes_variables_runs_as_it_is():
     np.testing.assert_array_equal(jax.tree.leaves(nnx.state(model, nnx.Intermediate))[0], y)
 
 
-@pytest.mark.parametrize("writer, reader", [(nn.Conv, fused_linen.Conv), (fused_linen.Conv, nn.Conv)])
-def test_linen_checkpoints_cross_load(tmp_path, writer, reader):
-    variables = writer(16, (3, 3)).init(jax.random.key(4), X)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", variables)
-        checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "state", reader(16, (3, 3)).init(jax.random.key(5), X))
-    equal(restored, variables)
-    close(reader(16, (3, 3)).apply(restored, X), writer(16, (3, 3)).apply(variables, X), "f32")
+def linen_over_batch(layers, x):
+    norm = layers.BatchNorm(use_running_average=False, axis_name="batch")
+    variables = norm.init(jax.random.key(0), x[0])
+    return jax.vmap(lambda x: norm.apply(variables, x, mutable=["batch_stats"]), axis_name="batch")(x)
 
 
-@pytest.mark.parametrize("exchange", ["before", "after"])
-def test_nnx_checkpoints_cross_load(tmp_path, exchange):
-    written, read = Net(nnx.Rngs(1)), Net(nnx.Rngs(2))
-    fused_nnx.replace(written if exchange == "before" else read)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", nnx.to_pure_dict(nnx.state(written, nnx.Param, nnx.BatchStat)[0]))
-        checkpointer.wait_until_finished()
-        state = nnx.state(read, nnx.Param, nnx.BatchStat)[0]
-        nnx.replace_by_pure_dict(state, checkpointer.restore(tmp_path / "state", nnx.to_pure_dict(state)))
-    nnx.update(read, state)
-    for model in (written, read):
-        model.eval()
-    close(read(X), written(X), "f32")
+def nnx_over_batch(layers, x):
+    graphdef, state = nnx.split(layers.BatchNorm(3, axis_name="batch", rngs=nnx.Rngs(0)))
+
+    def one(x):
+        norm = nnx.merge(graphdef, state, copy=True)
+        return norm(x), nnx.to_pure_dict(nnx.state(norm))
+
+    return jax.vmap(one, axis_name="batch")(x)
 
 
-def test_batch_norm_over_a_named_axis():
-    def run(layer):
-        norm = layer(use_running_average=False, axis_name="batch")
-        variables = norm.init(jax.random.key(0), X[0])
-        return jax.vmap(lambda x: norm.apply(variables, x, mutable=["batch_stats"]), axis_name="batch")(X)
+@pytest.mark.parametrize("over_batch, flax, ours", [(linen_over_batch, nn, fused_linen), (nnx_over_batch, nnx, fused_nnx)],
+                         ids=["linen", "nnx"])
+def test_batch_norm_over_a_named_axis(over_batch, flax, ours):
+    def graded(layers):
+        def loss(x):
+            y, state = over_batch(layers, x)
+            return jnp.sum(jnp.sin(y)), (y, state)
 
-    close(run(fused_linen.BatchNorm), run(nn.BatchNorm), "f32")
+        return jax.jit(jax.grad(loss, has_aux=True))(X)
+
+    close(graded(ours), graded(flax), "f32")
 
 
-def test_partitioning_metadata_stays():
+@pytest.mark.parametrize("boxed", [False, True], ids=["plain", "on a mesh"])
+def test_linen_partitioning(boxed):
+    """Metadata stays with parameters and gradients, and constrains them where a mesh is set."""
     init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, None, None, "model"))
-    layers = [layer(16, (3, 3), kernel_init=init) for layer in (nn.Conv, fused_linen.Conv)]
-    theirs, mine = (nn.get_partition_spec(layer.init(jax.random.key(0), X)) for layer in layers)
-    assert theirs == mine
-    nnx_layers = [layer(3, 16, (3, 3), rngs=nnx.Rngs(0), kernel_metadata={"mine": 1})
-                  for layer in (nnx.Conv, fused_nnx.Conv)]
-    assert nnx_layers[0].kernel.get_metadata() == nnx_layers[1].kernel.get_metadata()
+    flax, ours = (layers.Conv(16, (3, 3), kernel_init=init) for layers in (nn, fused_linen))
+    with jax.set_mesh(MESH) if boxed else contextlib.nullcontext():
+        variables = flax.init(jax.random.key(0), X)
+        assert nn.get_partition_spec(variables) == nn.get_partition_spec(ours.init(jax.random.key(0), X))
+        theirs, mine = (jax.jit(jax.grad(lambda v, m=m: jnp.sum(jnp.sin(m.apply(v, X)))))(variables) for m in (flax, ours))
+    assert nn.get_partition_spec(mine) == nn.get_partition_spec(theirs)
+    close(nn.unbox(mine), nn.unbox(theirs), "f32")
+
+
+def test_nnx_partitioning():
+    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, None, None, "model"))
+    with jax.set_mesh(MESH):
+        flax, ours, exchanged = (layers.Conv(3, 16, (3, 3), kernel_init=init, kernel_metadata={"mine": 1}, rngs=nnx.Rngs(0))
+                                 for layers in (nnx, fused_nnx, nnx))
+        layers = flax, ours, fused_nnx.replace(exchanged)
+        grads = [nnx.jit(nnx.grad(lambda layer: jnp.sum(jnp.sin(layer(X)))))(layer) for layer in layers]
+    for layer, grad in zip(layers[1:], grads[1:]):
+        assert layer.kernel.get_metadata() == flax.kernel.get_metadata() and layer.kernel.get_metadata()["mine"] == 1
+        assert grad["kernel"].get_metadata() == grads[0]["kernel"].get_metadata()
+        assert nnx.get_partition_spec(nnx.state(layer)) == nnx.get_partition_spec(nnx.state(flax))
+        close(nnx.to_pure_dict(grad), nnx.to_pure_dict(grads[0]), "f32")
 
 
 @pytest.mark.parametrize("lift", [nn.remat, nn.jit], ids=["remat", "jit"])
@@ -207,17 +267,6 @@ def test_scanned_over_layers():
     variables = Stack(nn.Conv).init(jax.random.key(0), x)
     equal(variables, Stack(fused_linen.Conv).init(jax.random.key(0), x))
     close(Stack(fused_linen.Conv).apply(variables, x), Stack(nn.Conv).apply(variables, x), "f32")
-
-
-def test_recurrent_layers():
-    x = jax.random.normal(jax.random.key(0), (2, 5, 8))
-    for name in ("LSTMCell", "OptimizedLSTMCell", "GRUCell"):
-        theirs, mine = nn.RNN(getattr(nn, name)(16)), fused_linen.RNN(getattr(fused_linen, name)(16))
-        variables = theirs.init(jax.random.key(1), x)
-        equal(variables, mine.init(jax.random.key(1), x))
-        close(mine.apply(variables, x), theirs.apply(variables, x), "f32")
-        pair = [module.RNN(getattr(module, name)(8, 16, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0)) for module in (nnx, fused_nnx)]
-        close(pair[1](x), pair[0](x), "f32")
 
 
 BLOCKS = {"ConvNorm": (8, 16), "Residual": (8, 16), "Bottleneck": (8, 4), "InvertedResidual": (8, 8), "ConvNeXt": (8,),

@@ -19,19 +19,21 @@ from flax.core import lift
 from flax.linen.transforms import lift_transform
 
 from jaxfuse.fuse import inline
+from jaxfuse.signature import is_part_of_a_program
 
 
 def fused(method):
     """Decorates a method of a `flax.linen.Module`: what it computes, layers and all, is fused as one program.
 
-    Variables, mutable collections and RNG streams behave as under `flax.linen.remat`. While parameters are initialised the
-    method runs as it is.
+    Variables, mutable collections and RNG streams behave as under `flax.linen.remat`. While parameters are initialised, and
+    within a program that is fused as a whole, the method runs as it is.
     """
     through = lift_transform(_lifted, method)
 
     @functools.wraps(method)
     def call(self, *args, **kwargs):
-        return (method if self.is_initializing() else through)(self, *args, **kwargs)
+        plain = self.is_initializing() or is_part_of_a_program()
+        return (method if plain else through)(self, *args, **kwargs)
 
     return call
 
@@ -63,8 +65,8 @@ class Epilogue(nn.Module):
     activation: Callable[[jax.Array], jax.Array] | None = None
 
     @fused
-    def __call__(self, x, *args, residual=None, **kwargs):
-        y = super().__call__(x, *args, **kwargs)
+    def __call__(self, *args, residual=None, **kwargs):
+        y = super().__call__(*args, **kwargs)
         if residual is not None:
             y = y + residual
         return y if self.activation is None else self.activation(y)

@@ -2,20 +2,22 @@
 
 import dataclasses
 import functools
+import inspect
 import re
 
 import flax.linen as nn
 
 from jaxfuse.flax import Exchanged
-from jaxfuse.flax.linen.layers import EXCHANGE, Epilogue, Fused
+from jaxfuse.flax.linen.layers import EXCHANGE, Epilogue, Fused, fused
 from jaxfuse.fuse import explain
 
 
 def replace(module: nn.Module) -> nn.Module:
     """The same module, its call fused as one program, with every module in it, those made in `@nn.compact` methods included.
 
-    The result is of a subclass of the module's class, takes the same variables, and initialises the same; its report is
-    `jaxfuse.explain(module.apply, variables, *args)`, whose sites name the layers in `scope`.
+    So is each of its other public methods, for `apply(..., method="encode")`. The result is of a subclass of the module's
+    class, takes the same variables, and initialises the same; its report is
+    `jaxfuse.explain(module.apply, variables, *args)`, whose sites name the layers in `scopes`.
 
     Raises: TypeError if `module` is not a `flax.linen.Module`; ValueError if it is bound to variables.
     """
@@ -36,7 +38,23 @@ def _fused_class(cls: type) -> type:
     if issubclass(cls, (Fused, Epilogue)):
         return cls
     own = {"__doc__": cls.__doc__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return type(cls.__name__, (Fused, cls), own)
+    return type(cls.__name__, (Fused, cls), own | {name: _fused_method(cls, name) for name in _public_methods(cls)})
+
+
+def _public_methods(cls: type) -> set[str]:
+    """Names of the methods that compute with the module's variables, but for `__call__`, which `Fused` has."""
+    written = [base for base in cls.__mro__ if issubclass(base, nn.Module) and base is not nn.Module]
+    others = {"setup", *(field.name for field in dataclasses.fields(cls))}  # a field's default may be a function
+    return {name for base in written for name, method in vars(base).items()
+            if inspect.isfunction(method) and not hasattr(method, "nowrap") and not name.startswith("_")} - others
+
+
+def _fused_method(cls: type, name: str):
+    def call(self, *args, **kwargs):
+        return getattr(cls, name)(self, *args, **kwargs)
+
+    call.__name__ = name
+    return fused(call)
 
 
 def exchanged(module: nn.Module, variables, *args, policy: str = "measured", **kwargs) -> tuple[Exchanged, ...]:

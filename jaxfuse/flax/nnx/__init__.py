@@ -1,4 +1,4 @@
-"""Flax nnx's layers, fused, and blocks of them: `import jaxfuse.flax.nnx as fnn`, then `fnnx.Conv` for `nnx.Conv`."""
+"""Flax nnx's layers, fused, and blocks of them: `import jaxfuse.flax.nnx as fnnx`, then `fnnx.Conv` for `nnx.Conv`."""
 
 from jaxfuse.flax.nnx.blocks import MLP, Bottleneck, ConvNeXt, ConvNorm, InvertedResidual, Residual
 from jaxfuse.flax.nnx.layers import (
@@ -8,5 +8,5 @@ from jaxfuse.flax.nnx.replace import exchanged, explain, replace
 
 __all__ = [
     "BatchNorm", "Bottleneck", "Conv", "ConvNeXt", "ConvNorm", "ConvTranspose", "GRUCell", "GroupNorm",
-    "InvertedResidual", "LSTMCell", "LayerNorm", "Linear", "MLP", "OptimizedLSTMCell", "RMSNorm", "RNN", "Residual", "exchanged", "explain",
-    "fused", "replace"]
+    "InvertedResidual", "LSTMCell", "LayerNorm", "Linear", "MLP", "OptimizedLSTMCell", "RMSNorm", "RNN", "Residual",
+    "exchanged", "explain", "fused", "replace"]

@@ -1,4 +1,4 @@
-"""Flax nnx's layers, fused: `from jaxfuse.flax import nnx as fnnx`, then `fnnx.Conv` where it said `nnx.Conv`.
+"""Flax nnx's layers, fused: `import jaxfuse.flax.nnx as fnnx`, then `fnnx.Conv` where it said `nnx.Conv`.
 
 Each layer is a subclass of Flax's own and computes what that computes, through `jaxfuse.fuse`: constructor arguments, state,
 initialisers, RNG use, masks, dtypes, metadata and errors are Flax's, so that checkpoints load both ways. Beyond that, most
@@ -73,8 +73,8 @@ class Epilogue(nnx.Module):
         self.activation = activation
 
     @fused
-    def __call__(self, x, *args, residual=None, **kwargs):
-        y = super().__call__(x, *args, **kwargs)
+    def __call__(self, *args, residual=None, **kwargs):
+        y = super().__call__(*args, **kwargs)
         if residual is not None:
             y = y + residual
         return y if self.activation is None else self.activation(y)
