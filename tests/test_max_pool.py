@@ -48,6 +48,11 @@ def by_op(x, window, strides, padding):
     return ops.max_pool(x, window, strides=strides, padding=padding)
 
 
+def plain(*args):
+    """`by_op`, under a name of its own: what was compiled for that holds its kernels."""
+    return by_op(*args)
+
+
 def values(kind, shape, dtype, seed=0):
     """Few values, hence ties; many zeros, as after relu; or NaN and infinities among them."""
     rng = np.random.default_rng(seed)
@@ -70,9 +75,9 @@ def cotangent(x, geometry):
     return jnp.asarray(np.random.default_rng(1).normal(size=y.shape), y.dtype)
 
 
-def check_against_xla(x, geometry):
+def check_against_xla(x, geometry, by=by_op):
     dy = cotangent(x, geometry)
-    got = value_and_gradient(by_op, x, dy, geometry)
+    got = value_and_gradient(by, x, dy, geometry)
     # in float32, because in bfloat16 XLA rounds after every addition
     wide = value_and_gradient(by_xla, x.astype(jnp.float32), dy.astype(jnp.float32), geometry)
     for value, expected in zip(got, wide):
@@ -91,6 +96,19 @@ def test_value_and_gradient(name, dtype):
     shape, *geometry = GEOMETRIES[name]
     for kind in ("normal", "relu", "special"):
         check_against_xla(values(kind, shape, dtype), tuple(geometry))
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_without_a_kernel(name, monkeypatch):
+    """Plain JAX, as on a GPU: winners are kept, and the gradient sums in float32; beyond 64 positions it is XLA's own."""
+    monkeypatch.setattr(ffi, "unavailable", lambda target: "switched off by the test")
+    shape, *geometry = GEOMETRIES[name]
+    dtype = BF16 if np.prod(geometry[0]) <= OP_MODULE.UNROLLED else jnp.float32
+    for kind in ("relu", "special"):
+        x = values(kind, shape, dtype)
+        check_against_xla(x, tuple(geometry), by=plain)
+    lowered = value_and_gradient.lower(plain, x, cotangent(x, geometry), tuple(geometry)).as_text()
+    assert ("select_and_scatter" in lowered) == (dtype == jnp.float32) and "custom_call" not in lowered
 
 
 @needs_native

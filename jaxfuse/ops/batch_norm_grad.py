@@ -73,9 +73,9 @@ def _sums_reference(config: GradientConfig, dy, x, mean, *told):
 
 def _dx_reference(config: GradientConfig, dy, x, *vectors_and_told):
     # g, of a residual, is the program's to compute where it adds to it; without the fence XLA would keep what it computes of
-    # act'(z) for the sums, a byte for each element
+    # act'(z) for the sums, a byte for each element. dy and x stay outside: they may be computed here, of less than they are
     given = [_wide_g(config, dy, x, vectors_and_told[4:]).astype(dy.dtype)] * config.wants_g
-    dy, x, mean, a, b, c, *told = jax.lax.optimization_barrier((dy, x, *vectors_and_told))
+    mean, a, b, c, *told = jax.lax.optimization_barrier(vectors_and_told)
     g = _wide_g(config, dy, x, told)
     dx = _beside(config, x, a) * g
     if b is not None:
@@ -85,7 +85,7 @@ def _dx_reference(config: GradientConfig, dy, x, *vectors_and_told):
 
 def by_xla(config: GradientConfig, dy, x, mean, *told):
     """Both passes as plain JAX: the sums, and a function of a, b, c that gives (dx, *g)."""
-    dy, x, mean, *told = jax.lax.optimization_barrier((dy, x, mean, *told))  # else z of the forward pass may be kept
+    mean, *told = jax.lax.optimization_barrier((mean, *told))  # else z of the forward pass may be kept
     return _sums_reference(config, dy, x, mean, *told), lambda a, b, c: _dx_reference(config, dy, x, mean, a, b, c, *told)
 
 

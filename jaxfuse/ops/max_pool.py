@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -11,11 +12,12 @@ import numpy as np
 from jax import lax
 
 from jaxfuse import ffi
-from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear, widened
+from jaxfuse.op import PLAIN, BatchAxes, FusedOp, Kernel, Linear, widened
 from jaxfuse.ops.errors import Arguments, Array
 from jaxfuse.reasons import no_kernel
 
 Pairs = tuple[tuple[int, int], ...]
+UNROLLED = 64  # positions of a window up to which a program has a line for each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +36,16 @@ class MaxPoolConfig:
         return int(self.saving)
 
     @property
+    def positions(self) -> int:
+        return math.prod(self.window_dimensions)
+
+    @property
     def winner_dtype(self):
-        return jnp.uint8 if math.prod(self.window_dimensions) <= 256 else jnp.int32
+        return jnp.uint8 if self.positions <= 256 else jnp.int32
+
+    @property
+    def dilated(self) -> bool:
+        return any(d != 1 for d in (*self.base_dilation, *self.window_dilation))
 
     def geometry_attrs(self):
         """Of the spatial dimensions."""
@@ -99,13 +109,46 @@ def _winners(config: MaxPoolConfig, x, y_shape):
         return jnp.where(stays, largest, seen), jnp.where(stays, winner, position.astype(winner.dtype))
 
     first = jnp.full(y_shape, -jnp.inf, x.dtype), jnp.zeros(y_shape, config.winner_dtype)
-    return lax.fori_loop(0, math.prod(window), next_position, first)[1]
+    return lax.fori_loop(0, config.positions, next_position, first, unroll=config.positions <= UNROLLED)[1]
 
 
 def _tangent(config: MaxPoolConfig, kept, tangents):
     """dx at the winner of each window: JAX's own rule, linear in dx and transposed to a select-and-scatter."""
     config = dataclasses.replace(config, saving=False)
     return jax.jvp(functools.partial(_reference, config), kept[:1], tuple(tangents))[1]
+
+
+def _pullback(linear: Linear, x, winners, dy):
+    """dx in one pass over winners and dy. Of row q of the padded x, with q = m·stride + r and r < stride, windows m, m - 1, …
+    have it, at their positions r, r + stride, …"""
+    config = linear.config
+    if _refuse_plain(config, ()):
+        return OP.transposed(linear, (x, winners, dy), _tangent)
+    window, strides, low = config.window_dimensions, config.window_strides, [low for low, _ in config.padding]
+    grid = [-(-(before + size) // step) for before, size, step in zip(low, x.shape, strides)]
+    wide = jnp.promote_types(dy.dtype, jnp.float32)
+
+    def rows(r):
+        """Those of this r, for every m."""
+        total = jnp.zeros(grid, wide)
+        for back in itertools.product(*[reversed(range(-(-(w - a) // step))) for w, a, step in zip(window, r, strides)]):
+            position = np.ravel_multi_index([a + b * step for a, b, step in zip(r, back, strides)], window)
+            share = jnp.where(winners == int(position), dy.astype(wide), 0)
+            total += lax.pad(share, jnp.zeros((), wide), [(b, m - b - n, 0) for b, m, n in zip(back, grid, dy.shape)])
+        return total.astype(x.dtype)
+
+    every = jnp.stack([rows(r) for r in itertools.product(*map(range, strides))]).reshape(*strides, *grid)
+    side_by_side = every.transpose([axis for d in range(x.ndim) for axis in (x.ndim + d, d)])
+    padded = side_by_side.reshape([m * step for m, step in zip(grid, strides)])
+    return (lax.slice(padded, low, [before + size for before, size in zip(low, x.shape)]),)
+
+
+def _refuse_plain(config: MaxPoolConfig, args) -> str | None:
+    if config.dilated:
+        return no_kernel("a dilated window")
+    if config.positions > UNROLLED:
+        return f"window {config.window_dimensions}: worth it up to {UNROLLED} positions"
+    return None
 
 
 def _forward_axes(config: MaxPoolConfig, ranks) -> BatchAxes:
@@ -160,11 +203,13 @@ OP = FusedOp(
     reference=_reference,
     keep=lambda config, args, outs: (*args, *outs[1:]),
     tangent=_tangent,
+    pullback=_pullback,
     decompose=_reference,
     differentiable=lambda config: True,
     for_autodiff=lambda config: dataclasses.replace(config, saving=True),
-    forward_kernels=(Kernel("native", _refuse, _run_forward),),
-    backward_kernels=(Kernel("native", lambda linear, args: _refuse(linear.config, args), _run_backward),),
+    forward_kernels=(Kernel("native", _refuse, _run_forward), PLAIN._replace(refuse=_refuse_plain)),
+    backward_kernels=(Kernel("native", lambda linear, args: _refuse(linear.config, args), _run_backward),
+                      PLAIN._replace(refuse=lambda linear, args: _refuse_plain(linear.config, args))),
     forward_axes=_forward_axes,
     backward_axes=_backward_axes,
 )

@@ -17,8 +17,10 @@ class Traffic(NamedTuple):
 
 
 # By op, and shape class of its rules. Batch norm with residual and relu; layer norm; depthwise convolution (no other one with groups
-# has a kernel) with bias and an activation that needs its argument kept, which XLA's code and ours write and read again.
-TRAFFIC = {("batch_norm", "any"): Traffic(24.0, 20.3), ("norm", "rows"): Traffic(24.1, 16.1), ("conv", "grouped"): Traffic(22.0, 18.0)}
+# has a kernel) with bias and an activation that needs its argument kept, which XLA's code and ours write and read again; max pool
+# with stride 2, by element of x.
+TRAFFIC = {("batch_norm", "any"): Traffic(24.0, 20.3), ("norm", "rows"): Traffic(24.1, 16.1), ("conv", "grouped"): Traffic(22.0, 18.0),
+           ("max_pool", "any"): Traffic(20.0, 5.5)}
 SMALLEST = 16e6  # bytes less: 4 µs at the 4 TB/s of an H200, as long as a launch or two
 LARGEST_WINDOW = 9  # places: of larger ones the gradient reads its tensors again
 
