@@ -1,6 +1,6 @@
 // Vectors of f32 for kernel files that are compiled once per ISA: `Floats`, kLanes wide, loaded from and stored to f32 or
 // bf16. Arithmetic is the compiler's own on vector types (+ - * and ?: with a comparison), each operation rounded once,
-// so every ISA gives the same bits; only multiply_add does not.
+// so every ISA gives the same bits; only multiply_add, and what simd_math.h makes of it, does not.
 //
 // Include only from x_<isa>.cc files. All is in an anonymous namespace, and these files include no header with inline
 // functions: the linker would keep one copy for all, perhaps one with instructions that this CPU lacks.
@@ -40,6 +40,28 @@ inline Floats multiply_add(Floats a, Floats b, Floats c) {
   return _mm256_fmadd_ps(a, b, c);
 #else
   return a * b + c;
+#endif
+}
+
+// x where it is not beyond the limit; NaN stays NaN. One instruction where GCC makes a comparison and a choice of ?:.
+inline Floats at_least(float limit, Floats x) {
+  const Floats low = Floats{} + limit;
+#if defined(__AVX512F__)
+  return _mm512_maskz_max_ps(0xffff, low, x);
+#elif defined(__AVX2__)
+  return _mm256_max_ps(low, x);
+#else
+  return low > x ? low : x;
+#endif
+}
+inline Floats at_most(float limit, Floats x) {
+  const Floats high = Floats{} + limit;
+#if defined(__AVX512F__)
+  return _mm512_maskz_min_ps(0xffff, high, x);
+#elif defined(__AVX2__)
+  return _mm256_min_ps(high, x);
+#else
+  return high < x ? high : x;
 #endif
 }
 

@@ -10,7 +10,7 @@ namespace {
 template <int n>
 Floats polynomial(const float (&a)[n], Floats x) {
   Floats sum = Floats{} + a[n - 1];
-  for (int i = n - 2; i >= 0; --i) sum = sum * x + a[i];
+  for (int i = n - 2; i >= 0; --i) sum = multiply_add(sum, x, Floats{} + a[i]);
   return sum;
 }
 
@@ -22,14 +22,14 @@ struct SplitExp {
   Floats low, high, m;
 
   explicit SplitExp(Floats x) {
-    x = x < -106.0f ? Floats{} - 106.0f : x;
-    x = x > 90.0f ? Floats{} + 90.0f : x;
+    x = at_most(90.0f, at_least(-106.0f, x));
     constexpr float kRounder = 12582912.0f;  // 1.5·2²³: what is added to it is rounded to an integer, the low bits
-    const Floats shifted = x * 1.44269504f + kRounder;
+    const Floats shifted = multiply_add(x, Floats{} + 1.44269504f, Floats{} + kRounder);
     const Floats n = shifted - kRounder;
-    const Floats r = (x - n * 0.693145752f) - n * 1.42860677e-6f;  // ln 2 in two parts: n times the first is exact
+    // ln 2 in two parts: n times the first is exact
+    const Floats r = multiply_add(n, Floats{} - 1.42860677e-6f, multiply_add(n, Floats{} - 0.693145752f, x));
     constexpr float a[] = {0.500000006f, 0.166665425f, 0.0416662806f, 0.00836664395f, 0.00139465545f};
-    m = r + r * r * polynomial(a, r);  // e^r - 1
+    m = multiply_add(r * r, polynomial(a, r), r);  // e^r - 1
     const Ints exponent = Ints(shifted) - 0x4b400000;
     const Ints half = exponent >> 1;
     low = power_of_2(half);
