@@ -87,7 +87,7 @@ def compiled(fn, run, give_up):
     def call(*args, **kwargs):
         if is_part_of_a_program():
             return fn(*args, **kwargs)
-        if (platform := platforms.committed((args, kwargs))) != platforms.current() and platform:
+        if (platform := platforms.committed((args, kwargs))) and platform != platforms.current():
             with platforms.assumed(platform):
                 return call(*args, **kwargs)
         form = tuple([type(a) in STATIC for a in args]), tuple([(name, type(a) in STATIC) for name, a in kwargs.items()])
