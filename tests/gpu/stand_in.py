@@ -12,7 +12,9 @@ def register() -> str | None:
     """None, or why there are none."""
     if reason := ffi.unavailable("jaxfuse_norm_fwd"):
         return reason
-    for name, handler in ffi.native().registrations().items():
+    handlers = ffi.native().registrations()
+    on_cuda_alone = dict.fromkeys(("jaxfuse_depthwise_fwd", "jaxfuse_depthwise_bwd"), handlers["jaxfuse_norm_fwd"])
+    for name, handler in (handlers | on_cuda_alone).items():
         if name not in cuda.targets():
             jax.ffi.register_ffi_target(name, handler, platform="CUDA")
     return None

@@ -19,7 +19,7 @@ import jaxfuse
 import stand_in
 from benchmarks.gpu_programs import bn_add_relu, bn_relu, layer_norm, normalised
 from deviceless import bytes_moved, launches, spec
-from jaxfuse import cuda, ffi, platforms
+from jaxfuse import cuda, platforms
 from jaxfuse.ops.batch_norm import OP as BATCH_NORM
 from jaxfuse.ops.batch_norm_grad import DX, SUMS
 from jaxfuse.ops.norm import OP as NORM
@@ -169,8 +169,8 @@ def depthwise(activation):
 def test_depthwise(monkeypatch, activation, forward, both):
     """Forward, and with the gradient: XLA's own bytes per element, and by our calls, which keep what silu is applied to. The
     backward call's second kernel reads 2 more, of what its first has written."""
-    for name in {"jaxfuse_depthwise_fwd", "jaxfuse_depthwise_bwd"} - cuda.targets():  # only shapes matter here
-        jax.ffi.register_ffi_target(name, ffi.native().registrations()["jaxfuse_norm_fwd"], platform="CUDA")
+    if reason := stand_in.register():
+        pytest.skip(reason)
     monkeypatch.setattr(cuda, "unavailable", lambda target: None)
 
     def step(function):
