@@ -245,6 +245,7 @@ def equinox(cell, state):
 
 
 def keras_layer(layer):
+    keras.utils.set_random_seed(0)
     layer.build(XS.shape)
     state = [v.value for v in layer.non_trainable_variables]
     return lambda weights, xs: layer.stateless_call(weights, state, xs)[0], [v.value for v in layer.trainable_variables]

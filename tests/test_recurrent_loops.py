@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 
 import jaxfuse
-from recognition import rows
+from recognition import rows, scalar
 from test_recognition_recurrent import NATIVE, SEQUENCE, C, H, U, W, XS, gru, lstm, same_as_unfused, sequence
 
 
@@ -116,3 +116,37 @@ def test_short_loops_are_left_to_xla():
 
     found = jaxfuse.explain(loop, XS, H, W, U)
     assert not NATIVE or found.skipped[0].reason == "too small to gain: 6 steps, measured faster from 64"
+
+
+def split_before(x, h, c, w, u):
+    """x's part and the state's are cut up apart."""
+    return lstm_of_gates([a + b for a, b in zip(jnp.split(x @ w, 4, -1), jnp.split(h @ u, 4, -1))], c)
+
+
+def sliced(x, h, c, w, u):
+    z = x @ w + h @ u
+    return lstm_of_gates([z[:, i : i + 3] for i in (0, 3, 6, 9)], c)
+
+
+def other_order(x, h, c, w, u):
+    i, g, f, o = jnp.split(x @ w + h @ u, 4, -1)
+    return lstm_of_gates((i, f, g, o), c)
+
+
+def lstm_of_gates(gates, c):
+    i, f, g, o = gates
+    c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+    return jax.nn.sigmoid(o) * jnp.tanh(c), c
+
+
+@pytest.mark.skipif(not NATIVE, reason="no sequence is fused")
+@pytest.mark.parametrize(("cell", "pieces"), [(split_before, 0), (sliced, 0), (other_order, 4)])
+def test_gates_in_the_kernels_order_are_never_padded(cell, pieces):
+    """Their gradients are columns of one array already, of all steps and of the weights; in another order they are put together."""
+    program = sequence(cell)
+    same_as_unfused(program, XS, H, C, W, U)
+    fused = jaxfuse.fuse(program, policy="always")
+    text = str(jax.make_jaxpr(jax.grad(scalar(fused), (0, 3, 4)))(XS, H, C, W, U))
+    for shape in ("f32[6,2,12]", "f32[3,12]"):
+        made = [line for line in text.splitlines() if f":{shape} = pad" in line or f":{shape} = concatenate" in line]
+        assert (len(made) > pieces) == (pieces > 0), (shape, made)

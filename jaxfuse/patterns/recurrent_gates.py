@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxfuse.canonical import ADD, CAST
 from jaxfuse.graph import Graph, Node, Value, evaluate
@@ -24,9 +25,28 @@ class Moving(NamedTuple):
     pieces: tuple[tuple[Any, int], ...]
 
 
+class Columns(NamedTuple):
+    """Features [begin, begin + size) of `whole`, which has them at `axis`. All gates' together are the whole again, whose
+    gradient is one array; that of slices put side by side XLA makes of one padded array for each, and adds them."""
+
+    whole: Any
+    axis: int
+    begin: int
+    size: int
+
+    @property
+    def array(self):
+        return lax.slice_in_dim(self.whole, self.begin, self.begin + self.size, axis=self.axis)
+
+
+def plain(value):
+    return value.array if isinstance(value, Columns) else value
+
+
 class Affine(NamedTuple):
     """varying (of every step) + constant + h·weights, None for what is absent; `weights` is (hidden, features), `batch` the
-    axis of the value that is the batch's. `inner` is what the reset gate multiplies, ("after" | "before", Affine)."""
+    axis of the value that is the batch's. Each of the three may be `Columns` of an array. `inner` is what the reset gate
+    multiplies, ("after" | "before", Affine)."""
 
     varying: Any = None
     constant: Any = None
@@ -105,7 +125,7 @@ class Follower:
         if depends == FIXED:
             return Affine(constant=self.loop.compute_fixed(value), batch=0)
         if depends == STEPS:
-            return Affine(varying=self.loop.compute([value])[0], batch=0)
+            return Affine(varying=self._of_steps(value), batch=0)
         node = value.producer
         if node is None:
             raise Unfit(f"its gates read {value!r}, which is carried from step to step and is not its state")
@@ -113,6 +133,14 @@ class Follower:
         if rule is None:
             raise Unfit(f"{node} comes between the state and its gates")
         return rule(node, node.outputs.index(value))
+
+    def _of_steps(self, value: Value):
+        """It at all steps; pieces of one value by its last axis as columns of that."""
+        node = value.producer
+        if node is None or node.primitive != "split" or node.params["axis"] != value.ndim - 1:
+            return self.loop.compute([value])[0]
+        position, sizes = node.outputs.index(value), node.params["sizes"]
+        return Columns(plain(self.follow(node.inputs[0]).varying), -1, sum(sizes[:position]), sizes[position])
 
     def _convert_element_type(self, node: Node, _):
         form, (value,) = self.follow(node.inputs[0]), node.inputs
@@ -153,7 +181,8 @@ class Follower:
             raise Unfit(f"{node} adds to the state before its dense layer")
         if left.inner and right.inner:
             raise Unfit(f"{node} adds two products with the reset gate")
-        varying, constant, weights = (a if b is None else b if a is None else a + b for a, b in zip(left[:3], right[:3]))
+        varying, constant, weights = (
+            a if b is None else b if a is None else plain(a) + plain(b) for a, b in zip(left[:3], right[:3]))
         batch = left.batch if left.weights is not None or left.inner else right.batch
         if left.weights is not None and right.weights is not None and left.batch != right.batch:
             raise Unfit(f"{node} adds values of different layouts")
@@ -203,15 +232,16 @@ class Follower:
         form, params = self._after_layer(node), node.params
         feature = _feature(form, node.out.ndim)
         strides = params["strides"] or (1,) * node.out.ndim
-        index = (slice(None), slice(params["start_indices"][feature], params["limit_indices"][feature], strides[feature]))
-        return each(form, lambda a: self._same(node, 0, a), lambda w: w[index])
+        begin, end, step = params["start_indices"][feature], params["limit_indices"][feature], strides[feature]
+        if step == 1 and all(d == feature or n == m for d, (n, m) in enumerate(zip(node.out.shape, node.inputs[0].shape))):
+            return _columns(form, node.out.ndim, begin, end - begin)
+        return each(form, lambda a: self._same(node, 0, a), lambda w: w[:, begin:end:step])
 
     def _split(self, node: Node, position: int):
         form, sizes = self._after_layer(node), node.params["sizes"]
         if node.params["axis"] != _feature(form, node.out.ndim):
             raise Unfit(f"{node} splits the batch")
-        begin = sum(sizes[:position])
-        return each(form, lambda a: self._same(node, position, a), lambda w: w[:, begin : begin + sizes[position]])
+        return _columns(form, node.inputs[0].ndim, sum(sizes[:position]), sizes[position])
 
     def _transpose(self, node: Node, _):
         form = self._after_layer(node)
@@ -235,8 +265,26 @@ class Follower:
 def each(form: Affine, values, weights=None) -> Affine:
     weights = weights or values
     inner = form.inner and (form.inner[0], each(form.inner[1], values, weights))
-    varying, constant, rows = (None if a is None else of(a) for a, of in zip(form[:3], (values, values, weights)))
+    varying, constant, rows = (None if a is None else of(plain(a)) for a, of in zip(form[:3], (values, values, weights)))
     return Affine(varying, constant, rows, form.batch, inner)
+
+
+def _columns(form: Affine, rank: int, begin: int, size: int) -> Affine:
+    axis = _feature(form, rank) - rank
+
+    def of(array):
+        return array if array.ndim == 0 else Columns(array, axis, begin, size)
+
+    return each(form, of, lambda w: Columns(w, -1, begin, size))
+
+
+def whole(parts: list, axis: int):
+    """What the parts make side by side along the axis, if they are all columns of one array, in their order; else None."""
+    first = parts[0]
+    if not all(isinstance(part, Columns) and part.whole is first.whole and part.axis == axis for part in parts):
+        return None
+    begins = [sum(part.size for part in parts[:i]) for i in range(len(parts) + 1)]
+    return first.whole if [part.begin for part in parts] == begins[:-1] and first.whole.shape[axis] == begins[-1] else None
 
 
 def _feature(form: Affine, rank: int) -> int:

@@ -14,7 +14,7 @@ from jaxfuse.ops.gru import GRUConfig
 from jaxfuse.ops.lstm import OP as LSTM
 from jaxfuse.ops.lstm import LSTMConfig
 from jaxfuse.ops.recurrent import before
-from jaxfuse.patterns.recurrent_gates import STATE, Affine, Follower, Loop, Moving, Unfit, each
+from jaxfuse.patterns.recurrent_gates import STATE, Affine, Follower, Loop, Moving, Unfit, each, plain, whole
 
 
 def sequences(node: Node, body: Graph, cells: list, measured) -> Match | str:
@@ -125,23 +125,33 @@ def _joined(loop: Loop, forms: list[Affine], batch: int, hidden: int):
     for form in forms:
         if isinstance(form, Moving) or form.inner or form.weights is None:
             raise Unfit("a gate does not read the state through one dense layer")
-        if form.weights.shape != (hidden, hidden):
-            raise Unfit(f"a gate's weights are of shape {form.weights.shape}, expected {(hidden, hidden)}")
-    dtypes = {a.dtype for form in forms for a in form[:3] if a is not None and a.ndim}
+        if plain(form.weights).shape != (hidden, hidden):
+            raise Unfit(f"a gate's weights are of shape {plain(form.weights).shape}, expected {(hidden, hidden)}")
+    dtypes = {a.dtype for form in forms for a in map(plain, form[:3]) if a is not None and a.ndim}
     if len(dtypes) > 1:
         raise Unfit(f"gates of {' and '.join(sorted(map(str, dtypes)))}: the kernel takes one dtype")
     (dtype,) = dtypes
-    zeros = jnp.zeros((loop.length, batch, hidden), dtype)
-    gx = [zeros if f.varying is None else _oriented(f, f.varying, (loop.length, batch, hidden)) for f in forms]
     bias = [_rows(f, f.constant, batch, hidden, dtype) for f in forms]
-    return jnp.concatenate(gx, -1), jnp.concatenate([f.weights for f in forms], -1), jnp.concatenate(bias, -1)
+    weights = [f.weights for f in forms]
+    joined = whole(weights, -1)
+    joined = jnp.concatenate([*map(plain, weights)], -1) if joined is None else joined
+    return _all_steps(forms, (loop.length, batch, hidden), dtype), joined, jnp.concatenate(bias, -1)
+
+
+def _all_steps(forms: list[Affine], shape: tuple[int, int, int], dtype):
+    """What varies of all gates side by side."""
+    array = whole([f.varying for f in forms], -2 if forms[0].batch == 1 else -1)
+    if array is not None and len({f.batch for f in forms}) == 1:
+        return _oriented(forms[0], array, (*shape[:2], len(forms) * shape[2]))
+    zeros = jnp.zeros(shape, dtype)
+    return jnp.concatenate([zeros if f.varying is None else _oriented(f, plain(f.varying), shape) for f in forms], -1)
 
 
 def _rows(form: Affine, constant, batch: int, hidden: int, dtype):
     """A constant as (batch, hidden)."""
     if constant is None:
         return jnp.zeros((batch, hidden), dtype)
-    return _oriented(form, jnp.asarray(constant, dtype), (batch, hidden))
+    return _oriented(form, jnp.asarray(plain(constant), dtype), (batch, hidden))
 
 
 def _oriented(form: Affine, array, shape):
