@@ -23,7 +23,7 @@ def doctor() -> str:
     table.add_column(overflow="fold")
     for name, value in (*_versions(), *_native_module(), *_cuda_library(), *_rules()):
         table.add_row(name, value)
-    console = Console(width=110)
+    console = Console(width=110, markup=False)
     with console.capture() as capture:
         console.print(table)
     return capture.get()
@@ -64,7 +64,15 @@ def _cuda_library() -> list[tuple[str, str]]:
         return [("CUDA library", f"broken: {error}")]
     info = cuda.info()
     built = f"{cuda.path()}\nnvcc {info.pop('nvcc')} for sm_{info.pop('architectures')}, XLA FFI {info.pop('ffi_api')}"
-    return [("CUDA library", built), _cudnn(), *info.items(), *((f"{target} on CUDA", "built") for target in sorted(cuda.targets()))]
+    rows = [("CUDA library", built), _cuda_devices(), _cudnn(), *info.items()]
+    return rows + [(f"{target} on CUDA", "built") for target in sorted(cuda.targets())]
+
+
+def _cuda_devices() -> tuple[str, str]:
+    try:
+        return "CUDA devices", ", ".join(device.device_kind for device in jax.devices("cuda"))
+    except RuntimeError as error:  # no driver, no GPU, or a JAX without its CUDA plugin
+        return "CUDA devices", f"none that JAX can use, so the library is not used here. JAX says: {str(error).splitlines()[0]}"
 
 
 def _cudnn() -> tuple[str, str]:

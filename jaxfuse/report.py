@@ -59,7 +59,7 @@ class FusionReport:
 
     def __str__(self):
         out = io.StringIO()
-        console = Console(file=out, width=_width(), no_color=True)
+        console = Console(file=out, width=_width(), no_color=True, markup=False)
         if self.fused:
             console.print(self.table())
         if self.skipped:

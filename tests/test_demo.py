@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import io
 import types
+from unittest import mock
 
 import jax
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from rich.console import Console
 
 import jaxfuse
-from jaxfuse import __main__ as cli, demo, ffi
+from jaxfuse import __main__ as cli, cuda, demo, doctor, ffi
 from jaxfuse.demo import digits, network, photo, training
 
 
@@ -83,6 +84,19 @@ def test_bench_without_a_checkout_says_where_it_is(monkeypatch, tmp_path, capsys
 def test_doctor_speaks(capsys):
     assert cli.main(["doctor"]) == 0
     assert "jax" in capsys.readouterr().out
+
+
+def test_doctor_says_what_the_cuda_library_lacks(monkeypatch, capsys):
+    """Built, on a machine that has neither a GPU nor cuDNN; words in brackets are no markup."""
+    monkeypatch.setattr(doctor.jax, "devices", mock.Mock(side_effect=RuntimeError("Unknown backend cuda.")))
+    monkeypatch.setattr(cuda, "library", lambda: object())
+    monkeypatch.setattr(cuda, "info", lambda: dict(nvcc="13.0.88", architectures="80 90, PTX 90", ffi_api="0.3"))
+    monkeypatch.setattr(cuda, "targets", lambda: ["jaxfuse_norm_fwd"])
+    monkeypatch.setattr(doctor.backend, "version", mock.Mock(side_effect=doctor.backend.CudnnError("pip install 'jax[cuda13]'")))
+    words = " ".join(doctor.doctor().replace("│", " ").split())
+    for text in ("nvcc 13.0.88 for sm_80 90, PTX 90", "so the library is not used here. JAX says: Unknown backend cuda.",
+                 "'jax[cuda13]'", "jaxfuse_norm_fwd on CUDA built"):
+        assert text in words
 
 
 def test_digits_are_real_and_split(small_digits):

@@ -12,6 +12,12 @@ from jaxfuse import cuda, ops, platforms, signature
 LARGE, SMALL = (32, 56, 56, 64), (2, 8, 8, 64)
 
 
+@pytest.fixture(autouse=True)
+def without_cuda_library(monkeypatch):
+    """Whether it is built here or not."""
+    monkeypatch.setattr(cuda, "unavailable", lambda target: "not asked for")
+
+
 def layer(x, w, gamma, beta):
     x = jax.nn.relu(lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")) + beta)
     mean, var = x.mean((0, 1, 2)), x.var((0, 1, 2))
@@ -73,6 +79,52 @@ def test_depthwise_convolutions_on_cuda(monkeypatch):
     assert found(activated, *types(SMALL))[0][2] == "too small to gain on cuda: 0.066 MB less to move, worth it from 16"
     assert found(activated, *types(window=5))[0][2].startswith("a window of 25 places has not been measured on cuda")
     assert found(convolved, *types()[:2])[0][2] == "XLA makes one kernel of it"
+
+
+def normalised(x, gamma, beta, axes=(0, 1, 2)):
+    mean, var = x.mean(axes, keepdims=True), x.var(axes, keepdims=True)
+    return (x - mean) * lax.rsqrt(var + 1e-5) * gamma + beta
+
+
+def channels_first(x, z, gamma, beta):
+    x, z, gamma, beta = x.transpose(0, 3, 1, 2), z.transpose(0, 3, 1, 2), gamma[:, None, None], beta[:, None, None]
+    return jax.nn.relu(normalised(x, gamma, beta, (0, 2, 3)) + normalised(z, beta, gamma, (0, 2, 3)))
+
+
+def pooled(x, z, gamma, beta, init, combine):
+    return lax.reduce_window(jax.nn.relu(normalised(x, gamma, beta)), init, combine, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
+
+
+ABSORBED = {
+    "of two normalised values the other": lambda x, z, gamma, beta: jax.nn.relu(normalised(x, gamma, beta) + normalised(z, beta, gamma)),
+    "likewise, channels first": channels_first,
+    "a max pool": lambda *args: pooled(*args, -jnp.inf, lax.max),
+}
+IN_MEMORY = {
+    "a residual": lambda x, z, gamma, beta: jax.nn.relu(normalised(x, gamma, beta) + z),
+    "a residual per channel": lambda x, z, gamma, beta: jax.nn.relu(normalised(x, gamma, beta) + (z - beta) * gamma),
+    "an activated one": lambda x, z, gamma, beta: jax.nn.relu(normalised(x, gamma, beta) + jax.nn.relu(normalised(z, beta, gamma))),
+    "a sum pool": lambda *args: pooled(*args, 0.0, lax.add),
+}
+
+
+@pytest.mark.parametrize("kernel, name", [("plain JAX", name) for name in ABSORBED] + [("native", name) for name in IN_MEMORY])
+def test_what_stands_beside_a_batch_norm_on_cuda(monkeypatch, kernel, name):
+    """XLA computes the neighbour along with it, for less than our kernels move, that read it from memory; gradients too."""
+    monkeypatch.setattr(cuda, "unavailable", lambda target: None)
+    function, (x, _, gamma, beta) = (ABSORBED | IN_MEMORY)[name], arguments(LARGE)
+    step = jax.grad(lambda *args: (function(*args) ** 2).sum(), range(4))
+    for program in (function, step):
+        report = jaxfuse.explain(program, x, x, gamma, beta, platform="cuda")
+        found = {(s.kernel, s.direction) for s in report.fused if s.pattern.startswith("bn")}
+        assert found == {(kernel, direction) for direction in ("forward", "backward")[: 1 + (program is step)]}, report
+
+
+def test_float16_on_cuda_has_kernels_of_its_own(monkeypatch):
+    monkeypatch.setattr(cuda, "unavailable", lambda target: None)
+    x, w, *vectors = (jax.ShapeDtypeStruct(a.shape, jnp.float16) for a in arguments((64, *LARGE[1:])))
+    assert sites(jaxfuse.explain(layer, x, w, *vectors, platform="cuda"))[0] == ("bn+relu", "native", "")
+    assert "float16" in sites(jaxfuse.explain(layer, x, w, *vectors, platform="cpu"))[0][2]
 
 
 @pytest.mark.parametrize("platform", ["tpu", "rocm"])

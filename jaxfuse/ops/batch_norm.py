@@ -51,6 +51,7 @@ class BatchNormConfig:
     alpha: float = 0.0
     saving: bool = False  # also return center, scale, offset and, where that is the derivative, the activation's mask
     keeps_mask: bool = False  # a mask of bits, also where the derivative can be had without
+    absorbs: bool = False  # XLA computes a neighbour along with it, which the kernels for CUDA need in memory
 
     @property
     def derivative(self) -> str:
@@ -190,7 +191,7 @@ def _derivative(config: BatchNormConfig, kept, wants_g: bool = False):
     _, residual, _, _, coefficients, mask = config.unpack_kept(kept)
     told = dict(none=(), mask=mask, recompute=(*coefficients, *residual))[config.derivative]
     gradient = passes.GradientConfig(
-        config.axis, config.derivative == "mask", wants_g, config.activation, config.alpha, config.keeps_residual)
+        config.axis, config.derivative == "mask", wants_g, config.activation, config.alpha, config.keeps_residual, config.absorbs)
     return gradient, told
 
 
@@ -279,9 +280,7 @@ def _backward_axes(linear: Linear, ranks) -> BatchAxes:
 # --- Kernels: our own, channels-last -----------------------------------------------------------------------------
 
 def _refuse(library, config: BatchNormConfig, args) -> str | None:
-    if reason := passes.refuse_array(args[0], config.axis):
-        return reason
-    return library.unavailable("jaxfuse_batch_norm_stats")
+    return passes.refuse_array(library, config, args[0]) or library.unavailable("jaxfuse_batch_norm_stats")
 
 
 def _refuse_backward(library, linear: Linear, args) -> str | None:

@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.canonical import CAST, NotPerChannel, constant, is_square, per_channel, size, unwidened
+from jaxfuse.canonical import ADD, CAST, NotPerChannel, constant, is_square, per_channel, size, unwidened
 from jaxfuse.graph import Emission, Graph, Node, Value, evaluate
 from jaxfuse.layout import Layout, channels_last, laid, transposed
+from jaxfuse.live import FusedReader
 from jaxfuse.match import Chain, Match, Refusal, Walk, as_vector, depends_on, longest
 from jaxfuse.moments import Moments, reductions, shared_over
 from jaxfuse.op import equally_varying
@@ -133,7 +134,8 @@ def _backward(graph, node: Node, gradient, forward: Match, chain: Chain, measure
     kept = tuple(v for v in emission.defines if v.producer is None)
     residual = emission.needs[1:2] if config and config.has_residual else ()
     told = batch_norm_grad.Told(config, (*kept, *residual)) if config else None
-    result = batch_norm_grad.fused(graph, gradient, forward.pattern, node, told, measured)
+    result = batch_norm_grad.fused(
+        graph, gradient, forward.pattern, node, told, _absorbs(chain, gradient.moments.axis), measured)
     return Refusal(forward.pattern, node, (gradient.g, gradient.moments.x), result, "backward") if isinstance(result, str) else result
 
 
@@ -161,7 +163,7 @@ def _fused(graph, node: Node, moments: Moments, gradient, chain: Chain, measured
         added, undo = laid(graph, chain.residual, chain.residual_layout, order)
         full = *full, added
     config = BatchNormConfig(x.ndim - 1, per_channel_program, True, chain.residual is not None, name, alpha,
-                             told is not None, told is not None and told.masked)
+                             told is not None, told is not None and told.masked, _absorbs(chain, moments.axis))
     one = jax.ShapeDtypeStruct([x.shape[d] for d in order], x.dtype)
     types = (*[one] * len(full), *[jax.ShapeDtypeStruct(v.shape, v.dtype) for v in parameters])
     kernel, reason = OP.forward.kernel(config, types)
@@ -188,6 +190,29 @@ def _fused(graph, node: Node, moments: Moments, gradient, chain: Chain, measured
     served = (value for value, _ in moments.known.values())
     emission = Emission((*full, *parameters), (chain.end, *[twin] * bool(twin), *served, *chain.masks, *kept), run)
     return Match(_label(chain), node, chain.nodes, (emission,), kernel.name, operands, bytes_saved)
+
+
+def _absorbs(chain: Chain, axis: int) -> bool:
+    """Whether it reads or is read by what XLA can compute along with it and never writes: a max pool of it, whose gradient is
+    elementwise in the winners, or, of two normalised values that are added, the other one."""
+    if any(node.primitive == "reduce_window_max" for node in chain.end.users):
+        return True
+    if chain.residual is not None:
+        return _is_normalised(chain.residual, chain.residual_layout.axes(axis))
+    return any(isinstance(node, FusedReader) and node.match.operands[1:] == (chain.end,) for node in chain.end.users)
+
+
+def _is_normalised(value: Value, axes: tuple[int, ...]) -> bool:
+    """Whether it is made, by numbers for each channel, of a value that is summed as well."""
+    while value.producer is not None:
+        node = value.producer
+        full = [v for v in node.inputs if v.shape == value.shape and isinstance(per_channel(v, value, axes), NotPerChannel)]
+        if node.primitive not in (*ADD, "sub", "mul", "div", CAST) or len(full) != 1:
+            return False
+        (value,) = full
+        if any(user.primitive == "reduce_sum" for user in value.users):
+            return True
+    return False
 
 
 def _kept_for(told: GradientConfig | None, elements: int, channels: int) -> list[Value]:

@@ -124,14 +124,15 @@ def mask_of(gradient: Gradient, chain: Chain) -> Value | None:
     return mask if any(m is mask for m in chain.masks) and is_derivative(chain.region, mask, chain.activation) else None
 
 
-def fused(graph: Graph, gradient: Gradient, label: str, anchor, told: Told | None, measured) -> Match | str:
-    """The match, or why not; `told` is what the forward pass keeps of the activation's derivative."""
+def fused(graph: Graph, gradient: Gradient, label: str, anchor, told: Told | None, absorbs: bool, measured) -> Match | str:
+    """The match, or why not; `told` is what the forward pass keeps of the activation's derivative, `absorbs` as in the config."""
     moments, g, x = gradient.moments, gradient.g, gradient.moments.x
     order = channels_last(x.ndim, moments.axis)
-    dy, config = g, GradientConfig(x.ndim - 1)
+    dy, config = g, GradientConfig(0)
     if told:
         dy = unwidened(gradient.slope.dy) if gradient.slope else g.producer.inputs[2]
-        config = dataclasses.replace(told.config, axis=x.ndim - 1)
+        config = told.config
+    config = dataclasses.replace(config, axis=x.ndim - 1, absorbs=absorbs)
     dy_last, x_last, masks = transposed(graph, dy, order), transposed(graph, x, order), told.values if told else ()
     vector = jax.ShapeDtypeStruct((x.shape[moments.axis],), jnp.float32)
     full = [jax.ShapeDtypeStruct([v.shape[d] for d in order], v.dtype) for v in (dy, x)]
