@@ -36,13 +36,15 @@ class Kernel(NamedTuple):
     `refuse(config, args)` says in words why these arguments cannot be taken (None: they can); `args` need only have
     shape and dtype. `run(config, args, mesh_axes)` computes the outputs on arrays; `mesh_axes` are the mesh axes over
     which the batch is sharded, so sums over the batch must be completed by `psum` over them (empty: nothing to do).
-    Without `run` it is the stage's reference, where XLA makes better code of that than of what users write.
+    Without `run` it is the stage's reference, where XLA makes better code of that than of what users write. `is_plain`:
+    it runs plain JAX, which vmap takes as it is.
     """
 
     name: str
     refuse: Callable[[Any, tuple], str | None]
     run: Callable[[Any, Arrays, tuple[str, ...]], Arrays] | None
     platform: str = "cpu"
+    is_plain: bool = False
 
 
 # It moves fewer bytes than what XLA makes of users' own programs. That is counted (tests/gpu); no device has timed it yet.
@@ -110,8 +112,9 @@ class Stage:
         axes = self.batch_axes(config, [jnp.ndim(a) - (d is not None) for a, d in zip(args, dims)])
         size = next(a.shape[d] for a, d in zip(args, dims) if d is not None)
         mergeable = None not in axes.outputs and all(d is None or ax is not None for d, ax in zip(dims, axes.inputs))
-        if not self.kernels:
-            outs = jax.vmap(functools.partial(self.reference, config), in_axes=tuple(dims))(*args)
+        plain = None if mergeable and self.kernels else self._plain(config, args, dims)
+        if plain:
+            outs = jax.vmap(plain, in_axes=tuple(dims))(*args)
             return outs, [0] * len(outs)
         if not mergeable:
             mapped = [a if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(args, dims)]
@@ -125,6 +128,14 @@ class Stage:
         merged = [merge(a, d, ax, size) for a, d, ax in zip(args, dims, axes.inputs)]
         outs = self(config, *merged)
         return [split(o, ax, size) for o, ax in zip(outs, axes.outputs)], axes.outputs
+
+    def _plain(self, config, args, dims):
+        """What one item of a vmapped call runs, if that is plain JAX."""
+        if not self.kernels:
+            return functools.partial(self.reference, config)
+        item = [jax.ShapeDtypeStruct(a.shape if d is None else (*a.shape[:d], *a.shape[d + 1 :]), a.dtype) for a, d in zip(args, dims)]
+        kernel, _ = self.kernel(config, item)
+        return (lambda *args: self.run(config, args, kernel.platform)) if kernel is not None and kernel.is_plain else None
 
     def _partitioned_on(self, platform: str):
         """`run` on every shard of the batch: no all-gather of what is sharded along the batch axis."""

@@ -12,7 +12,7 @@ from jax import lax
 from jaxfuse import ffi
 from jaxfuse.batch import completed
 from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear, widened
-from jaxfuse.ops import conv_channels_last, conv_cudnn, conv_depthwise, scattered
+from jaxfuse.ops import conv_channels_last, conv_cudnn, conv_depthwise, scattered, taps
 from jaxfuse.ops.activations import TABLE as ACTIVATIONS
 from jaxfuse.ops.conv_config import ConvConfig, batch_groups_as_features, convolve, dimension_numbers_of, geometry_of
 from jaxfuse.ops.errors import Arguments, Array
@@ -229,25 +229,34 @@ def _run_backward(linear: Linear, args, mesh_axes):
     return completed(found, _backward_axes(linear, [a.ndim for a in args]).outputs, mesh_axes)
 
 
-# --- CPU kernel: a product and what it is scattered to ---------------------------------------------------------------
+# --- CPU kernels in plain JAX: the convolution written another way ---------------------------------------------------------
 
 
-def _refuse_product(config: ConvConfig, args) -> str | None:
-    return scattered.refuse(config, *args[:2]) or _refuse_geometry(config, args[1], args[0])
+def _plain(name: str, refuse, convolve, refuse_backward=None) -> tuple[Kernel, Kernel]:
+    """(forward, backward): everything as in the reference, but for the convolution itself."""
+
+    def refused(config, args, refuse):
+        return refuse(config, *args[:2]) or _refuse_geometry(config, args[1], args[0])
+
+    def run(config, args, mesh_axes):
+        return _reference(config, *args, convolve=convolve)
+
+    def run_backward(linear, args, mesh_axes):
+        """In float32, where sums of bfloat16 would be rounded at every step."""
+        types = [t for t, active in zip(OP.types_here(linear, args), linear.active) if active]
+        wide = dataclasses.replace(linear, types=tuple(t.update(dtype=jnp.promote_types(t.dtype, jnp.float32)) for t in linear.types))
+        args = [a.astype(jnp.promote_types(a.dtype, jnp.float32)) for a in args]
+        found = OP.transposed(wide, args, functools.partial(_tangent, convolve=convolve))
+        found = [f.astype(t.dtype) for f, t in zip(found, types)]
+        return completed(found, _backward_axes(linear, [a.ndim for a in args]).outputs, mesh_axes)
+
+    forward = Kernel(name, functools.partial(refused, refuse=refuse), run, is_plain=True)
+    backward = Kernel(name, lambda linear, args: refused(linear.config, args, refuse_backward or refuse), run_backward, is_plain=True)
+    return forward, backward
 
 
-def _run_product(config: ConvConfig, args, mesh_axes):
-    return _reference(config, *args, convolve=scattered.convolve)
-
-
-def _run_product_backward(linear: Linear, args, mesh_axes):
-    """In float32, where sums of bfloat16 would be rounded at every step."""
-    types = [t for t, active in zip(OP.types_here(linear, args), linear.active) if active]
-    wide = dataclasses.replace(linear, types=tuple(t.update(dtype=jnp.promote_types(t.dtype, jnp.float32)) for t in linear.types))
-    args = [a.astype(jnp.promote_types(a.dtype, jnp.float32)) for a in args]
-    found = OP.transposed(wide, args, functools.partial(_tangent, convolve=scattered.convolve))
-    found = [f.astype(t.dtype) for f, t in zip(found, types)]
-    return completed(found, _backward_axes(linear, [a.ndim for a in args]).outputs, mesh_axes)
+_PRODUCT = _plain("product", scattered.refuse, scattered.convolve)  # and what it is scattered to
+_TAPS = _plain("taps", taps.refuse, taps.convolve, taps.refuse_backward)
 
 
 OP = FusedOp(
@@ -258,10 +267,17 @@ OP = FusedOp(
     decompose=_decompose,
     differentiable=lambda config: not config.has_scale,
     for_autodiff=lambda config: dataclasses.replace(config, saves=int(config.derivative == "z")),
-    forward_kernels=(Kernel("product", _refuse_product, _run_product), conv_channels_last.forward(_refuse_forward, _run_forward),
-                     Kernel("onednn", _refuse_forward, _run_forward), conv_depthwise.FORWARD, conv_cudnn.KERNEL),
+    forward_kernels=(
+        _PRODUCT[0],
+        _TAPS[0],
+        conv_channels_last.forward(_refuse_forward, _run_forward),
+        Kernel("onednn", _refuse_forward, _run_forward),
+        conv_depthwise.FORWARD,
+        conv_cudnn.KERNEL,
+    ),
     backward_kernels=(
-        Kernel("product", lambda linear, args: _refuse_product(linear.config, args), _run_product_backward),
+        _PRODUCT[1],
+        _TAPS[1],
         conv_channels_last.backward(_refuse_backward, _run_backward),
         Kernel("onednn", _refuse_backward, _run_backward),
         conv_depthwise.backward(_backward_axes),

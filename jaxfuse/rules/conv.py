@@ -16,11 +16,15 @@ def size(config, types) -> int:
 
 
 def shape_class(config, types) -> str:
-    """A transposed one of few outputs is a product (`ops/scattered.py`): a class of its own. Where a dilated one has no rule of its
-    own, the last ones speak for it."""
+    """A transposed one of few outputs is a product (`ops/scattered.py`), one of one channel to one a sum of taps (`ops/taps.py`):
+    classes of their own. Where a dilated one has no rule of its own, the last ones speak for it."""
     transposed = any(d > 1 for d in config.lhs_dilation or ()) and config.feature_group_count == 1
     if transposed and types[1].shape[config.rhs_spec[0]] < 8 and all(d == 1 for d in config.rhs_dilation):
         return "scattered"
+    x, w = (t.shape for t in types[:2])
+    plain = not config.transposed and all(s == 1 for s in config.window_strides)
+    if plain and x[config.lhs_spec[1]] == w[config.rhs_spec[0]] == 1 and math.prod(w) <= 64:
+        return "one channel"
     if config.feature_group_count > 1:
         return "grouped"
     return "dilated" if any(d > 1 for d in config.rhs_dilation) else "full"
@@ -54,6 +58,8 @@ LADDERS = {
         (8, 14, 3, 64, 64))),
     "dilated": Ladder(_dilated, _shapes((1, 14, 3, 32, 32), (1, 14, 3, 64, 64), (1, 28, 3, 256, 256))),
     "grouped": Ladder(_conv_bias_relu, _shapes((1, 4, 3, 1, 8), (1, 8, 3, 1, 16), (1, 14, 3, 1, 64))),
+    "one channel": Ladder(_conv_bias_relu, _shapes(
+        (1, 4, 3, 1, 1), (1, 8, 3, 1, 1), (8, 5, 3, 1, 1), (1, 28, 3, 1, 1), (8, 128, 3, 1, 1), (1, 512, 7, 1, 1))),
     "scattered": Ladder(_overlapping, tuple(((n, s, c), (4 * c, c, 1)) for n, s, c in ((1, 8, 8), (1, 32, 64), (2, 128, 256)))),
 }
 RULES = OpRules(
@@ -119,6 +125,27 @@ RULES = OpRules(
             (2_304, (32.6, 11.9), (51.3, 26.1)),
             (18_432, (57.2, 9.65), (182, 27.4)),
             (225_792, (375, 12.4), (894, 37.5))), dtype="bfloat16", shape="grouped"),
+        Rule(points(
+            (288, (10.8, 2.42), (24.4, 20.5)),
+            (1_152, (20.5, 2.41), (36.9, 24.5)),
+            (3_600, (30.1, 2.83), (58.7, 41.7)),
+            (14_112, (72.2, 10.7), (164, 68.0)),
+            (2_359_296, (6100, 309), (12100, 2780)),
+            (25_690_112, (20600, 4740), (76700, 19700))), dtype="float32", shape="one channel", machine=ZEN_3["machine"]),
+        Rule(points(
+            (288, (11.6, 2.50), (25.2, 22.5)),
+            (1_152, (22.8, 2.79), (42.6, 20.0)),
+            (3_600, (30.3, 6.71), (70.7, 54.7)),
+            (14_112, (84.6, 14.0), (197, 62.1)),
+            (2_359_296, (7790, 761), (14300, 4430)),
+            (25_690_112, (22100, 3690), (77600, 18200))), dtype="bfloat16", shape="one channel", machine=ZEN_3["machine"]),
+        Rule(points(
+            (288, (15.2, 2.93), (34.3, 26.0)),
+            (1_152, (24.3, 2.90), (39.8, 37.2)),
+            (3_600, (38.0, 4.65), (68.8, 74.4)),
+            (14_112, (76.9, 14.2), (182, 123)),
+            (2_359_296, (5790, 475), (12700, 3390)),
+            (25_690_112, (24000, 4220), (68500, 17600))), dtype="float16", shape="one channel", machine=ZEN_3["machine"]),
         Rule(points(
             (4_096, (23.1, 6.07), (28.2, 23.6)),
             (1_048_576, (124, 46), (424, 151)),
