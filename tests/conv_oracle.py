@@ -81,6 +81,10 @@ CASES = {
     "3-D": Case((1, 6, 7, 8, 16), (3, 3, 3, 16, 16), padding=(1, 1)),
     "NCHW": Case((2, 64, 14, 14), (32, 64, 3, 3), padding=(1, 1), layout=("NCHW", "OIHW", "NCHW")),
     "NCHW grouped": Case((2, 32, 9, 9), (64, 8, 3, 3), padding=(1, 1), groups=4, layout=("NCHW", "OIHW", "NCHW")),
+    "features and rows in parts": Case((2, 21, 19, 139), (3, 2, 139, 67), padding=[(1, 1), (0, 1)]),
+    "images in a block": Case((7, 9, 8, 18), (3, 3, 18, 33), padding=[(2, 1), (4, 3)], dilation=(1, 2)),
+    "NHWC, OIHW": Case((3, 12, 13, 20), (24, 20, 3, 3), strides=2, layout=("NHWC", "OIHW", "NHWC")),
+    "grouped, large images": Case((3, 24, 24, 16), (3, 3, 4, 32), padding=(1, 1), groups=4),
     "mixed": Case((14, 64, 2, 9), (3, 64, 3, 32), padding=(1, 1), layout=("HCNW", "HIWO", "NHWC")),
 }
 LONG = {  # sums of so many products that f32 kernels cut them up

@@ -50,6 +50,9 @@ ElementType element_type(DType dtype);
 // 100 ns an element there: see Wide in bf16.h.
 bool has_kernels(DType dtype);
 
+// Whether a tensor's dimensions lie in the order batch, spatial..., feature.
+bool is_channels_last(const Spec& spec);
+
 // The same dimensions in the layout that oneDNN chooses.
 dnnl::memory::desc any_layout(const dnnl::memory::desc& md, ElementType type);
 

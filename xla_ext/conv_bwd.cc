@@ -1,5 +1,6 @@
 // jaxfuse_conv_bwd: the gradients of y = activation(z), z = conv(x, w) + bias + residual, the derivative told by y or by z:
 //   g = dy·activation'(z)     db = Σ g     dresidual = g     dx, dw = the convolution's own gradients at g
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -9,6 +10,7 @@
 #include "conv.h"
 #include "conv_depthwise.h"
 #include "conv_epilogue.h"
+#include "conv_filter.h"
 #include "conv_slices.h"
 #include "parallel.h"
 
@@ -161,13 +163,38 @@ bool filter_by_depthwise_loops(const Geometry& geometry, const Tensor& x, const 
   return depthwise::takes(depthwise::Pass::filter, geometry, x, dw, g);
 }
 
+void weights_by_onednn(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g) {
+  onednn::cached(key_of(Direction::weights, geometry, x, dw, g), [&] { return make_weights(geometry, x, dw, g); })
+      ->run({{DNNL_ARG_SRC, x.data}, {DNNL_ARG_DIFF_DST, g.data}, {DNNL_ARG_DIFF_WEIGHTS, dw.data}});
+}
+
+void add(const Tensor& part, const Tensor& sum) {
+  constexpr int64_t kBlock = 1 << 14;
+  parallel_for((sum.size() + kBlock - 1) / kBlock, [&](int64_t block) {
+    const int64_t end = std::min(sum.size(), (block + 1) * kBlock);
+    for (int64_t i = block * kBlock; i < end; ++i) sum.as<float>()[i] += part.as<float>()[i];
+  });
+}
+
+// Over few images at a time where the sums would be long.
+void weights_in_slices(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g, int64_t step) {
+  const onednn::Scratch scratch(dw.bytes());
+  const Tensor part{dw.name, scratch.data(), dw.dtype, dw.shape};
+  for (int64_t begin = 0, batch = g.shape[0]; begin < batch; begin += step) {
+    const int64_t count = std::min(step, batch - begin);
+    weights_by_onednn(geometry, images(x, begin, count), begin ? part : dw, images(g, begin, count));
+    if (begin) add(part, dw);
+  }
+}
+
 // db is null, or the bias gradient that depthwise::weights_gradient finds on its way.
 void weights_gradient(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g, float* db) {
   if (dw.size() == 0) return;
   if (x.size() == 0 || g.size() == 0) return (void)std::memset(dw.data, 0, dw.bytes());
   if (filter_by_depthwise_loops(geometry, x, dw, g)) return depthwise::weights_gradient(geometry, x, dw, g, db);
-  onednn::cached(key_of(Direction::weights, geometry, x, dw, g), [&] { return make_weights(geometry, x, dw, g); })
-      ->run({{DNNL_ARG_SRC, x.data}, {DNNL_ARG_DIFF_DST, g.data}, {DNNL_ARG_DIFF_WEIGHTS, dw.data}});
+  if (filter::takes(geometry, x, dw, g)) return filter::gradient(geometry, x, dw, g);
+  const int64_t batch = g.shape[geometry.out_spec[0]], step = images_per_sum(geometry, g);
+  step < batch ? weights_in_slices(geometry, x, dw, g, step) : weights_by_onednn(geometry, x, dw, g);
 }
 
 // dx and dw from g. A transposed convolution's are its adjoint's own forward and weight gradient, from g to x.

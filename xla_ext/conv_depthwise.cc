@@ -213,12 +213,6 @@ struct Cut {
   }
 };
 
-bool is_channels_last(const Spec& spec) {
-  bool last = spec[0] == 0 && spec[1] == int64_t(spec.size()) - 1;
-  for (size_t i = 2; i < spec.size(); ++i) last &= spec[i] == int64_t(i) - 1;
-  return last;
-}
-
 bool all_one(const Shape& extents) {
   return std::all_of(extents.begin(), extents.end(), [](int64_t extent) { return extent == 1; });
 }

@@ -157,6 +157,12 @@ dnnl::memory::dims Geometry::onednn_dilation() const {
 
 ElementType element_type(DType dtype) { return dtype == DType::BF16 ? ElementType::bf16 : ElementType::f32; }
 
+bool is_channels_last(const Spec& spec) {
+  bool last = spec[0] == 0 && spec[1] == int64_t(spec.size()) - 1;
+  for (size_t i = 2; i < spec.size(); ++i) last &= spec[i] == int64_t(i) - 1;
+  return last;
+}
+
 bool has_kernels(DType dtype) {
   if (dtype == DType::F32) return true;
   switch (dnnl::get_effective_cpu_isa()) {

@@ -5,9 +5,10 @@
 namespace jaxfuse::conv {
 namespace {
 
-// Products in one sum: the error stays below 4.8e-7, four units of f32, near XLA's 3.8e-7. More slices are closer and
-// slower, see the table in README.md.
-constexpr int64_t kLongestSum = 640;
+// Products in one sum, near XLA's error: with AVX-512 that is 3.8e-7, and 4.8e-7, four units of f32, is not passed; without,
+// XLA's sums are longer. More slices are closer and slower, see the tables in README.md.
+int64_t longest_sum() { return has_kernels(DType::BF16) ? 640 : 1200; }
+constexpr int64_t kLongestGradientSum = 1024;  // of the filter
 constexpr int64_t kFeatureStep = 16, kFewestFeatures = 32;  // whole vectors, and enough of them
 
 bool is_channels_last(const dnnl::memory::desc& md) { return md == channels_last(md, ElementType::f32); }
@@ -19,13 +20,13 @@ int64_t row_major_stride(const Shape& shape, int64_t dimension) {
 }  // namespace
 
 int64_t slice_count(const Geometry& geometry, const Tensor& x, const Tensor& w, const Tensor& y) {
-  const int64_t features = w.shape[geometry.rhs_spec[1]];
+  const int64_t features = w.shape[geometry.rhs_spec[1]], longest = longest_sum();
   const int64_t products = w.size() / w.shape[geometry.rhs_spec[0]];
-  if (x.dtype != DType::F32 || geometry.groups > 1 || geometry.transposed() || products <= kLongestSum) return 1;
+  if (x.dtype != DType::F32 || geometry.groups > 1 || geometry.transposed() || products <= longest) return 1;
   if (!is_channels_last(geometry.data(x, geometry.lhs_spec))) return 1;
   if (!is_channels_last(geometry.data(y, geometry.out_spec))) return 1;
   int64_t count = 1;
-  for (int64_t n = 2; n * kFewestFeatures <= features && products / count > kLongestSum; ++n) {
+  for (int64_t n = 2; n * kFewestFeatures <= features && products / count > longest; ++n) {
     if (features % (n * kFeatureStep) == 0) count = n;
   }
   return count;
@@ -53,6 +54,19 @@ Slice::Slice(const Geometry& whole, const Tensor& whole_x, const Tensor& whole_w
   }
   const int64_t reach = (w.shape[geometry.rhs_spec[last + 2]] - 1) * dilation + 1;
   high = std::max<int64_t>(0, (y.shape[geometry.out_spec[last + 2]] - 1) * stride + reach - low - width);
+}
+
+int64_t images_per_sum(const Geometry& geometry, const Tensor& g) {
+  const int64_t batch = g.shape[geometry.out_spec[0]], pixels = g.size() / batch / g.shape[geometry.out_spec[1]];
+  if (g.dtype != DType::F32 || geometry.lhs_spec[0] != 0 || geometry.out_spec[0] != 0) return batch;
+  return std::clamp<int64_t>(kLongestGradientSum / pixels, 1, batch);
+}
+
+Tensor images(const Tensor& t, int64_t begin, int64_t count) {
+  Tensor part = t;
+  part.data = t.as<char>() + begin * (t.bytes() / t.shape[0]);
+  part.shape[0] = count;
+  return part;
 }
 
 }  // namespace jaxfuse::conv

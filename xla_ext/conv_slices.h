@@ -7,7 +7,7 @@
 
 namespace jaxfuse::conv {
 
-// How many slices x (*) w = y should be cut into; 1: none. All of them must be channels last, f32 and of one group.
+// How many slices of input features x (*) w = y should be cut into; 1: none. All of them must be channels last, f32 and of one group.
 int64_t slice_count(const Geometry& geometry, const Tensor& x, const Tensor& w, const Tensor& y);
 
 // Part number i of n.
@@ -17,5 +17,12 @@ struct Slice {
   Geometry geometry;
   Tensor x, w;
 };
+
+// How many images of the batch one sum of the filter's gradient, over their pixels of g, should take in; x and g must have
+// the batch outermost, else all.
+int64_t images_per_sum(const Geometry& geometry, const Tensor& g);
+
+// Images [begin, begin + count) of t, whose batch is outermost.
+Tensor images(const Tensor& t, int64_t begin, int64_t count);
 
 }  // namespace jaxfuse::conv
