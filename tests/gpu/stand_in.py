@@ -10,11 +10,12 @@ from jaxfuse import cuda, ffi
 @functools.cache
 def register() -> str | None:
     """None, or why there are none."""
+    if cuda.targets():  # built, and now registered
+        return None
     if reason := ffi.unavailable("jaxfuse_norm_fwd"):
         return reason
     handlers = ffi.native().registrations()
     on_cuda_alone = dict.fromkeys(("jaxfuse_depthwise_fwd", "jaxfuse_depthwise_bwd"), handlers["jaxfuse_norm_fwd"])
     for name, handler in (handlers | on_cuda_alone).items():
-        if name not in cuda.targets():
-            jax.ffi.register_ffi_target(name, handler, platform="CUDA")
+        jax.ffi.register_ffi_target(name, handler, platform="CUDA")
     return None
