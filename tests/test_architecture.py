@@ -89,7 +89,7 @@ def test_private_jax_lives_in_one_file():
 def test_patterns_and_ops_have_the_same_names():
     ops = {p.stem for p in (PACKAGE / "ops").glob("*.py")} - {"__init__", "activations", "errors", "matrices"}
     ops -= {"lstm", "gru"}  # of the family `recurrent`
-    ops -= {"scattered", "taps", "conv_channels_last", "conv_depthwise"}  # kernels of `conv`
+    ops -= {"pointwise", "scattered", "taps", "conv_channels_last", "conv_depthwise"}  # kernels of `conv`
     ops = {name for name in ops if not name.endswith(("_config", "_cudnn"))}  # a part of an op, a kernel of one
     patterns = {p.stem for p in (PACKAGE / "patterns").glob("*.py")} - {"__init__", "activations"}
     handlers = {p.stem for p in (ROOT / "xla_ext").glob("*.cc")}

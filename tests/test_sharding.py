@@ -85,6 +85,12 @@ def test_a_norm_in_a_fused_step_under_explicit_axes(found):
         assert any("not along its first dimension" in reason for reason in found["explicit axes, places sharded"])
 
 
+def test_convolutions_written_in_plain_jax_under_explicit_axes(found):
+    """A sum of taps, and a transposed one as a product: their gradients are those of a shard, whatever the types say of the whole."""
+    result = found["jit, explicit axes, in plain JAX"]["plain"]
+    assert result["distance"] < TOLERANCE and "all-gather" not in result["collectives"] and not result["kernels"]
+
+
 # --- in the process with four devices ----------------------------------------------------------------------------
 
 
@@ -92,6 +98,7 @@ def main():
     for setting, results in {
         "jit": lambda: in_jit(mesh_of(4)),
         "jit, explicit axes": lambda: in_jit(mesh_of(4, explicit=True)),
+        "jit, explicit axes, in plain JAX": lambda: in_jit(mesh_of(4, explicit=True), functions=(plain,)),
         "jit, batch over two axes": lambda: in_jit(mesh_of(2, 2)),
         "jit, GSPMD": with_gspmd,
         "jit, kernels off": without_kernels,
@@ -153,6 +160,11 @@ def arguments(items):
 
 def conv(a):
     return (ops.conv(a["x"], a["w"], a["bias"], a["residual"], activation="relu"),)
+
+
+def plain(a):
+    taps = ops.conv(a["x"][..., :1], a["w"][:, :, :1, :1], activation="tanh")
+    return taps, ops.conv(a["x"], a["w"][..., :2], lhs_dilation=(2, 2), padding=((2, 1), (2, 1)))
 
 
 def batch_norm(a):

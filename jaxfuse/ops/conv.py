@@ -12,7 +12,7 @@ from jax import lax
 from jaxfuse import ffi
 from jaxfuse.batch import completed
 from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear, widened
-from jaxfuse.ops import conv_channels_last, conv_cudnn, conv_depthwise, scattered, taps
+from jaxfuse.ops import conv_channels_last, conv_cudnn, conv_depthwise, pointwise, scattered, taps
 from jaxfuse.ops.activations import TABLE as ACTIVATIONS
 from jaxfuse.ops.conv_config import ConvConfig, batch_groups_as_features, convolve, dimension_numbers_of, geometry_of
 from jaxfuse.ops.errors import Arguments, Array
@@ -244,7 +244,8 @@ def _plain(name: str, refuse, convolve, refuse_backward=None) -> tuple[Kernel, K
     def run_backward(linear, args, mesh_axes):
         """In float32, where sums of bfloat16 would be rounded at every step."""
         types = [t for t, active in zip(OP.types_here(linear, args), linear.active) if active]
-        wide = dataclasses.replace(linear, types=tuple(t.update(dtype=jnp.promote_types(t.dtype, jnp.float32)) for t in linear.types))
+        wide = dataclasses.replace(linear, types=tuple(  # of one shard, which is whole here
+            t.update(dtype=jnp.promote_types(t.dtype, jnp.float32), sharding=None) for t in linear.types))
         args = [a.astype(jnp.promote_types(a.dtype, jnp.float32)) for a in args]
         found = OP.transposed(wide, args, functools.partial(_tangent, convolve=convolve))
         found = [f.astype(t.dtype) for f, t in zip(found, types)]
@@ -255,8 +256,11 @@ def _plain(name: str, refuse, convolve, refuse_backward=None) -> tuple[Kernel, K
     return forward, backward
 
 
-_PRODUCT = _plain("product", scattered.refuse, scattered.convolve)  # and what it is scattered to
-_TAPS = _plain("taps", taps.refuse, taps.convolve, taps.refuse_backward)
+_PLAIN = (
+    _plain("product", scattered.refuse, scattered.convolve),  # and what it is scattered to
+    _plain("product", pointwise.refuse, pointwise.convolve),
+    _plain("taps", taps.refuse, taps.convolve, taps.refuse_backward),
+)
 
 
 OP = FusedOp(
@@ -268,16 +272,14 @@ OP = FusedOp(
     differentiable=lambda config: not config.has_scale,
     for_autodiff=lambda config: dataclasses.replace(config, saves=int(config.derivative == "z")),
     forward_kernels=(
-        _PRODUCT[0],
-        _TAPS[0],
+        *(kernels[0] for kernels in _PLAIN),
         conv_channels_last.forward(_refuse_forward, _run_forward),
         Kernel("onednn", _refuse_forward, _run_forward),
         conv_depthwise.FORWARD,
         conv_cudnn.KERNEL,
     ),
     backward_kernels=(
-        _PRODUCT[1],
-        _TAPS[1],
+        *(kernels[1] for kernels in _PLAIN),
         conv_channels_last.backward(_refuse_backward, _run_backward),
         Kernel("onednn", _refuse_backward, _run_backward),
         conv_depthwise.backward(_backward_axes),

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.canonical import constant
+from jaxfuse.canonical import constant, varying_axes
 from jaxfuse.graph import Emission, Node, Value
 from jaxfuse.layout import channels_last, inverse, laid, only_moved, transposed
 from jaxfuse.match import Chain, Match, Refusal, Walk, as_vector, longest
@@ -182,6 +182,16 @@ def _read_by_gradient(node: Node, chain: Chain) -> list[Value]:
     return [v for v in values if any(user.index == _gradient(node) for user in v.users)]
 
 
+def _scaled_residual(graph, chain: Chain, kernel) -> str:
+    """Why a residual times a number is better added by XLA: one pass over it, where a kernel's operand would be another."""
+    made = chain.residual.producer if chain.residual is not None else None
+    if made is None or made.primitive not in ("mul", "div") or kernel.is_plain or kernel.platform != "cpu":
+        return ""
+    if all(varying_axes(v) for v in made.inputs) or len(made.out.users) > 1 or graph.is_returned(made.out):
+        return ""
+    return f"{made} scales the residual: XLA makes one pass of that and of what follows"
+
+
 def _fused(graph, node: Node, head: Head, chain: Chain, measured) -> Match | str:
     """The match, or why not."""
     x, w = head.operands
@@ -205,7 +215,7 @@ def _fused(graph, node: Node, head: Head, chain: Chain, measured) -> Match | str
     types = [jax.eval_shape(spread_x, given_x), given_w, *vectors]
     types += [jax.ShapeDtypeStruct([head.out.shape[d] for d in permutation], x.dtype)] * has_residual
     kernel, reason = OP.forward.kernel(config, tuple(types))
-    reason = reason or measured("conv", config, types)
+    reason = reason or measured("conv", config, types) or _scaled_residual(graph, chain, kernel)
     if reason:
         return reason
     vector = functools.partial(as_vector, channels=channels)
