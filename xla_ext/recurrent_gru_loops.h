@@ -21,18 +21,29 @@ void gru_forward_after(const Args& a, const Team& team) {
   share.template exchange_initial<G, S>();
   for (int64_t s = 0; s < a.length; ++s) {
     const int64_t t = share.step(s);
-    own.multiplied_by(share.exchanged(s), [&](int64_t row, int64_t unit, auto lanes, auto product) {
-      const G* x = gx.at(t, row) + unit;
-      const G* bias = static_cast<const G*>(a.bias) + row * 4 * n + unit;
-      const auto given = [&](int gate) { return load(x + gate * n, lanes) + load(bias + gate * n, lanes); };
-      const Floats r = sigmoid(product(0) + given(0)), z = sigmoid(product(1) + given(1));
-      const Floats m = product(2) + load(bias + 3 * n, lanes);
-      const Floats candidate = tanh(given(2) + r * m);
+    const auto* bias = static_cast<const G*>(a.bias);
+    const auto given = [&](int64_t row, int64_t unit, int gate, auto lanes) {  // of r, z and m
+      const Floats b = load(bias + row * 4 * n + (gate == 2 ? 3 : gate) * n + unit, lanes);
+      return gate == 2 ? b : load(gx.at(t, row) + gate * n + unit, lanes) + b;
+    };
+    const auto squash = [&](int64_t row, int64_t unit, auto lanes, float* zs) {
+      const Floats r = sigmoid(load(zs)), z = sigmoid(load(zs + kLanes)), m = load(zs + 2 * kLanes);
+      const Floats x = load(gx.at(t, row) + 2 * n + unit, lanes) + load(bias + row * 4 * n + 2 * n + unit, lanes);
+      store(zs, x + r * m);
+      store(zs + kLanes, z);
+      if (a.gates != nullptr) {
+        G* kept = gates.at(t, row) + unit;
+        keep(kept, n, lanes, r, z), keep(kept + 3 * n, n, lanes, m);
+      }
+    };
+    const auto finish = [&](int64_t row, int64_t unit, auto lanes, const float* zs) {
+      const Floats candidate = tanh(load(zs)), z = load(zs + kLanes);
       const Floats h = round_to<S>((1.0f - z) * candidate + z * load(hs.before(t, row) + unit, lanes));
       store(hs.at(t, row) + unit, h, lanes);
       store(share.exchanged(s + 1) + row * n + unit, round_to<G>(h), lanes);
-      if (a.gates != nullptr) keep(gates.at(t, row) + unit, n, lanes, r, z, candidate, m);
-    });
+      if (a.gates != nullptr) keep(gates.at(t, row) + 2 * n + unit, n, lanes, candidate);
+    };
+    own.multiplied_by(share.exchanged(s), given, squash, finish);
     share.meet();
   }
 }
@@ -51,15 +62,17 @@ void gru_forward_before(const Args& a, const Team& team) {
   share.template exchange_initial<G, S>();
   for (int64_t s = 0; s < a.length; ++s) {
     const int64_t t = share.step(s);
-    own.multiplied_by(share.exchanged(s), [&](int64_t row, int64_t unit, auto lanes, auto product) {
-      const G* x = gx.at(t, row) + unit;
-      const G* bias = static_cast<const G*>(a.bias) + row * 3 * n + unit;
-      const auto given = [&](int gate) { return load(x + gate * n, lanes) + load(bias + gate * n, lanes); };
-      const Floats r = sigmoid(product(0) + given(0)), z = sigmoid(product(1) + given(1));
+    const auto given = [&](int64_t row, int64_t unit, int gate, auto lanes) {
+      const int64_t at = gate * n + unit;
+      return load(gx.at(t, row) + at, lanes) + load(static_cast<const G*>(a.bias) + row * 3 * n + at, lanes);
+    };
+    const auto squash = [&](int64_t row, int64_t unit, auto lanes, const float* zs) {
+      const Floats r = sigmoid(load(zs)), z = sigmoid(load(zs + kLanes));
       store(reset + row * n + unit, round_to<G>(r * load(hs.before(t, row) + unit, lanes)), lanes);
       store(a.own_h + row * n + unit, z, lanes);
       if (a.gates != nullptr) keep(gates.at(t, row) + unit, n, lanes, r, z);
-    });
+    };
+    own.multiplied_by(share.exchanged(s), given, squash, [](auto...) {});
     share.meet();
     candidates.multiplied_by(reset, [&](int64_t row, int64_t unit, auto lanes, Floats product) {
       const Floats bias = load(static_cast<const G*>(a.bias) + row * 3 * n + 2 * n + unit, lanes);

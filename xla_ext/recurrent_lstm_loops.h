@@ -19,18 +19,23 @@ void lstm_forward(const Args& a, const Team& team) {
   share.template exchange_initial<G, S>();
   for (int64_t s = 0; s < a.length; ++s) {
     const int64_t t = share.step(s);
-    own.multiplied_by(share.exchanged(s), [&](int64_t row, int64_t unit, auto lanes, auto product) {
-      const G* x = gx.at(t, row) + unit;
-      const G* bias = static_cast<const G*>(a.bias) + row * 4 * n + unit;
-      const auto z = [&](int gate) { return product(gate) + (load(x + gate * n, lanes) + load(bias + gate * n, lanes)); };
+    const auto given = [&](int64_t row, int64_t unit, int gate, auto lanes) {
+      const int64_t at = gate * n + unit;
+      return load(gx.at(t, row) + at, lanes) + load(static_cast<const G*>(a.bias) + row * 4 * n + at, lanes);
+    };
+    const auto squash = [&](int64_t row, int64_t unit, auto lanes, float* zs) {
+      const auto z = [&](int gate) { return load(zs + gate * kLanes); };
       const Floats i = sigmoid(z(0)), f = sigmoid(z(1)), g = tanh(z(2)), o = sigmoid(z(3));
-      const Floats c = round_to<S>(f * load(cs.before(t, row) + unit, lanes) + i * g);
-      const Floats h = round_to<S>(o * tanh(c));
-      store(cs.at(t, row) + unit, c, lanes);
+      store(cs.at(t, row) + unit, round_to<S>(f * load(cs.before(t, row) + unit, lanes) + i * g), lanes);
+      store(zs, o);
+      if (a.gates != nullptr) keep(gates.at(t, row) + unit, n, lanes, i, f, g, o);
+    };
+    const auto finish = [&](int64_t row, int64_t unit, auto lanes, const float* o) {
+      const Floats h = round_to<S>(load(o) * tanh(load(cs.at(t, row) + unit, lanes)));
       store(hs.at(t, row) + unit, h, lanes);
       store(share.exchanged(s + 1) + row * n + unit, round_to<G>(h), lanes);
-      if (a.gates != nullptr) keep(gates.at(t, row) + unit, n, lanes, i, f, g, o);
-    });
+    };
+    own.multiplied_by(share.exchanged(s), given, squash, finish);
     share.meet();
   }
 }

@@ -22,6 +22,7 @@ inline Floats multiply_add(Floats a, Floats b, Floats c) { return a * b + c; }
 #endif
 
 constexpr int64_t kInnerBlock = 512;  // rows of packed columns that stay in the L2 cache while all rows of x meet them
+constexpr int64_t kLongestSum = 256;  // products in one sum; more of them would err more than XLA's
 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t parts(int64_t n, int64_t size) { return (n + size - 1) / size; }
@@ -47,12 +48,12 @@ Columns<W> packed(const W* data, int64_t inner) {
   return {data, kLanes, inner * kLanes};
 }
 
-// Packs columns [begin, begin + n), n <= kLanes, of a row-major matrix (inner, width), zeros after them.
+// Packs columns [begin, begin + n), n <= kLanes, of rows [first, end) of a row-major matrix, zeros after them; row 0 is at `to`.
 template <class W>
-void pack(const W* matrix, int64_t inner, int64_t width, int64_t begin, int64_t n, W* to) {
-  for (int64_t k = 0; k < inner; ++k) {
-    for (int64_t i = 0; i < kLanes; ++i) to[k * kLanes + i] = i < n ? matrix[k * width + begin + i] : W{};
-  }
+void pack(const W* matrix, int64_t first, int64_t end, int64_t width, int64_t begin, int64_t n, W* to) {
+  with_lanes(begin, begin + n, [&](auto lanes) {
+    for (int64_t k = first; k < end; ++k) store(to + k * kLanes, load(matrix + k * width + begin, lanes));
+  });
 }
 
 // Packs rows [begin, begin + n) of a row-major matrix as the columns of its transpose, of which `inner` from `first` on.
@@ -71,20 +72,23 @@ void pack_transposed(const W* matrix, int64_t width, int64_t first, int64_t inne
 // out (R, V vectors) += x (R, inner) · columns
 template <int V, int R, class W>
 void add_tile(const float* x, int64_t x_row, int64_t inner, Columns<W> columns, float* out, int64_t out_row) {
-  Floats sum[R][V];
-  for (int r = 0; r < R; ++r) {
-    for (int v = 0; v < V; ++v) sum[r][v] = load(out + r * out_row + v * kLanes);
-  }
-  for (int64_t k = 0; k < inner; ++k) {
-    Floats w[V];
-    for (int v = 0; v < V; ++v) w[v] = load(columns.at(k, v));
-    for (int r = 0; r < R; ++r) {
-      const Floats factor = broadcast(x[r * x_row + k]);
-      for (int v = 0; v < V; ++v) sum[r][v] = multiply_add(factor, w[v], sum[r][v]);
+  for (int64_t begin = 0; begin < inner; begin += kLongestSum) {
+    const int64_t end = smaller(begin + kLongestSum, inner);
+    Floats sum[R][V] = {};
+    for (int64_t k = begin; k < end; ++k) {
+      Floats w[V];
+      for (int v = 0; v < V; ++v) w[v] = load(columns.at(k, v));
+      for (int r = 0; r < R; ++r) {
+        const Floats factor = broadcast(x[r * x_row + k]);
+        for (int v = 0; v < V; ++v) sum[r][v] = multiply_add(factor, w[v], sum[r][v]);
+      }
     }
-  }
-  for (int r = 0; r < R; ++r) {
-    for (int v = 0; v < V; ++v) store(out + r * out_row + v * kLanes, sum[r][v]);
+    for (int r = 0; r < R; ++r) {
+      for (int v = 0; v < V; ++v) {
+        float* to = out + r * out_row + v * kLanes;
+        store(to, load(to) + sum[r][v]);
+      }
+    }
   }
 }
 
@@ -94,13 +98,10 @@ void add_tiles(int64_t rows, const float* x, int64_t x_row, int64_t inner, Colum
   if constexpr (R > 1) add_tiles<V, R - 1>(rows, x, x_row, inner, columns, out, out_row);
 }
 
-// out (rows, vectors) = x (rows, inner) · columns; `out_row` floats from one row of out to the next.
+// out (rows, vectors) += x (rows, inner) · columns; `out_row` floats from one row of out to the next.
 template <class W>
-void multiply(const float* x, int64_t x_row, int64_t rows, int64_t inner, Columns<W> columns, int vectors, float* out,
-              int64_t out_row) {
-  for (int64_t r = 0; r < rows; ++r) {
-    for (int v = 0; v < vectors; ++v) store(out + r * out_row + v * kLanes, Floats{});
-  }
+void add_product(const float* x, int64_t x_row, int64_t rows, int64_t inner, Columns<W> columns, int vectors, float* out,
+                 int64_t out_row) {
   const int64_t most_rows = parts(rows, parts(rows, kMaxRows));
   const int64_t fit = smaller(kAccumulators / most_rows, 4), at_once = parts(vectors, parts(vectors, fit));
   for (int64_t k = 0; k < inner; k += kInnerBlock) {

@@ -64,10 +64,16 @@ struct Share {
   // f(row, first unit, lanes) for all units of the share
   template <class F>
   void for_units(F f) const {
-    for (int64_t block = begin; block < end; ++block) {
-      with_lanes(block * kLanes, a.hidden, [&](auto lanes) {
-        for (int64_t row = 0; row < a.batch; ++row) f(row, block * kLanes, lanes);
-      });
+    for (int64_t row = 0; row < a.batch; ++row) {
+      for_blocks(begin, end, [&](int64_t block, auto lanes) { f(row, block * kLanes, lanes); });
+    }
+  }
+
+  // f(block, lanes) for blocks [first, last)
+  template <class F>
+  void for_blocks(int64_t first, int64_t last, F f) const {
+    for (int64_t block = first; block < last; ++block) {
+      with_lanes(block * kLanes, a.hidden, [&](auto lanes) { f(block, lanes); });
     }
   }
 };
@@ -108,7 +114,7 @@ void accumulate(float* p, int64_t stride, Lanes lanes, Values... values) {
   ((store(p + i * stride, load(p + i * stride, lanes) + values, lanes), ++i), ...);
 }
 
-constexpr int64_t kTileRows = 64;  // of the products of one block that wait for their pointwise work
+constexpr int64_t kTileRows = 32;  // of the products of one block that wait for their pointwise work
 
 // Packed columns for a thread's own units, one for each unit.
 template <class G>
@@ -122,7 +128,7 @@ struct OwnColumns {
   // Columns [first, first + hidden) of a row-major matrix of this width.
   void pack_columns(const void* matrix, int64_t width, int64_t first) const {
     for (int64_t block = share.begin; block < share.end; ++block) {
-      pack(static_cast<const G*>(matrix), inner, width, first + block * kLanes, share.width(block), at(block));
+      pack(static_cast<const G*>(matrix), 0, inner, width, first + block * kLanes, share.width(block), at(block));
     }
   }
   // Columns [first, first + inner) of such a matrix with a row for each unit, transposed.
@@ -139,9 +145,9 @@ struct OwnColumns {
     for (int64_t block = share.begin; block < share.end; block += 4) {
       const int count = int(smaller(4, share.end - block));
       for (int64_t first = 0; first < a.batch; first += kTileRows) {
-        float product[kTileRows * 4 * kLanes];
+        float product[kTileRows * 4 * kLanes] = {};
         const int64_t rows = smaller(kTileRows, a.batch - first);
-        multiply(x + first * inner, inner, rows, inner, packed<G>(at(block), inner), count, product, 4 * kLanes);
+        add_product(x + first * inner, inner, rows, inner, packed<G>(at(block), inner), count, product, 4 * kLanes);
         for (int i = 0; i < count; ++i) {
           with_lanes((block + i) * kLanes, a.hidden, [&](auto lanes) {
             for (int64_t row = first; row < first + rows; ++row) {
@@ -166,32 +172,50 @@ struct OwnGates {
   OwnGates(const Share& share, int64_t width)
       : share(share), wh(static_cast<const G*>(share.a.wh)), width(width), data(static_cast<G*>(share.a.packed)),
         is_packed(share.a.length > 1 || share.a.hidden % kLanes != 0) {
+    constexpr int64_t kRows = 16;  // so many at a time: their pages and lines are used while they are at hand
     const int64_t n = share.a.hidden;
-    for (int64_t block = share.begin; is_packed && block < share.end; ++block) {
+    for (int64_t row = 0; is_packed && row < n; row += kRows) {
       for (int g = 0; g < gates; ++g) {
-        pack(wh, n, width, g * n + block * kLanes, share.width(block), data + (block * gates + g) * n * kLanes);
+        for (int64_t block = share.begin; block < share.end; ++block) {
+          G* to = packed_at(block) + g * n * kLanes;
+          pack(wh, row, smaller(row + kRows, n), width, g * n + block * kLanes, share.width(block), to);
+        }
       }
     }
   }
 
-  // f(row, first unit, lanes, product) for all units of the share; product(g) is that of x (batch, hidden) with gate g's
-  template <class F>
-  void multiplied_by(const float* x, F f) const {
+  G* packed_at(int64_t block) const { return data + block * gates * share.a.hidden * kLanes; }
+
+  // For all units of the share, some units of one row after the other: z = given(row, first unit, gate, lanes) + x·columns, x
+  // (batch, hidden), then squash(row, first unit, lanes, z), kLanes of every gate, and with what that leaves in z
+  // finish(row, first unit, lanes, z). In passes, so that a unit waits neither for memory nor for another's chain of functions.
+  template <class Given, class Squash, class Finish>
+  void multiplied_by(const float* x, Given given, Squash squash, Finish finish) const {
+    constexpr int64_t kGroup = 12 / gates;  // blocks
     const Args& a = share.a;
-    const int64_t n = a.hidden;
-    for (int64_t block = share.begin; block < share.end; ++block) {
-      const Columns<G> columns =
-          is_packed ? packed<G>(data + block * gates * n * kLanes, n) : Columns<G>{wh + block * kLanes, width, n};
+    const int64_t n = a.hidden, group = is_packed ? kGroup : 1;
+    for (int64_t block = share.begin; block < share.end; block += group) {
+      const int64_t end = smaller(block + group, share.end);
+      const Columns<G> columns = is_packed ? packed<G>(packed_at(block), n) : Columns<G>{wh + block * kLanes, width, n};
       for (int64_t first = 0; first < a.batch; first += kTileRows) {
-        float products[kTileRows * gates * kLanes];
+        constexpr int64_t kRow = kGroup * gates * kLanes;
+        float tile[kTileRows * kRow];
         const int64_t rows = smaller(kTileRows, a.batch - first);
-        multiply(x + first * n, n, rows, n, columns, gates, products, gates * kLanes);
-        with_lanes(block * kLanes, n, [&](auto lanes) {
-          for (int64_t row = first; row < first + rows; ++row) {
-            const float* of_row = products + (row - first) * gates * kLanes;
-            f(row, block * kLanes, lanes, [of_row](int gate) { return load(of_row + gate * kLanes); });
-          }
-        });
+        const auto for_units = [&](int64_t row, auto f) {
+          share.for_blocks(block, end, [&](int64_t b, auto lanes) {
+            f(first + row, b * kLanes, lanes, tile + row * kRow + (b - block) * gates * kLanes);
+          });
+        };
+        for (int64_t row = 0; row < rows; ++row) {
+          for_units(row, [&](int64_t r, int64_t unit, auto lanes, float* z) {
+            for (int g = 0; g < gates; ++g) store(z + g * kLanes, given(r, unit, g, lanes));
+          });
+        }
+        add_product(x + first * n, n, rows, n, columns, int((end - block) * gates), tile, kRow);
+        for (int64_t row = 0; row < rows; ++row) {
+          for_units(row, squash);
+          for_units(row, finish);
+        }
       }
     }
   }

@@ -185,6 +185,10 @@ Floats load(const T* p, First lanes) {
   for (int64_t i = 0; i < lanes.n; ++i) values[i] = p[i];
   return load(values);
 }
+#ifdef __AVX2__
+inline Ints mask_of(First lanes) { return Ints{0, 1, 2, 3, 4, 5, 6, 7} < int32_t(lanes.n); }
+inline Floats load(const float* p, First lanes) { return _mm256_maskload_ps(p, __m256i(mask_of(lanes))); }
+#endif
 #endif
 
 template <class T>
@@ -197,6 +201,9 @@ void store(T* p, Floats v, First lanes) {
   store(values, v);
   for (int64_t i = 0; i < lanes.n; ++i) p[i] = values[i];
 }
+#if defined(__AVX2__) && !defined(__AVX512F__)
+inline void store(float* p, Floats v, First lanes) { _mm256_maskstore_ps(p, __m256i(mask_of(lanes)), v); }
+#endif
 
 // Stores that leave the caches alone, for what will have left them before it is read; p must be a multiple of the size of
 // what is stored. finish_streaming() before another thread reads it.
