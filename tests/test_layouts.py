@@ -48,7 +48,6 @@ HITS = {
         .squeeze(2) + b),
     "conv+bias+add+relu, positions merged": lambda x, w, b, r: jax.nn.relu(
         (conv(x, w).reshape(2, 64, 8) + b + r.reshape(2, 64, 8)).reshape(2, 8, 8, 8)),
-    "conv+scale+add+relu, scaled residual": lambda x, w, b, r: jax.nn.relu(conv(x, w) * 0.5 + r * 0.25),
     "conv+bias+relu, vmap over images": lambda x, w, b, r: jax.vmap(
         lambda one: jax.nn.relu(conv(one[None], w)[0] + b))(x),
     "conv+bias+add+relu, vmap over batches": lambda x, w, b, r: jax.vmap(
