@@ -193,7 +193,7 @@ void weights_gradient(const Geometry& geometry, const Tensor& x, const Tensor& d
   if (x.size() == 0 || g.size() == 0) return (void)std::memset(dw.data, 0, dw.bytes());
   if (filter_by_depthwise_loops(geometry, x, dw, g)) return depthwise::weights_gradient(geometry, x, dw, g, db);
   if (filter::takes(geometry, x, dw, g)) return filter::gradient(geometry, x, dw, g);
-  const int64_t batch = g.shape[geometry.out_spec[0]], step = images_per_sum(geometry, g);
+  const int64_t batch = g.shape[geometry.out_spec[0]], step = images_per_sum(geometry, dw, g);
   step < batch ? weights_in_slices(geometry, x, dw, g, step) : weights_by_onednn(geometry, x, dw, g);
 }
 

@@ -56,9 +56,10 @@ Slice::Slice(const Geometry& whole, const Tensor& whole_x, const Tensor& whole_w
   high = std::max<int64_t>(0, (y.shape[geometry.out_spec[last + 2]] - 1) * stride + reach - low - width);
 }
 
-int64_t images_per_sum(const Geometry& geometry, const Tensor& g) {
+int64_t images_per_sum(const Geometry& geometry, const Tensor& dw, const Tensor& g) {
+  const int64_t taps = dw.size() / dw.shape[geometry.rhs_spec[0]] / dw.shape[geometry.rhs_spec[1]];
   const int64_t batch = g.shape[geometry.out_spec[0]], pixels = g.size() / batch / g.shape[geometry.out_spec[1]];
-  if (g.dtype != DType::F32 || geometry.lhs_spec[0] != 0 || geometry.out_spec[0] != 0) return batch;
+  if (taps == 1 || g.dtype != DType::F32 || geometry.lhs_spec[0] != 0 || geometry.out_spec[0] != 0) return batch;
   return std::clamp<int64_t>(kLongestGradientSum / pixels, 1, batch);
 }
 

@@ -18,9 +18,9 @@ struct Slice {
   Tensor x, w;
 };
 
-// How many images of the batch one sum of the filter's gradient, over their pixels of g, should take in; x and g must have
-// the batch outermost, else all.
-int64_t images_per_sum(const Geometry& geometry, const Tensor& g);
+// How many images of the batch one sum of the filter's gradient, over their pixels of g, should take in: all, unless x and g
+// have the batch outermost and oneDNN's own sums are long, which those of one tap are not.
+int64_t images_per_sum(const Geometry& geometry, const Tensor& dw, const Tensor& g);
 
 // Images [begin, begin + count) of t, whose batch is outermost.
 Tensor images(const Tensor& t, int64_t begin, int64_t count);

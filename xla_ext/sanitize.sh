@@ -8,7 +8,7 @@ kinds=$1
 shift
 source=$(cd "$(dirname "$0")/.." && pwd)
 build=$source/build/sanitize-$kinds
-cmake -G Ninja -S "$source" -B "$build" -DCMAKE_BUILD_TYPE=Sanitize -DPython_EXECUTABLE="$(command -v python)" \
+cmake -G Ninja -S "$source" -B "$build" -DJAXFUSE_CUDA=off -DCMAKE_BUILD_TYPE=Sanitize -DPython_EXECUTABLE="$(command -v python)" \
   -Dpybind11_DIR="$(python -m pybind11 --cmakedir)" -DCMAKE_CXX_FLAGS="-O1 -g -fno-omit-frame-pointer -fsanitize=$kinds"
 cmake --build "$build"
 
