@@ -22,6 +22,20 @@ ROWS = ["layer_norm-residual", "rms_norm-residual_sum_silu", "group_norm-images_
 NAN_AND_INF = [np.nan, np.inf, -np.inf]
 
 
+@pytest.mark.skipif(ffi.unavailable("jaxfuse_norm_fwd") is not None, reason="the native module is not built")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_rows_are_not_copied_for_the_call(dtype):
+    x, vector = jax.ShapeDtypeStruct((8, 16, 32), dtype), jax.ShapeDtypeStruct((32,), jnp.float32)
+
+    def forward_and_gradients(x, dy, gamma, beta):
+        y, pullback = jax.vjp(ops.layer_norm, x, gamma, beta)
+        return y, pullback(dy)
+
+    text = jit(forward_and_gradients).lower(x, x, vector, vector).compile().as_text()
+    assert "jaxfuse_norm_bwd" in text
+    assert "copy(" not in text
+
+
 @pytest.mark.parametrize("name", NORMS)
 def test_float16(name, kernel):
     case = CASES[name]
