@@ -12,7 +12,7 @@ void outer_products(const Rows& rows, float* sums, int64_t stride, bool first) {
       Floats v[kVectors];
       for (int64_t j = 0; j < kVectors; ++j) v[j] = load(g + j * kLanes);
       for (int64_t i = 0; i < kInputs; ++i) {
-        const Floats xi = x[i] - Floats{};  // the compiler adds a 0, and drops one that is subtracted
+        const Floats xi = broadcast(x[i]);
         for (int64_t j = 0; j < kVectors; ++j) total[i][j] = multiply_add(xi, v[j], total[i][j]);
       }
     }

@@ -9,16 +9,10 @@ namespace {
 
 #if defined(__AVX512F__)
 constexpr int kMaxRows = 8, kAccumulators = 24;
-inline Floats broadcast(float x) { return Floats(_mm512_set1_ps(x)); }
-inline Floats multiply_add(Floats a, Floats b, Floats c) { return Floats(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(c))); }
 #elif defined(__AVX2__)
 constexpr int kMaxRows = 4, kAccumulators = 12;
-inline Floats broadcast(float x) { return Floats(_mm256_set1_ps(x)); }
-inline Floats multiply_add(Floats a, Floats b, Floats c) { return Floats(_mm256_fmadd_ps(__m256(a), __m256(b), __m256(c))); }
 #else
 constexpr int kMaxRows = 4, kAccumulators = 4;
-inline Floats broadcast(float x) { return x - Floats{}; }
-inline Floats multiply_add(Floats a, Floats b, Floats c) { return a * b + c; }
 #endif
 
 constexpr int64_t kInnerBlock = 512;  // rows of packed columns that stay in the L2 cache while all rows of x meet them

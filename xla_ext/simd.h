@@ -32,6 +32,9 @@ struct f16 {
   uint16_t bits;
 };
 
+// x in every lane. Not Floats{} + x: the compiler must add that 0, for the sake of a -0, but drops one that is subtracted.
+inline Floats broadcast(float x) { return x - Floats{}; }
+
 // a·b + c, rounded once where the ISA has an instruction for it and twice elsewhere.
 inline Floats multiply_add(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
