@@ -52,11 +52,10 @@ def call(target: str, out_types: Any, *operands: jax.Array, **attrs: Any) -> Any
     return call_registered(target, out_types, *operands, **attrs)
 
 
-def call_registered(target: str, out_types: Any, *operands: jax.Array, input_layouts: Any = None, **attrs: Any) -> Any:
-    """``call`` of whatever is registered by that name for the platform that the program is lowered for; the layouts are those
-    of ``jax.ffi.ffi_call``."""
+def call_registered(target: str, out_types: Any, *operands: jax.Array, **attrs: Any) -> Any:
+    """``call`` of whatever is registered by that name for the platform that the program is lowered for."""
     attributes = {name: _attribute(value) for name, value in attrs.items()}
-    return jax.ffi.ffi_call(target, out_types, input_layouts=input_layouts)(*operands, **attributes)
+    return jax.ffi.ffi_call(target, out_types)(*operands, **attributes)
 
 
 def unavailable(target: str) -> str | None:

@@ -158,7 +158,7 @@ def test_norm(emulated, dtype, sizes, centered, outside, has_residual):
     x, z, dy, ds = (random(i, shape, dtype, offset=2.0 * (i == 0)) for i in range(4))
     gamma, beta = 1 + random(4, (groups, length)), random(5, (groups, length))
     vectors, statistics = [jax.ShapeDtypeStruct(gamma.shape, jnp.float32)] * 2, [jax.ShapeDtypeStruct((outer, groups), jnp.float32)] * 2
-    attrs = dict(centered=centered, epsilon=1e-5, epsilon_outside=outside, activation="none")
+    attrs = dict(inner=shape[1:], centered=centered, epsilon=1e-5, epsilon_outside=outside, activation="none")
 
     def compared(target, out_types, *operands, **more):
         types = [jax.ShapeDtypeStruct(t.shape, dtype if len(t.shape) == 4 else t.dtype) for t in out_types]

@@ -23,9 +23,9 @@ NAN_AND_INF = [np.nan, np.inf, -np.inf]
 
 
 @pytest.mark.skipif(ffi.unavailable("jaxfuse_norm_fwd") is not None, reason="the native module is not built")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_rows_are_not_copied_for_the_call(dtype):
-    x, vector = jax.ShapeDtypeStruct((8, 16, 32), dtype), jax.ShapeDtypeStruct((32,), jnp.float32)
+@pytest.mark.parametrize("dtype, shape", [("bfloat16", (8, 16, 32)), ("bfloat16", (2, 4, 4, 32)), ("float32", (8, 16, 32))], ids=str)
+def test_rows_are_not_copied_for_the_call(dtype, shape):
+    x, vector = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((32,), jnp.float32)
 
     def forward_and_gradients(x, dy, gamma, beta):
         y, pullback = jax.vjp(ops.layer_norm, x, gamma, beta)
@@ -34,6 +34,19 @@ def test_rows_are_not_copied_for_the_call(dtype):
     text = jit(forward_and_gradients).lower(x, x, vector, vector).compile().as_text()
     assert "jaxfuse_norm_bwd" in text
     assert "copy(" not in text
+
+
+@pytest.mark.skipif(ffi.unavailable("jaxfuse_norm_fwd") is not None, reason="the native module is not built")
+@pytest.mark.parametrize("inner, sentence", [
+    ((1, 1, 5), "x has shape (3, 4), expected a multiple of 5 elements, as inner has"),
+    ((1, 0, 4), "attribute inner is (1, 0, 4), expected 3 positive numbers: spatial, groups, length"),
+    ((1, 4), "attribute inner is (1, 4), expected 3 positive numbers: spatial, groups, length")], ids=str)
+def test_the_kernel_refuses_what_does_not_fit(inner, sentence):
+    options = dict(centered=True, epsilon=1e-6, epsilon_outside=False, activation="none")
+    x, vector = jnp.zeros((3, 4)), jnp.zeros((1, 4))
+    with pytest.raises(Exception) as caught:
+        ffi.call("jaxfuse_norm_fwd", [x], x, vector, vector, inner=inner, has_residual=False, wants_sum=False, saving=False, **options)
+    assert sentence in str(caught.value)
 
 
 @pytest.mark.parametrize("name", NORMS)

@@ -1,4 +1,5 @@
-// Layer, RMS, group and instance norm on tensors seen as (outer, spatial, groups, length), as two FFI targets:
+// Layer, RMS, group and instance norm on row-major tensors of any shape, seen as (outer, spatial, groups, length): the last three
+// are the attribute `inner`. Two FFI targets:
 //   jaxfuse_norm_fwd  x, gamma, beta, [residual]                  -> y, [sum], [mean, rstd]
 //   jaxfuse_norm_bwd  dy, s, gamma, beta, mean, rstd, [ds]        -> dx, [dgamma, dbeta]
 // s = x + residual; y = activation((s - mean)·rstd·gamma + beta) with mean and rstd of each (outer, group). What is in
@@ -28,11 +29,14 @@ struct Arguments {
 
   Arguments(const Call& call, size_t i, const char* name) : call(call), x(call.operand(i, name)) {
     call.expect_dtype(x, {DType::F32, DType::BF16, DType::F16});
-    if (x.shape.size() != 4) {
-      call.refuse(name, " has shape ", to_string(x.shape), ", expected 4 dimensions: outer, spatial, groups, length");
+    const Shape inner = call.int_array("inner");
+    if (inner.size() != 3 || *std::min_element(inner.begin(), inner.end()) < 1) {
+      call.refuse("attribute inner is ", to_string(inner), ", expected 3 positive numbers: spatial, groups, length");
     }
-    if (x.size() == 0) call.refuse(name, " has shape ", to_string(x.shape), ", expected one with elements");
-    extent = {x.shape[0], x.shape[1], x.shape[2], x.shape[3]};
+    if (x.size() == 0 || x.size() % size_of(inner) != 0) {
+      call.refuse(name, " has shape ", to_string(x.shape), ", expected a multiple of ", size_of(inner), " elements, as inner has");
+    }
+    extent = {x.size() / size_of(inner), inner[0], inner[1], inner[2]};
   }
 
   Tensor like(const Tensor& t) const { return call.checked(t, x.dtype, x.shape); }

@@ -248,47 +248,42 @@ def _refuse_array(x) -> str | None:
 
 
 def _attrs(config: NormConfig):
-    return dict(centered=config.centered, epsilon=config.epsilon, epsilon_outside=config.epsilon_outside,
-                activation=config.activation)
+    return dict(inner=config.inner, centered=config.centered, epsilon=config.epsilon,
+                epsilon_outside=config.epsilon_outside, activation=config.activation)
 
 
-def _operands(config: NormConfig, full, parameters):
-    """(tensors as (outer, spatial, groups, length), parameters as [groups, length] in float32)"""
+def _operands(library, config: NormConfig, full, parameters):
+    """(how many items there are, tensors as the library takes them, parameters as [groups, length] in float32). The CPU's takes
+    tensors of any shape: XLA on the CPU would copy a bfloat16 one whose reshape makes axes of length 1. CUDA's takes
+    (outer, spatial, groups, length)."""
     outer = math.prod(config.batch(full[0]))
-    return [reshaped(v, (outer, *config.inner)) for v in full], [_repeated(config, p.astype(jnp.float32)) for p in parameters]
-
-
-def _layouts(config: NormConfig, like, *operands):
-    """Of each operand, major to minor; None is row-major. XLA puts the axes of length 1 of a reshaped bfloat16 array first on the CPU
-    and would copy all of it for another order on paper; in memory they are the same."""
-    split = like.ndim != 4 and like.dtype == jnp.bfloat16 and config.inner[:2] == (1, 1)
-    return [(1, 2, 0, 3) if split and v.ndim == 4 else None for v in operands]
+    tensors = full if library is ffi else [reshaped(v, (outer, *config.inner)) for v in full]
+    return outer, tensors, [_repeated(config, p.astype(jnp.float32)) for p in parameters]
 
 
 def _run_forward(library, config: NormConfig, args, mesh_axes):
     x, residual, *parameters = config.unpack(args)
-    full, parameters = _operands(config, (x,) if residual is None else (x, residual), parameters)
+    outer, full, parameters = _operands(library, config, (x,) if residual is None else (x, residual), parameters)
     types = [jax.ShapeDtypeStruct(full[0].shape, x.dtype)] * (1 + config.gives_sum)
-    statistics = [jax.ShapeDtypeStruct((full[0].shape[0], config.inner[1]), jnp.float32)] * 2 * config.saving
-    operands = (full[0], *parameters, *full[1:])
+    statistics = [jax.ShapeDtypeStruct((outer, config.inner[1]), jnp.float32)] * 2 * config.saving
     outs = library.call(
-        "jaxfuse_norm_fwd", [*types, *statistics], *operands, input_layouts=_layouts(config, x, *operands),
+        "jaxfuse_norm_fwd", [*types, *statistics], full[0], *parameters, *full[1:],
         has_residual=config.has_residual, wants_sum=config.gives_sum, saving=config.saving, **_attrs(config))
-    return tuple(reshaped(out, x.shape if out.ndim == 4 else (*config.batch(x), config.inner[1])) for out in outs)
+    shapes = [x.shape] * len(types) + [(*config.batch(x), config.inner[1])] * len(statistics)
+    return tuple(map(reshaped, outs, shapes))
 
 
 def _run_backward(library, linear: Linear, args, mesh_axes):
     config = linear.config
     s, gamma, beta, mean, rstd, dy, *ds = args
     *of_full, want_gamma, want_beta = linear.active
-    (s4, dy4, *ds4), parameters = _operands(config, (s, dy, *ds), (gamma, beta))
-    statistics = [reshaped(v, (s4.shape[0], config.inner[1])) for v in (mean, rstd)]
+    outer, (s_in, dy_in, *ds_in), parameters = _operands(library, config, (s, dy, *ds), (gamma, beta))
+    statistics = [reshaped(v, (outer, config.inner[1])) for v in (mean, rstd)]
     wants_parameters = want_gamma or want_beta
     vector = jax.ShapeDtypeStruct(config.inner[1:], jnp.float32)
-    operands = (dy4, s4, *parameters, *statistics, *ds4)
     dx, *dparameters = library.call(
-        "jaxfuse_norm_bwd", [jax.ShapeDtypeStruct(s4.shape, s.dtype), *[vector] * 2 * wants_parameters], *operands,
-        input_layouts=_layouts(config, s, *operands), has_ds=bool(ds), wants_parameters=wants_parameters, **_attrs(config))
+        "jaxfuse_norm_bwd", [jax.ShapeDtypeStruct(s_in.shape, s.dtype), *[vector] * 2 * wants_parameters],
+        dy_in, s_in, *parameters, *statistics, *ds_in, has_ds=bool(ds), wants_parameters=wants_parameters, **_attrs(config))
     if mesh_axes and wants_parameters:
         dparameters = lax.psum(dparameters, mesh_axes)
     dparameters = [d.reshape(*config.parameter_shape, config.repeats).sum(-1).astype(p.dtype)
