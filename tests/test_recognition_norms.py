@@ -117,6 +117,14 @@ def test_what_follows_a_norm_and_is_not_taken():
         ("layer_norm+leaky_relu", "activation leaky_relu: the kernel takes none with a parameter")]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_norm_of_what_a_layer_makes_that_is_left_to_xla(dtype):
+    """The cast to float32 is the norm's, though it follows the layer."""
+    x, w = randn(4, 8).astype(dtype), randn(8, 8).astype(dtype)
+    report = jaxfuse.explain(lambda x, w: layer_norm((x @ w + x).astype(jnp.float32), 1.0, 0.0).astype(dtype), x, w, policy="never")
+    assert [site.pattern for site in report.skipped] == ["dense+add", "layer_norm"]
+
+
 def differentiated(fn, inputs=(0, 1, 2)):
     return jax.value_and_grad(scalar(fn), inputs)
 

@@ -39,7 +39,14 @@ class Layer:
     preactivation = property(lambda self: next(c.end for c in reversed(self.chains) if not c.activation))
 
     label = property(lambda self: dense_site.label_of(self.chain))
-    nodes = property(lambda self: (self.node, *self.transposes, *self.chain.nodes))
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """Less casts at the end: with these the norm that follows begins."""
+        nodes = [self.node, *self.transposes, *self.chain.nodes]
+        while nodes[-1].primitive == CAST:
+            nodes.pop()
+        return tuple(nodes)
 
 
 class DenseWalk(Walk):
