@@ -78,6 +78,15 @@ def test_differentiated_program(name, dtype):
     compare(step, args)
 
 
+def test_scores_are_not_rounded_before_the_softmax():
+    """What XLA does with a bfloat16 product of its own."""
+    x, w = X.astype("bfloat16"), W.astype("bfloat16")
+    made = str(jax.make_jaxpr(jaxfuse.fuse(attention, policy="always"))(x, w))
+    scores, before_softmax = "f32[2,2,5,5] = jaxfuse_dense", "bf16[2,2,5,5] = convert_element_type"
+    assert made.index(scores) < made.index(before_softmax)
+    assert made.count("out_dtype='float32'") == 1
+
+
 def compare(function, args):
     """The fused program with the truth."""
     got, plain = jaxfuse.fuse(function, policy="always")(*args), jax.jit(function)(*args)

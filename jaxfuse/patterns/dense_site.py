@@ -48,17 +48,24 @@ def found(graph: Graph, part: Graph | Part, row, measured):
 
 
 def product(graph: Graph, part: Graph | Part, node: Node, name: str, nodes, measured) -> Match | str:
-    """The Match of a product with nothing after it, or why there is none."""
-    config = config_of(node)
+    """The Match of a product with nothing after it, or why there is none. Scores are computed in float32: XLA drops the cast to
+    bfloat16 that follows where the softmax widens them again, as it does with a product of its own."""
+    config, out = config_of(node), part.original(node.out)
     if isinstance(config, str):
         return config
+    if name == "attention scores":
+        config = dataclasses.replace(config, out_dtype=str(jnp.promote_types(config.out_dtype, jnp.float32)))
     x, w = map(part.original, node.inputs)
     kernel, reason = OP.forward.kernel(config, types_of(x, w))
     reason = reason or measured("dense", config, types_of(x, w))
     if reason:
         return reason
-    emission = Emission((x, w), (part.original(node.out),), lambda read: zip([part.original(node.out)], OP(config, read(x), read(w))))
-    return Match(name, node, nodes, (emission,), kernel.name, (x, w), 0)
+
+    def run(read):
+        (scores,) = OP(config, read(x), read(w))
+        yield out, scores.astype(out.dtype)
+
+    return Match(name, node, nodes, (Emission((x, w), (out,), run),), kernel.name, (x, w), 0)
 
 
 def label_of(chain: Chain) -> str:
