@@ -14,7 +14,8 @@ import cuda_emulated
 from jaxfuse import cuda, ffi
 from jaxfuse.op import Linear
 from jaxfuse.ops.batch_norm import OP as BATCH_NORM
-from jaxfuse.ops.batch_norm import BatchNormConfig, Standard
+from jaxfuse.ops.batch_norm import Standard
+from jaxfuse.ops.batch_norm_config import BatchNormConfig
 from jaxfuse.ops.conv import OP as CONV
 from jaxfuse.ops.conv_config import ConvConfig
 from jaxfuse.ops.norm import OP as NORM

@@ -11,7 +11,8 @@ from jaxfuse.live import FusedReader
 from jaxfuse.match import Chain, Match, Refusal, Walk, as_vector, depends_on, longest
 from jaxfuse.moments import Moments, reductions, shared_over
 from jaxfuse.op import equally_varying
-from jaxfuse.ops.batch_norm import MASKED, OP, BatchNormConfig
+from jaxfuse.ops.batch_norm import OP
+from jaxfuse.ops.batch_norm_config import MASKED, BatchNormConfig
 from jaxfuse.ops.batch_norm_grad import GradientConfig
 from jaxfuse.patterns import batch_norm_grad
 from jaxfuse.patterns.activations import name_activation

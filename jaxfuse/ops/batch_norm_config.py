@@ -1,0 +1,52 @@
+"""What is static of a batch norm, and which of its arguments and of the values kept for its gradient is which."""
+
+import dataclasses
+from collections.abc import Callable
+
+MASKED = ("relu", "relu6")  # one bit for each element is their derivative
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchNormConfig:
+    """Everything static. Arguments are x, the residual if there is one, then the parameters of `per_channel`."""
+
+    axis: int  # of the channels, not negative
+    per_channel: Callable  # hashable; (mean, var, *parameters), or (*parameters) if the statistics are given
+    batch_statistics: bool = True
+    has_residual: bool = False
+    activation: str = "none"
+    alpha: float = 0.0
+    saving: bool = False  # also return center, scale, offset and, where that is the derivative, the activation's mask
+    keeps_mask: bool = False  # a mask of bits, also where the derivative can be had without
+    absorbs: bool = False  # XLA computes a neighbour along with it, which the kernels for CUDA need in memory
+
+    @property
+    def derivative(self) -> str:
+        """Where the backward pass takes act'(z) from: z is recomputed from x and the residual; a bit for each element is
+        less to keep than a residual, where it says all."""
+        if self.activation == "none":
+            return "none"
+        return "mask" if self.keeps_mask or self.has_residual and self.activation in MASKED else "recompute"
+
+    @property
+    def keeps_residual(self) -> bool:
+        return self.has_residual and self.derivative == "recompute"
+
+    @property
+    def saves(self) -> int:
+        return (3 + (self.derivative == "mask")) * self.saving
+
+    def unpack(self, args):
+        """(x, residual or None, parameters)"""
+        x, *rest = args
+        return x, rest[0] if self.has_residual else None, tuple(rest[self.has_residual :])
+
+    def unpack_kept(self, kept):
+        """(x, residual as a tuple of at most one, parameters, statistics, (center, scale, offset), mask likewise)"""
+        x, *rest = kept
+        residual, rest = tuple(rest[: self.keeps_residual]), rest[self.keeps_residual :]
+        masks = 1 if self.derivative == "mask" else 0
+        small, mask = rest[: len(rest) - masks], tuple(rest[len(rest) - masks :])
+        statistics = 2 * self.batch_statistics
+        n = len(small) - 3 - statistics
+        return x, residual, tuple(small[:n]), tuple(small[n : n + statistics]), tuple(small[n + statistics :]), mask
