@@ -23,6 +23,8 @@ struct Geometry {
   dnnl::memory::desc data(const Tensor& t, const Spec& spec) const;
   // The user's filter: logical order ([group,] output feature, input feature, spatial...).
   dnnl::memory::desc filter(const Tensor& w) const;
+  // From one element of that filter to the next, along each of its dimensions in the order of rhs_spec.
+  Shape filter_strides(const Tensor& w) const;
   // One number per output feature, to be broadcast over y.
   dnnl::memory::desc per_feature(const Tensor& v, dnnl::memory::data_type type) const;
 

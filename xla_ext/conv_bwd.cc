@@ -26,6 +26,7 @@ struct Backward {
   Activation activation;
   float alpha;
   bool by_value;
+  bool dx_by_loops = false, dw_by_loops = false;  // those of conv_depthwise.h
 };
 
 void check(const Call& call, const Backward& b) {
@@ -70,6 +71,8 @@ Backward checked(const Call& call) {
        dresidual = next_result(want_dresidual, "dresidual");
   Backward b{Geometry(call), x, w, told, dx, dw, db, dresidual, *dy, activation, call.attr<float>("alpha"), by_value};
   check(call, b);
+  b.dx_by_loops = b.dx && depthwise::takes(depthwise::Pass::data, b.geometry, *b.dx, *b.w, b.dy);
+  b.dw_by_loops = b.dw && depthwise::takes(depthwise::Pass::filter, b.geometry, *b.x, *b.dw, b.dy);
   return b;
 }
 
@@ -146,21 +149,12 @@ bool data_gradient_sliced(const Geometry& geometry, const Tensor& dx, const Tens
   return true;
 }
 
-bool data_by_depthwise_loops(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g) {
-  return depthwise::takes(depthwise::Pass::data, geometry, dx, w, g);
-}
-
 void data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g) {
   if (dx.size() == 0) return;
   if (w.size() == 0 || g.size() == 0) return (void)std::memset(dx.data, 0, dx.bytes());
-  if (data_by_depthwise_loops(geometry, dx, w, g)) return depthwise::data_gradient(geometry, dx, w, g);
   if (data_gradient_sliced(geometry, dx, w, g)) return;
   onednn::cached(key_of(Direction::data, geometry, dx, w, g), [&] { return make_data(geometry, dx, w, g); })
       ->run({{DNNL_ARG_DIFF_DST, g.data}, {DNNL_ARG_WEIGHTS, w.data}, {DNNL_ARG_DIFF_SRC, dx.data}});
-}
-
-bool filter_by_depthwise_loops(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g) {
-  return depthwise::takes(depthwise::Pass::filter, geometry, x, dw, g);
 }
 
 void weights_by_onednn(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g) {
@@ -187,25 +181,28 @@ void weights_in_slices(const Geometry& geometry, const Tensor& x, const Tensor& 
   }
 }
 
-// db is null, or the bias gradient that depthwise::weights_gradient finds on its way.
-void weights_gradient(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g, float* db) {
+void weights_gradient(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g) {
   if (dw.size() == 0) return;
   if (x.size() == 0 || g.size() == 0) return (void)std::memset(dw.data, 0, dw.bytes());
-  if (filter_by_depthwise_loops(geometry, x, dw, g)) return depthwise::weights_gradient(geometry, x, dw, g, db);
   if (filter::takes(geometry, x, dw, g)) return filter::gradient(geometry, x, dw, g);
   const int64_t batch = g.shape[geometry.out_spec[0]], step = images_per_sum(geometry, dw, g);
   step < batch ? weights_in_slices(geometry, x, dw, g, step) : weights_by_onednn(geometry, x, dw, g);
 }
 
-// dx and dw from g. A transposed convolution's are its adjoint's own forward and weight gradient, from g to x.
+// dx and dw from g. A transposed convolution's are its adjoint's own forward and weight gradient, from g to x. db is null, or
+// the bias gradient that depthwise::weights_gradient finds on its way.
 void gradients(const Backward& b, const Tensor& g, float* db) {
   if (b.geometry.transposed()) {
     if (b.dx && b.dx->size() > 0) convolve(b.geometry.adjoint(*b.w), g, *b.w, *b.dx);
-    if (b.dw) weights_gradient(b.geometry.adjoint(*b.dw), g, *b.dw, *b.x, nullptr);
+    if (b.dw) weights_gradient(b.geometry.adjoint(*b.dw), g, *b.dw, *b.x);
     return;
   }
-  if (b.dx) data_gradient(b.geometry, *b.dx, *b.w, g);
-  if (b.dw) weights_gradient(b.geometry, *b.x, *b.dw, g, db);
+  if (b.dx) (b.dx_by_loops ? depthwise::data_gradient : data_gradient)(b.geometry, *b.dx, *b.w, g);
+  if (b.dw_by_loops) {
+    depthwise::weights_gradient(b.geometry, *b.x, *b.dw, g, db);
+  } else if (b.dw) {
+    weights_gradient(b.geometry, *b.x, *b.dw, g);
+  }
 }
 
 void gradients_in_f32(const Backward& b, const Tensor& g, float* db) {
@@ -219,9 +216,7 @@ void gradients_in_f32(const Backward& b, const Tensor& g, float* db) {
 
 // Whether oneDNN has a part in the gradients, and no fast kernels for it.
 bool wants_f32(const Backward& b) {
-  if (has_kernels(b.dy.dtype)) return false;
-  return (b.dx && !data_by_depthwise_loops(b.geometry, *b.dx, *b.w, b.dy)) ||
-         (b.dw && !filter_by_depthwise_loops(b.geometry, *b.x, *b.dw, b.dy));
+  return !has_kernels(b.dy.dtype) && ((b.dx && !b.dx_by_loops) || (b.dw && !b.dw_by_loops));
 }
 
 void conv_bwd(const Call& call) {
@@ -233,7 +228,7 @@ void conv_bwd(const Call& call) {
   void* written = b.dresidual ? b.dresidual->data : g_in_scratch ? scratch.data() : nullptr;
   std::vector<float> sums(b.db ? b.dy.shape[feature] : 0);
   float* db = b.db ? sums.data() : nullptr;
-  const bool db_with_dw = b.db && b.dw && filter_by_depthwise_loops(b.geometry, *b.x, *b.dw, b.dy);
+  const bool db_with_dw = b.db && b.dw_by_loops;
   if (written || (b.db && !db_with_dw)) {
     run_gradient(b.dy, feature, {b.activation, b.alpha, b.told ? b.told->data : nullptr, b.by_value, written},
                  db_with_dw ? nullptr : db);

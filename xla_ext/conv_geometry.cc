@@ -125,10 +125,14 @@ dnnl::memory::desc Geometry::data(const Tensor& t, const Spec& spec) const {
   return {permuted(t.shape, spec), element_type(t.dtype), permuted(row_major_strides(t.shape), spec)};
 }
 
-dnnl::memory::desc Geometry::filter(const Tensor& w) const {
+Shape Geometry::filter_strides(const Tensor& w) const {
   Shape buffer = w.shape;
   if (filter_features) buffer[rhs_spec[1]] = filter_features;
-  Shape dims = permuted(w.shape, rhs_spec), strides = permuted(row_major_strides(buffer), rhs_spec);
+  return permuted(row_major_strides(buffer), rhs_spec);
+}
+
+dnnl::memory::desc Geometry::filter(const Tensor& w) const {
+  Shape dims = permuted(w.shape, rhs_spec), strides = filter_strides(w);
   if (groups > 1) {  // output feature = group * (features per group) + feature in the group
     dims[0] /= groups;
     dims.insert(dims.begin(), groups);

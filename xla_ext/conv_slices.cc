@@ -13,10 +13,6 @@ constexpr int64_t kFeatureStep = 16, kFewestFeatures = 32;  // whole vectors, an
 
 bool is_channels_last(const dnnl::memory::desc& md) { return md == channels_last(md, ElementType::f32); }
 
-int64_t row_major_stride(const Shape& shape, int64_t dimension) {
-  return size_of(Shape(shape.begin() + dimension + 1, shape.end()));
-}
-
 }  // namespace
 
 int64_t slice_count(const Geometry& geometry, const Tensor& x, const Tensor& w, const Tensor& y) {
@@ -44,7 +40,7 @@ Slice::Slice(const Geometry& whole, const Tensor& whole_x, const Tensor& whole_w
   const int64_t features = w.shape[geometry.rhs_spec[1]] / n;
   geometry.filter_features = n * features;
   w.shape[geometry.rhs_spec[1]] = features;
-  w.data = whole_w.as<float>() + i * features * row_major_stride(whole_w.shape, geometry.rhs_spec[1]);
+  w.data = whole_w.as<float>() + i * features * geometry.filter_strides(whole_w)[1];
   x.shape[geometry.lhs_spec[1]] = features;
   width *= n, stride *= n, dilation *= n, low *= n;
   if (low > 0) {
