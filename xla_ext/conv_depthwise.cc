@@ -6,6 +6,7 @@
 
 #include "bf16.h"
 #include "conv_depthwise_kernels.h"
+#include "conv_slices.h"
 #include "parallel.h"
 #include "simd_level.h"
 
@@ -148,14 +149,14 @@ class Pieces {
 // f(place in a filter of shape (spatial..., channels), place in this one), whatever the order of its dimensions.
 template <class F>
 void for_filter(const Geometry& g, const Tensor& w, F f) {
-  const auto stride = [&](int64_t i) { return size_of(Shape(w.shape.begin() + g.rhs_spec[i] + 1, w.shape.end())); };
-  const int64_t channels = w.shape[g.rhs_spec[0]], channel_stride = stride(0);
+  const Shape strides = g.filter_strides(w);
+  const int64_t channels = w.shape[g.rhs_spec[0]];
   for (int64_t tap = 0; tap * channels < w.size(); ++tap) {
     int64_t at = 0, rest = tap;
     for (int64_t i = g.rhs_spec.size(); i-- > 2; rest /= w.shape[g.rhs_spec[i]]) {
-      at += rest % w.shape[g.rhs_spec[i]] * stride(i);
+      at += rest % w.shape[g.rhs_spec[i]] * strides[i];
     }
-    for (int64_t c = 0; c < channels; ++c) f(tap * channels + c, at + c * channel_stride);
+    for (int64_t c = 0; c < channels; ++c) f(tap * channels + c, at + c * strides[0]);
   }
 }
 
@@ -218,13 +219,13 @@ bool all_one(const Shape& extents) {
 }
 
 // As measured, see the table in README.md.
-bool onednn_is_faster(Pass pass, const Geometry& g, const Tensor& w) {
+bool onednn_is_faster(Pass pass, const Geometry& g, const Tensor& w, const Tensor& y) {
   const bool small = w.size() <= 9 * g.groups, strided = !all_one(g.strides), dense = all_one(g.dilation);
   if (g.spatial_rank() != 2) return false;
   switch (pass) {
     case Pass::forward: return small || strided;
     case Pass::data: return dense && (strided ? w.dtype == DType::F32 : small);
-    default: return dense && small;
+    default: return dense && small && images_per_sum(g, w, y) == y.shape[0];  // else it takes several calls
   }
 }
 
@@ -233,7 +234,7 @@ bool onednn_is_faster(Pass pass, const Geometry& g, const Tensor& w) {
 bool takes(Pass pass, const Geometry& g, const Tensor& x, const Tensor& w, const Tensor& y) {
   const bool depthwise = g.groups > 1 && g.groups == x.shape[g.lhs_spec[1]] && g.groups == w.shape[g.rhs_spec[0]];
   if (!depthwise || g.transposed() || !is_channels_last(g.lhs_spec) || !is_channels_last(g.out_spec)) return false;
-  return x.size() > 0 && w.size() > 0 && y.size() > 0 && !onednn_is_faster(pass, g, w);
+  return x.size() > 0 && w.size() > 0 && y.size() > 0 && !onednn_is_faster(pass, g, w, y);
 }
 
 void forward(const Geometry& g, const Tensor& x, const Tensor& w, const Tensor& y, const Epilogue& epilogue) {

@@ -12,6 +12,12 @@ namespace {
 
 int64_t blocks(int64_t extent, int64_t size) { return (extent + size - 1) / size; }
 
+// Even shares of an extent, as near to `size` as they come.
+int64_t share(int64_t extent, int64_t size) {
+  size = std::clamp<int64_t>(size, 1, extent);
+  return blocks(extent, (extent + size / 2) / size);
+}
+
 // Output o reads, by tap k, the input o·stride + k·dilation - padding_low. Of the inputs that some outputs read all are
 // packed, padding too; where there is one tap, only those that it reads.
 struct Dimension {
@@ -48,7 +54,7 @@ struct Block {
 // How the sums are cut, by the shapes alone, so that they repeat bit for bit. What a task works on, a block of packed
 // pixels and its share of dw, fits into a second-level cache.
 struct Cut {
-  static constexpr int64_t kPixels = 256, kMostInputs = 132, kMostOutputs = 64, kTasks = 16;
+  static constexpr int64_t kPixels = 256, kMostInputs = 66, kMostOutputs = 128, kTasks = 16;
   int64_t inputs, outputs, input_parts, output_parts;  // a task's features, whole panels of them
   int64_t items, rows, blocks_per_image, count;        // of a block
   int64_t parts;                                       // of the blocks, each with sums of its own
@@ -59,8 +65,8 @@ struct Cut {
     };
     inputs = even(p.inputs, kMostInputs, kInputs), outputs = even(p.outputs, kMostOutputs, kOutputs);
     input_parts = blocks(p.inputs, inputs), output_parts = blocks(p.outputs, outputs);
-    rows = std::clamp<int64_t>(kPixels / p.columns.out, 1, p.rows.out);
-    items = std::clamp<int64_t>(kPixels / (p.rows.out * p.columns.out), 1, p.items);
+    rows = share(p.rows.out, kPixels / p.columns.out);
+    items = share(p.items, kPixels / (p.rows.out * p.columns.out));
     blocks_per_image = blocks(p.rows.out, rows);
     count = blocks(p.items, items) * blocks_per_image;
     parts = std::clamp<int64_t>(kTasks / (input_parts * output_parts), 1, count);
@@ -166,19 +172,20 @@ class Task {
   std::vector<int64_t> offsets_;
 };
 
-// dw, in whatever order its dimensions are, from the sums of the parts.
-void add_parts(const Geometry& geometry, const Problem& p, int64_t parts, const float* sums, const Tensor& dw) {
-  const auto stride = [&](int64_t i) { return size_of(Shape(dw.shape.begin() + geometry.rhs_spec[i] + 1, dw.shape.end())); };
-  const int64_t last = geometry.spatial_rank() + 1, output_stride = stride(0), input_stride = stride(1);
+// dw, in whatever order its dimensions are, from the sums of the parts, of which the first is overwritten.
+void add_parts(const Geometry& geometry, const Problem& p, int64_t parts, float* sums, const Tensor& dw) {
+  const Shape strides = geometry.filter_strides(dw);
+  const int64_t column_stride = strides.back(), row_stride = strides.size() > 3 ? strides[2] : 0;
   parallel_for(p.taps() * p.inputs, [&](int64_t row) {
     const int64_t tap = row / p.inputs;
-    const int64_t tap_at = tap % p.columns.taps * stride(last) + (last > 2 ? tap / p.columns.taps * stride(last - 1) : 0);
-    float* to = dw.as<float>() + tap_at + row % p.inputs * input_stride;
-    for (int64_t o = 0; o < p.outputs; ++o) {
-      float sum = sums[row * p.outputs + o];
-      for (int64_t part = 1; part < parts; ++part) sum += sums[part * dw.size() + row * p.outputs + o];
-      to[o * output_stride] = sum;
+    float* to = dw.as<float>() + tap / p.columns.taps * row_stride + tap % p.columns.taps * column_stride +
+                row % p.inputs * strides[1];
+    float* const sum = sums + row * p.outputs;
+    for (int64_t part = 1; part < parts; ++part) {
+      const float* const own = sum + part * dw.size();
+      for (int64_t o = 0; o < p.outputs; ++o) sum[o] += own[o];
     }
+    for (int64_t o = 0; o < p.outputs; ++o) to[o * strides[0]] = sum[o];
   });
 }
 
