@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 
 import jaxfuse
-from recognition import rows, scalar
+from recognition import randn, rows, scalar
 from test_recognition_recurrent import NATIVE, SEQUENCE, C, H, U, W, XS, gru, lstm, same_as_unfused, sequence
 
 
@@ -150,3 +150,22 @@ def test_gates_in_the_kernels_order_are_never_padded(cell, pieces):
     for shape in ("f32[6,2,12]", "f32[3,12]"):
         made = [line for line in text.splitlines() if f":{shape} = pad" in line or f":{shape} = concatenate" in line]
         assert (len(made) > pieces) == (pieces > 0), (shape, made)
+
+
+def test_products_of_all_steps_are_dense_layers():
+    """That of x with its weights, their gradients, and that of the recurrent weights, for they are large enough to be worth a call."""
+    xs, h, w, u = randn(8, 32, 24), randn(8, 64), randn(24, 256) / 5, randn(64, 256) / 8
+    same_as_unfused(sequence(lstm), xs, h, h, w, u)
+    fused = jaxfuse.fuse(sequence(lstm), policy="always")
+    text = jax.jit(jax.grad(scalar(fused), (0, 3, 4))).lower(xs, h, h, w, u).compile().as_text()
+    calls = [text.count(f'custom_call_target="jaxfuse_{name}"') for name in ("dense_fwd", "dense_bwd", "dot")]
+    assert not NATIVE or calls == [2, 1, 0]
+
+
+def test_a_product_with_its_weights_on_the_left_is_left_to_xla():
+    """It makes columns; the kernel writes rows."""
+    def columns(x, h, c, w, u):
+        return lstm_of_gates(jnp.split((w.T @ x.T).T + h @ u, 4, -1), c)
+
+    text = str(jax.make_jaxpr(jaxfuse.fuse(sequence(columns), policy="always"))(XS, H, C, W, U))
+    assert not NATIVE or ("jaxfuse_lstm" in text and "jaxfuse_dense" not in text)

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 import jaxfuse
 from compare import distance, pairs
 from jaxfuse import ffi, ops
+from jaxfuse.ops import recurrent
 
 DEVICES = 4
 TOLERANCE = 5e-5
@@ -76,6 +77,16 @@ def test_a_fused_train_step(found):
         assert {"jaxfuse_batch_norm_bwd_stats", "jaxfuse_batch_norm_bwd_apply", "jaxfuse_conv_bwd"} <= set(result["kernels"])
 
 
+def test_a_fused_loop(found):
+    """The products of all steps at once are sharded along the batch too, which is not their first axis."""
+    result = found["jit, a fused loop"]["looped"]
+    assert result["distance"] < TOLERANCE
+    assert not {"all-gather", "all-to-all"} & set(result["collectives"])
+    assert result["kernels"] == result["kernels on one device"]
+    if not ffi.unavailable("jaxfuse_lstm_bwd"):
+        assert {"jaxfuse_lstm_bwd", "jaxfuse_dense_bwd"} <= set(result["kernels"])
+
+
 def test_a_norm_in_a_fused_step_under_explicit_axes(found):
     result = found["jit, explicit axes, a fused step"]["normed"]
     assert result["distance"] < TOLERANCE and "all-gather" not in result["collectives"]
@@ -104,6 +115,7 @@ def main():
         "jit, kernels off": without_kernels,
         "jit, 6 on 4 devices": lambda: in_jit(mesh_of(4), items=6),
         "jit, a fused step": lambda: in_jit(mesh_of(4), functions=(step,), differentiated=fused_step),
+        "jit, a fused loop": with_a_fused_loop,
         "jit, explicit axes, a fused step": lambda: in_jit(
             mesh_of(4, explicit=True), functions=(normed,), differentiated=fused_step),
         "explicit axes, places sharded": lambda: reasons_where_places_are_sharded(mesh_of(2, explicit=True)),
@@ -125,6 +137,12 @@ def without_kernels():
     with pytest.MonkeyPatch.context() as patch, fresh():
         patch.setattr(ffi, "unavailable", lambda target: "switched off by the test")
         return in_jit(mesh_of(4))
+
+
+def with_a_fused_loop():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recurrent, "WORTH_A_CALL", 0)
+        return in_jit(mesh_of(4), functions=(looped,), differentiated=lambda f: forward_and_gradients(jaxfuse.fuse(f, policy="always")))
 
 
 @contextlib.contextmanager
@@ -225,6 +243,22 @@ def of_batch(arrays):
 
 def forward_and_gradients(function):
     return lambda a: (function(a), jax.grad(lambda a: sum(jnp.sum(jnp.sin(out)) for out in function(a)))(a))
+
+
+def looped(a):
+    """An LSTM over the places of an image, as a user writes it."""
+    filters = a["w"].reshape(9, 8, 8)
+    w_x, w_h = (jnp.concatenate(list(four), -1) for four in (filters[1:5], filters[5:9]))
+
+    def cell(state, x):
+        h, c = state
+        i, f, g, o = jnp.split(x @ w_x + h @ w_h, 4, -1)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+        return (h, c), h
+
+    xs = jnp.moveaxis(a["x"].reshape(len(a["x"]), 36, 8), 1, 0)
+    return (jnp.moveaxis(jax.lax.scan(cell, (0 * xs[0], 0 * xs[0]), xs)[1], 0, 1),)
 
 
 def in_jit(mesh, items=8, functions=(conv, batch_norm, both, layers), differentiated=forward_and_gradients):

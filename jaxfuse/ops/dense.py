@@ -34,6 +34,7 @@ class DenseConfig:
     alpha: float = 0.0
     precision: Any = None
     saving: bool = False  # also return what the activation was applied to
+    along: int = 0  # which of x's free axes is that of the items, where it has no batch axes
 
     @property
     def saves(self) -> int:
@@ -159,7 +160,7 @@ def _axes(config: DenseConfig, x_rank: int) -> tuple[int | None, int | None, int
     if config.x_batch:
         return config.x_batch[0], config.w_batch[0], 0
     free = [d for d in range(x_rank) if d not in config.x_contracted]
-    return (free[0], None, 0) if free else (None, None, None)
+    return (free[config.along], None, config.along) if free else (None, None, None)
 
 
 def _forward_axes(config: DenseConfig, ranks) -> BatchAxes:

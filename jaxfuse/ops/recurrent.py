@@ -7,8 +7,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxfuse import ffi
 from jaxfuse.batch import completed
+from jaxfuse.ops.dense import OP as DENSE
+from jaxfuse.ops.dense import DenseConfig
 
 _DTYPES = ("float32", "bfloat16")
+WORTH_A_CALL = 1 << 20  # multiplications of a product from which the kernel of dense layers is as fast as XLA, see xla_ext/README.md
 
 
 def wide(array):
@@ -55,13 +58,20 @@ def drive(tangents, dwh, states, like):
     return total if dwh is None else total + jnp.dot(states, wide(dwh))
 
 
+def is_worth_a_call(size: int, columns: int) -> bool:
+    """Whether the kernel of dense layers is as fast as XLA for a product of all steps: of so many numbers with such a matrix."""
+    return size * columns >= WORTH_A_CALL
+
+
 def weight_gradient(states, dgates, dtype):
     """Σ states ⊗ dgates over steps and batch, one product of two matrices."""
-    sharding = jax.typeof(dgates).sharding  # of explicit axes JAX asks what becomes of those that are summed over
+    states, dimensions = states.astype(dgates.dtype), (((0, 1), (0, 1)), ((), ()))
+    sharding = jax.typeof(dgates).sharding
+    if not any(sharding.spec) and is_worth_a_call(states.size, dgates.shape[-1]):
+        return DENSE.forward.run(DenseConfig(*dimensions[0], *dimensions[1], str(dtype)), (states, dgates), "cpu")[0]
+    # of explicit axes JAX asks what becomes of those that are summed over
     whole = NamedSharding(sharding.mesh, PartitionSpec()) if any(sharding.spec) else None
-    over = (((0, 1), (0, 1)), ((), ()))
-    return lax.dot_general(
-        states.astype(dgates.dtype), dgates, over, preferred_element_type=jnp.float32, out_sharding=whole).astype(dtype)
+    return lax.dot_general(states, dgates, dimensions, preferred_element_type=jnp.float32, out_sharding=whole).astype(dtype)
 
 
 def complete(linear, gradients, forward_axes, mesh_axes):

@@ -11,6 +11,7 @@ from jax import lax
 
 from jaxfuse.canonical import ADD, CAST
 from jaxfuse.graph import Graph, Node, Value, evaluate
+from jaxfuse.patterns.recurrent_products import every_step
 
 FIXED, STEPS, STATE = range(3)
 
@@ -94,9 +95,11 @@ class Loop:
         """Arrays with all steps first."""
         fixed, steps = list(self.fixed), list(self.steps)
         section = Section([*fixed, *steps], values)
-        arrays = [self.fixed[v] for v in fixed]
-        run = jax.vmap(lambda *of_step: evaluate(section, [*arrays, *of_step], {}), axis_size=self.length)
-        return run(*[self.steps[v] for v in steps])
+        return self.every_step(
+            lambda *arrays: evaluate(section, arrays, {}), [self.fixed[v] for v in fixed], [self.steps[v] for v in steps])
+
+    def every_step(self, function, shared: list, steps: list) -> list:
+        return every_step(function, shared, steps, self.length)
 
     def compute_fixed(self, value: Value):
         return evaluate(Section(list(self.fixed), [value]), list(self.fixed.values()), {})[0]
@@ -220,13 +223,14 @@ class Follower:
     def _product(self, piece: Value, rows, node: Node, at: int) -> dict:
         """A part of the contraction that does not read the state."""
 
-        def dot(x):
+        def dot(rows, x):
             y = jnp.dot(x, rows, precision=node.params["precision"], preferred_element_type=node.params["preferred_element_type"])
             return y.T if at else y
 
         if self.loop.depends(piece) == FIXED:
-            return dict(constant=dot(self.loop.compute_fixed(piece)))
-        return dict(varying=jax.vmap(dot)(self.loop.compute([piece])[0]))
+            return dict(constant=dot(rows, self.loop.compute_fixed(piece)))
+        (steps,) = self.loop.every_step(lambda *arrays: [dot(*arrays)], [rows], self.loop.compute([piece]))
+        return dict(varying=steps)
 
     def _slice(self, node: Node, _):
         form, params = self._after_layer(node), node.params
