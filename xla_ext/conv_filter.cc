@@ -3,12 +3,14 @@
 #include <algorithm>
 #include <cstring>
 
-#include "conv_filter_kernels.h"
 #include "parallel.h"
+#include "product.h"
 #include "simd_level.h"
 
 namespace jaxfuse::conv::filter {
 namespace {
+
+constexpr int64_t kInputs = product::kRows, kOutputs = product::kColumns;  // features of x and of g in a panel
 
 int64_t blocks(int64_t extent, int64_t size) { return (extent + size - 1) / size; }
 
@@ -120,8 +122,9 @@ class Task {
       for (int64_t i = 0; i < inputs_; i += kInputs) {
         for (int64_t tap = 0; tap < p_.taps(); ++tap) {
           const int64_t at = tap / columns.taps * rows.dilation * width_ + tap % columns.taps * columns.dilation;
-          const Rows packed{x_ + i / kInputs * x_panel_ + at * kInputs, g_ + o / kOutputs * g_panel_, offsets_.data(),
-                            int64_t(offsets_.size()), columns.out, columns.output_step() * kInputs};
+          const product::Panels packed{x_ + i / kInputs * x_panel_ + at * kInputs, g_ + o / kOutputs * g_panel_,
+                                       offsets_.data(), int64_t(offsets_.size()), columns.out,
+                                       columns.output_step() * kInputs, kOutputs};
           float* to = sums + (tap * p_.inputs + input_ + i) * p_.outputs + output_ + o;
           add_tile(packed, to, std::min(kInputs, inputs_ - i), std::min(kOutputs, outputs_ - o), first);
         }
@@ -152,10 +155,10 @@ class Task {
     for (int64_t i = 0; i < pixels; ++i) pack_pixel<kOutputs>(from + i * p_.outputs, outputs_, g_ + i * kOutputs, g_panel_);
   }
 
-  void add_tile(const Rows& packed, float* to, int64_t inputs, int64_t outputs, bool first) const {
-    if (inputs == kInputs && outputs == kOutputs) return outer_products(packed, to, p_.outputs, first);
+  void add_tile(const product::Panels& packed, float* to, int64_t inputs, int64_t outputs, bool first) const {
+    if (inputs == kInputs && outputs == kOutputs) return product::kernels().outer_products(packed, kInputs, to, p_.outputs, first);
     float tile[kInputs * kOutputs];
-    outer_products(packed, tile, kOutputs, true);
+    product::kernels().outer_products(packed, kInputs, tile, kOutputs, true);
     for (int64_t i = 0; i < inputs; ++i) {
       for (int64_t o = 0; o < outputs; ++o) {
         float& sum = to[i * p_.outputs + o];

@@ -30,7 +30,7 @@ Forward checked(const Call& call) {
   call.expect_counts(2 + has_bias + has_residual, 1 + wants_z);
   Forward f{Sizes(call), call.operand(0, "x"), call.operand(1, "w"), {}, {}, call.result(0, "y"), {},
             activation_attr(call), call.attr<float>("alpha")};
-  call.expect_dtype(f.x, {DType::F32, DType::BF16});
+  call.expect_dtype(f.x, {DType::F32, DType::BF16, DType::F16});
   call.expect_dtype(f.w, {f.x.dtype});
   call.expect_dtype(f.y, {f.x.dtype, DType::F32});
   f.sizes.check_x(call, f.x);
@@ -38,8 +38,8 @@ Forward checked(const Call& call) {
   f.sizes.check_y(call, f.y);
   if (has_bias) {
     f.bias = call.operand(2, "bias");
-    call.expect_dtype(*f.bias, {DType::F32, f.y.dtype});
-    f.sizes.check_bias(call, *f.bias);
+    f.y.dtype == DType::F16 ? f.sizes.check_bias(call, *f.bias, {DType::F32})
+                            : f.sizes.check_bias(call, *f.bias, {DType::F32, f.y.dtype});
   }
   if (has_residual) {
     f.residual = call.operand(2 + has_bias, "residual");
@@ -91,24 +91,30 @@ void run_in_blocks(const Forward& f) {
     const auto at = [&](const std::optional<Tensor>& t) { return t ? t->as<char>() + offset : nullptr; };
     void* sums = bf16 ? scratch.data() : at(f.y);
     product(f, begin, items, {sums, DType::F32, strides});
-    finish({bf16, f.sizes.columns, f.activation, f.alpha, static_cast<float*>(sums), bias.empty() ? nullptr : bias.data(),
-            at(f.residual), at(f.z), at(f.y)},
+    finish({element_of(f.y.dtype), f.sizes.columns, f.sizes.columns, f.sizes.columns, f.activation, f.alpha,
+            static_cast<float*>(sums), bias.empty() ? nullptr : bias.data(), at(f.residual), at(f.z), at(f.y)},
            items * strides[0] / f.sizes.columns);
   }
 }
 
-void run(const Forward& f) {
-  const bool alone = !f.bias && !f.residual && !f.z && f.activation == Activation::none;
-  if (alone && (f.y.dtype == f.x.dtype || f.y.dtype == DType::F32)) return product(f, 0, f.sizes.output()[0], f.sizes.y(f.y));
-  run_in_blocks(f);
+// What our own product has in the cache is finished there.
+void run_by_our_product(const Forward& f) {
+  const std::vector<float> bias = elements(f.bias);
+  const Sizes& s = f.sizes;
+  product::multiply(s.batch, s.rows, s.inner, s.columns, s.x(f.x), s.w(f.w), [&](const product::Block& block) {
+    const int64_t offset = ((block.item * s.rows + block.row) * s.columns + block.column) * ffi::ByteWidth(f.y.dtype);
+    const auto at = [&](const std::optional<Tensor>& t) { return t ? t->as<char>() + offset : nullptr; };
+    kernels().epilogue({element_of(f.y.dtype), block.columns, s.columns, block.stride, f.activation, f.alpha, block.sums,
+                        bias.empty() ? nullptr : &bias[block.column], at(f.residual), at(f.z), at(f.y)},
+                       0, block.rows);
+  });
 }
 
 void dense_fwd(const Call& call) {
-  Forward f = checked(call);
-  if (conv::has_kernels(f.x.dtype)) return run(f);
-  const Wide x(f.x), w(f.w);
-  f.x = *x.load().tensor(), f.w = *w.load().tensor();
-  run(f);
+  const Forward f = checked(call);
+  if (!by_onednn(f.x.dtype)) return run_by_our_product(f);
+  const bool alone = !f.bias && !f.residual && !f.z && f.activation == Activation::none;
+  alone ? product(f, 0, f.sizes.output()[0], f.sizes.y(f.y)) : run_in_blocks(f);
 }
 
 JAXFUSE_HANDLER(jaxfuse_dense_fwd, dense_fwd);
@@ -160,7 +166,8 @@ void Sizes::check_w(const Call& call, const Tensor& t) const {
 void Sizes::check_y(const Call& call, const Tensor& t) const {
   check_extent(call, t, output(), dense_strides(output()));
 }
-void Sizes::check_bias(const Call& call, const Tensor& t) const {
+void Sizes::check_bias(const Call& call, const Tensor& t, std::initializer_list<DType> allowed) const {
+  call.expect_dtype(t, allowed);
   if (t.size() != columns) call.refuse(t.name, " has shape ", to_string(t.shape), ", expected ", columns, " elements");
 }
 

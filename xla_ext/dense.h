@@ -30,7 +30,7 @@ struct Sizes {
   void check_x(const Call& call, const Tensor& t) const;
   void check_w(const Call& call, const Tensor& t) const;
   void check_y(const Call& call, const Tensor& t) const;
-  void check_bias(const Call& call, const Tensor& t) const;
+  void check_bias(const Call& call, const Tensor& t, std::initializer_list<DType> allowed) const;
 };
 
 }  // namespace jaxfuse::dense

@@ -5,7 +5,6 @@
 
 #include "activation_attr.h"
 #include "bf16.h"
-#include "conv.h"
 #include "dense.h"
 #include "onednn.h"
 #include "parallel.h"
@@ -28,7 +27,7 @@ void check(const Call& call, const Backward& b) {
   b.sizes.check_y(call, b.dy);
   for (const auto* t : {&b.x, &b.w, &b.dx, &b.dw}) {
     if (!*t) continue;
-    call.expect_dtype(**t, {DType::F32, DType::BF16});
+    call.expect_dtype(**t, {DType::F32, DType::BF16, DType::F16});
     call.expect_dtype(**t, {dtype});
     t == &b.x || t == &b.dx ? b.sizes.check_x(call, **t) : b.sizes.check_w(call, **t);
   }
@@ -37,9 +36,7 @@ void check(const Call& call, const Backward& b) {
     call.expect_dtype(**t, {b.dy.dtype});
     b.sizes.check_y(call, **t);
   }
-  if (!b.db) return;
-  call.expect_dtype(*b.db, {DType::F32, b.dy.dtype});
-  b.sizes.check_bias(call, *b.db);
+  if (b.db) b.sizes.check_bias(call, *b.db, {DType::F32});
 }
 
 Backward checked(const Call& call) {
@@ -66,7 +63,7 @@ constexpr int64_t kChunkElements = 1 << 15, kMostChunks = 256;
 
 // g (or null) and, where it is wanted, db. The chunks depend on the shape alone, and so does what is added to what.
 void run_gradient(const Backward& b, void* g) {
-  const GradientArgs args{b.dy.dtype == DType::BF16, b.sizes.columns, b.activation, b.alpha, b.by_value, b.dy.data,
+  const GradientArgs args{element_of(b.dy.dtype), b.sizes.columns, b.activation, b.alpha, b.by_value, b.dy.data,
                           b.told ? b.told->data : nullptr, g};
   const int64_t columns = b.sizes.columns, rows = b.dy.size() / columns;
   const int64_t wanted = std::clamp<int64_t>(b.dy.size() / kChunkElements, 1, std::min(kMostChunks, rows));
@@ -79,7 +76,7 @@ void run_gradient(const Backward& b, void* g) {
   for (int64_t c = 0; c < columns; ++c) {
     double total = 0;
     for (int64_t chunk = 0; chunk < chunks; ++chunk) total += sums[chunk * columns + c];
-    set_element(*b.db, c, float(total));
+    b.db->as<float>()[c] = float(total);
   }
 }
 
@@ -88,15 +85,6 @@ void products(const Backward& b, const Tensor& g) {
   const Sizes& s = b.sizes;
   if (b.dx) matmul(s.batch, s.rows, s.columns, s.inner, s.y(g), s.w(*b.w).transposed(), s.x(*b.dx));
   if (b.dw) matmul(s.batch, s.inner, s.rows, s.columns, s.x(*b.x).transposed(), s.y(g), s.w(*b.dw));
-}
-
-void products_in_f32(const Backward& b, const Tensor& g) {
-  const Wide x(b.x), w(b.w), dx(b.dx), dw(b.dw), wide_g(g);
-  Backward wide = b;
-  wide.x = x.load().tensor(), wide.w = w.load().tensor(), wide.dx = dx.tensor(), wide.dw = dw.tensor();
-  products(wide, *wide_g.load().tensor());
-  dx.store();
-  dw.store();
 }
 
 void dense_bwd(const Call& call) {
@@ -108,7 +96,7 @@ void dense_bwd(const Call& call) {
   if (written || b.db) run_gradient(b, written);
   Tensor g = b.dy;
   if (!g_is_dy) g.data = written;
-  (conv::has_kernels(DType::BF16) ? products : products_in_f32)(b, g);
+  products(b, g);
 }
 
 JAXFUSE_HANDLER(jaxfuse_dense_bwd, dense_bwd);

@@ -5,13 +5,15 @@
 #include <cstdint>
 
 #include "activation.h"
+#include "element.h"
 
 namespace jaxfuse::dense {
 
-// Matrices are row-major, f32 or bf16; elements are counted over all rows.
+// `columns` columns of row-major matrices.
 struct EpilogueArgs {
-  bool bf16;  // residual, z and y
+  Element element;  // residual, z and y
   int64_t columns;
+  int64_t stride, in_stride;  // from row to row: of residual, z and y; of in
   Activation activation;
   float alpha;
   const float* in;       // may be y
@@ -22,7 +24,7 @@ struct EpilogueArgs {
 };
 
 struct GradientArgs {
-  bool bf16;
+  Element element;
   int64_t columns;
   Activation activation;
   float alpha;

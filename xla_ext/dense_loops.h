@@ -13,8 +13,8 @@ void epilogue(const EpilogueArgs& args, int64_t begin, int64_t end) {
   T *z_out = static_cast<T*>(args.z), *y = static_cast<T*>(args.y);
   for (int64_t row = begin; row < end; ++row) {
     for_vectors(0, args.columns, [&](int64_t c, auto lanes) {
-      const int64_t at = row * args.columns + c;
-      Floats z = load(args.in + at, lanes);
+      const int64_t at = row * args.stride + c;
+      Floats z = load(args.in + row * args.in_stride + c, lanes);
       if (args.bias) z += load(args.bias + c, lanes);
       if (residual) z += load(residual + at, lanes);
       if (z_out) store(z_out + at, round_to<T>(z), lanes);
@@ -46,12 +46,12 @@ void gradient(const GradientArgs& args, int64_t begin, int64_t end, float* sums)
 
 constexpr Kernels kernels = {
     [](const EpilogueArgs& args, int64_t begin, int64_t end) {
-      with_dtype(args.bf16, [&](auto t) {
+      with_element(args.element, [&](auto t) {
         with_activation(args.activation, [&](auto act) { epilogue<decltype(t), act.value>(args, begin, end); });
       });
     },
     [](const GradientArgs& args, int64_t begin, int64_t end, float* sums) {
-      with_dtype(args.bf16, [&](auto t) {
+      with_element(args.element, [&](auto t) {
         with_activation(args.activation, [&](auto act) { gradient<decltype(t), act.value>(args, begin, end, sums); });
       });
     },

@@ -6,7 +6,9 @@
 #include <utility>
 
 #include "conv.h"
+#include "dense.h"
 #include "onednn.h"
+#include "simd_level.h"
 
 namespace jaxfuse::dense {
 namespace {
@@ -89,17 +91,14 @@ void run(const Product& p) {
       ->run({{DNNL_ARG_SRC, p.a.data}, {DNNL_ARG_WEIGHTS, p.b.data}, {DNNL_ARG_DST, p.c.data}});
 }
 
+void store(const product::Block& block, const Matrix& c) {
+  const Matrix to = c.from(0, block.row).from(1, block.column);
+  kernels().epilogue({element_of(to.dtype), block.columns, to.strides[0], block.stride, Activation::none, 0, block.sums,
+                      nullptr, nullptr, nullptr, to.data},
+                     0, block.rows);
+}
+
 }  // namespace
-
-Matrix Matrix::transposed() const {
-  Matrix other = *this;
-  std::swap(other.strides.end()[-1], other.strides.end()[-2]);
-  return other;
-}
-
-Matrix Matrix::from(size_t axis, int64_t i) const {
-  return {static_cast<char*>(data) + i * strides[axis] * ffi::ByteWidth(dtype), dtype, strides};
-}
 
 Shape dense_strides(const Shape& shape) {
   Shape strides(shape.size(), 1);
@@ -107,10 +106,17 @@ Shape dense_strides(const Shape& shape) {
   return strides;
 }
 
+bool by_onednn(DType dtype) {
+  return dtype != DType::F16 && simd_level() == SimdLevel::avx512 && conv::has_kernels(DType::BF16);
+}
+
 void matmul(const Shape& batch, int64_t m, int64_t k, int64_t n, const Matrix& a, const Matrix& b, const Matrix& c) {
   const size_t row = batch.size(), column = row + 1;
-  if (n > 1 && c.strides[column] != 1) {  // oneDNN writes rows: cᵀ = bᵀ·aᵀ
+  if (n > 1 && c.strides[column] != 1) {  // rows are written: cᵀ = bᵀ·aᵀ
     return matmul(batch, n, k, m, b.transposed(), a.transposed(), c.transposed());
+  }
+  if (!by_onednn(a.dtype)) {
+    return product::multiply(batch, m, k, n, a, b, [&](const product::Block& block) { store(block, c.item(batch, block.item)); });
   }
   Product p{batch, m, k, n, a, b, c};
   const bool sliced = p.type() == ElementType::f32 && c.dtype == DType::F32 && k > kLongestSum;

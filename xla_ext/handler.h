@@ -9,8 +9,14 @@
 #endif
 
 #include "call.h"
+#include "element.h"
 
 namespace jaxfuse {
+
+// Of a tensor of one of these types.
+inline Element element_of(DType dtype) {
+  return dtype == DType::F32 ? Element::f32 : dtype == DType::BF16 ? Element::bf16 : Element::f16;
+}
 
 // Asks for 2 MB pages behind a large result. XLA maps a program's large values anew for every run, and first touches in
 // 4 KB pages cost more than writing them (170,000 faults, 150 of 850 ms, in a ResNet-50 training step). Only advice: where

@@ -47,7 +47,7 @@ struct Arguments {
   Options options(size_t gamma) const {
     const float epsilon = call.attr<float>("epsilon");
     if (!(epsilon >= 0)) call.refuse("attribute epsilon is ", epsilon, ", expected 0 or more");
-    return {x.dtype == DType::F32 ? Element::f32 : x.dtype == DType::BF16 ? Element::bf16 : Element::f16,
+    return {element_of(x.dtype),
             extent,
             call.attr<bool>("centered"),
             call.attr<bool>("epsilon_outside"),

@@ -8,10 +8,9 @@
 #include <cstdint>
 
 #include "activation.h"
+#include "element.h"
 
 namespace jaxfuse::norm {
-
-enum class Element { f32, bf16, f16 };
 
 struct Extent {
   int64_t outer, spatial, groups, length;

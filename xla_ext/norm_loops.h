@@ -6,15 +6,6 @@
 namespace jaxfuse::norm {
 namespace {
 
-template <class F>
-void with_element(Element element, F f) {
-  switch (element) {
-    case Element::f32: return f(float{});
-    case Element::bf16: return f(bf16{});
-    case Element::f16: return f(f16{});
-  }
-}
-
 constexpr Kernels kernels = {
     [](const Forward& f, Rows rows, Scratch scratch) {
       with_element(f.options.element, [&](auto t) { forward_rows<decltype(t)>(f, rows, scratch); });

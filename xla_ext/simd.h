@@ -7,6 +7,8 @@
 #pragma once
 
 #include <cstdint>
+
+#include "element.h"
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
@@ -302,6 +304,15 @@ struct Constant {
 template <class F>
 void with_dtype(bool is_bf16, F f) {
   is_bf16 ? f(bf16{}) : f(float{});
+}
+
+template <class F>
+void with_element(Element element, F f) {
+  switch (element) {
+    case Element::f32: return f(float{});
+    case Element::bf16: return f(bf16{});
+    case Element::f16: return f(f16{});
+  }
 }
 
 template <class F>

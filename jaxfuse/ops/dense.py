@@ -175,9 +175,9 @@ def _backward_axes(linear: Linear, ranks) -> BatchAxes:
     return BatchAxes((x, w, *[out] * (len(ranks) - 2)), tuple(ax for ax, active in zip(own, linear.active) if active))
 
 
-# --- CPU kernel: oneDNN ------------------------------------------------------------------------------------------
+# --- CPU kernels: oneDNN, or our own loops ------------------------------------------------------------------------------------------
 
-_DTYPES = ("float32", "bfloat16")
+_DTYPES = ("float32", "bfloat16", "float16")
 _PRECISIONS = (None, lax.Precision.DEFAULT, lax.Precision.HIGH, lax.Precision.HIGHEST)
 
 
@@ -209,7 +209,9 @@ def _attributes(config: DenseConfig, x, w):
 
 
 def _run_forward(config: DenseConfig, args, mesh_axes):
-    x, w, *_ = args
+    x, w, bias, _ = config.unpack(args)
+    if bias is not None and bias.dtype == jnp.float16:
+        args = [*args[:2], bias.astype(jnp.float32), *args[3:]]
     y = jax.eval_shape(functools.partial(_product, config), x, w)
     attrs = _attributes(config, x, w) | dict(has_bias=config.has_bias, has_residual=config.has_residual)
     return ffi.call("jaxfuse_dense_fwd", [jax.ShapeDtypeStruct(y.shape, y.dtype)] * (1 + config.saving), *args, **attrs)
@@ -225,11 +227,13 @@ def _run_backward(linear: Linear, args, mesh_axes):
     types = OP.types_here(linear, args)
     want_dx, want_dw, want_db, want_dresidual = [bool(want) for want in config.unpack(linear.active)]
     operands = [*[x] * want_dw, *[w] * want_dx, dy, *told]
-    results = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t, active in zip(types, linear.active) if active]
+    wanted = [(t, i == 2 and config.has_bias) for i, (t, active) in enumerate(zip(types, linear.active)) if active]
+    results = [jax.ShapeDtypeStruct(t.shape, jnp.float32 if is_bias else t.dtype) for t, is_bias in wanted]
     attrs = _attributes(config, x, w) | dict(
         by_value=not config.saving, want_dx=want_dx, want_dw=want_dw, want_db=want_db, want_dresidual=want_dresidual)
     found = ffi.call("jaxfuse_dense_bwd", results, *operands, **attrs)
-    return completed(found, _backward_axes(linear, [a.ndim for a in args]).outputs, mesh_axes)
+    found = completed(found, _backward_axes(linear, [a.ndim for a in args]).outputs, mesh_axes)
+    return tuple(value.astype(t.dtype) for value, (t, _) in zip(found, wanted))
 
 
 OP = FusedOp(

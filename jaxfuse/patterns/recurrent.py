@@ -21,7 +21,7 @@ from jaxfuse.patterns.recurrent_scan import sequences
 REARRANGED = (*RESHAPES, CAST, "transpose", "slice", "split", "concatenate")
 LARGEST_GATE = 40  # nodes between a gate and the dense layers it comes from
 LONGEST_SPELLING = 10  # nodes of a gate's function that is not one primitive
-ONE_STEP = "a cell outside a loop: XLA computes one step as fast"  # the figures are in xla_ext/README.md
+ONE_STEP = "a cell outside a loop: XLA computes one step as fast"  # the figures are in xla_ext/SEQUENCES.md
 DIFFERENTIATED = "autodiff keeps values from inside the loop: fuse what is differentiated instead, as in grad(fuse(loss))"
 
 

@@ -21,7 +21,7 @@ def every_step(function, shared: list, steps: list, length: int) -> list:
 
 
 def _product(node: Node) -> Emission | None:
-    """Of x `[steps, batch, inputs]`, or without a batch, and a matrix, in float32: figures in xla_ext/README.md."""
+    """Of x `[steps, batch, inputs]`, or without a batch, and a matrix, in float32: figures in xla_ext/SEQUENCES.md."""
     config, (x, w) = config_of(node), node.inputs
     if isinstance(config, str) or batch_axes(node) or w.ndim != 2 or config.x_contracted != (x.ndim - 1,):
         return None

@@ -1,0 +1,39 @@
+// Products of matrices by our own loops, for CPUs where oneDNN's are the slower ones; see the table in README.md.
+#pragma once
+
+#include <functional>
+
+#include "handler.h"
+#include "product_kernels.h"
+
+namespace jaxfuse::product {
+
+// Our loops for this machine.
+const Kernels& kernels();
+
+// Of a batch of matrices: the buffer, and the strides, in elements, of the batch axes, the rows and the columns.
+struct Matrix {
+  void* data;
+  DType dtype;
+  Shape strides;
+
+  Matrix transposed() const;
+  // Beginning at the i-th item of the axis.
+  Matrix from(size_t axis, int64_t i) const;
+  // Beginning at the item-th of the matrices, all batch axes taken as one.
+  Matrix item(const Shape& batch, int64_t item) const;
+};
+
+// Part of one of the batch's products: `rows` × `columns` sums, row i at sums + i·stride.
+struct Block {
+  int64_t item, row, rows, column, columns;
+  const float* sums;
+  int64_t stride;
+};
+
+// a·b for each of the batch: [m, k]·[k, n], of f32, bf16 or f16, in f32. `finish` is called once for every block, on any
+// thread, and must not throw. No size may be 0.
+void multiply(const Shape& batch, int64_t m, int64_t k, int64_t n, const Matrix& a, const Matrix& b,
+              const std::function<void(const Block&)>& finish);
+
+}  // namespace jaxfuse::product

@@ -1,0 +1,38 @@
+// The inner loops of product.cc as a table of functions for each ISA; product_loops.h is the loops.
+#pragma once
+
+#include <cstdint>
+
+#include "element.h"
+
+namespace jaxfuse::product {
+
+constexpr int64_t kRows = 6, kColumns = 16;  // of a tile: its sums fill AVX2's registers
+
+// Rows of a matrix, or columns: element k of vector v is at data + v·step + k·inner_step.
+struct Vectors {
+  Element element;
+  const void* data;
+  int64_t step, inner_step;
+};
+
+// Steps along packed panels. Line l of b begins at b + l·steps·b_step, and meets what lies from a + lines[l] on, a_step
+// further with each of its `steps`.
+struct Panels {
+  const float *a, *b;
+  const int64_t* lines;
+  int64_t count, steps, a_step, b_step;
+};
+
+struct Kernels {
+  // `inner` elements of each of `count` vectors in panels of kRows or of kColumns: element k of vector v goes to
+  // to[(v / size·inner + k)·size + v % size]; the last panel is filled up with zeros.
+  void (*pack_rows)(const Vectors&, int64_t count, int64_t inner, float* to);
+  void (*pack_columns)(const Vectors&, int64_t count, int64_t inner, float* to);
+  // sums[i·stride + j] = Σ a_i·b_j over all steps, i < rows <= kRows, j < kColumns, added to what is there unless `first`.
+  void (*outer_products)(const Panels&, int64_t rows, float* sums, int64_t stride, bool first);
+};
+
+extern const Kernels portable_kernels, avx2_kernels;
+
+}  // namespace jaxfuse::product
