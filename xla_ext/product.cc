@@ -25,7 +25,7 @@ struct Product {
 // lie in the second-level cache while the panels of b meet them; all that are packed at a time are in the third.
 struct Cut {
   static constexpr int64_t kInner = 256, kBlockColumns = 4 * kColumns, kBlockRows = 32 * kRows, kPackRows = 16 * kRows,
-                           kPackedFloats = 2 << 20, kFewestRows = 8 * kRows;
+                           kPackedFloats = 2 << 20, kFewestRows = 8 * kRows, kLongest = 1 << 16;
   int64_t inner;        // of a sum
   int64_t items, rows;  // packed at a time
   int64_t task_rows;    // of them, in one task
@@ -46,54 +46,72 @@ class PackedRows {
       : p_(p), cut_(cut), scratch_(cut.items * cut.rows * p.k * sizeof(float)), data_(reinterpret_cast<float*>(scratch_.data())) {}
 
   void load(int64_t item, int64_t items, int64_t row, int64_t rows) {
-    padded_ = parts(rows, kRows) * kRows;
+    item_ = item, row_ = row, padded_ = parts(rows, kRows) * kRows;
     const int64_t groups = parts(rows, Cut::kPackRows);
     parallel_for(items * groups, [&](int64_t i) {
-      const int64_t first = i % groups * Cut::kPackRows, count = std::min(Cut::kPackRows, rows - first);
-      const Matrix a = p_.a.item(p_.batch, item + i / groups);
+      const int64_t of = item + i / groups, first = row + i % groups * Cut::kPackRows;
+      const Matrix a = p_.a.item(p_.batch, of).from(0, first);
       for (int64_t k = 0; k < p_.k; k += cut_.inner) {
-        const Matrix from = a.from(0, row + first).from(1, k);
-        const int64_t inner = std::min(cut_.inner, p_.k - k);
-        kernels().pack_rows({element_of(a.dtype), from.data, a.strides[0], a.strides[1]}, count, inner,
-                            const_cast<float*>(panel(i / groups, k, first)));
+        kernels().pack_rows({element_of(a.dtype), a.from(1, k).data, a.strides[0], a.strides[1]},
+                            std::min(Cut::kPackRows, row + rows - first), std::min(cut_.inner, p_.k - k), panel(of, k, first));
       }
     });
   }
 
-  // Rows from `row` on of the item-th of those that were loaded, of the part that begins at k.
-  const float* panel(int64_t item, int64_t k, int64_t row) const {
-    return data_ + item * padded_ * p_.k + k * padded_ + row * std::min(cut_.inner, p_.k - k);
+  // Rows from `row` on of an item, of the part that begins at k.
+  float* panel(int64_t item, int64_t k, int64_t row) const {
+    return data_ + ((item - item_) * p_.k + k) * padded_ + (row - row_) * std::min(cut_.inner, p_.k - k);
   }
 
  private:
   const Product& p_;
   const Cut& cut_;
-  int64_t padded_ = 0;
+  int64_t item_ = 0, row_ = 0, padded_ = 0;
   const Scratch scratch_;
   float* const data_;
 };
 
-// `rows` packed rows, from `row` on, times some columns of b.
-void multiply_block(const Product& p, const Cut& cut, const PackedRows& packed, int64_t packed_item, int64_t item, int64_t row,
-                    int64_t rows, int64_t column, float* b, float* sums) {
+// The sums of a block, with memory for kInner rows of its columns.
+void multiply_block(const Product& p, const Cut& cut, const PackedRows& packed, const Block& block, float* columns, float* sums) {
+  static constexpr int64_t kLine = 0;
   const DenormalsFlushed mode;
-  const int64_t columns = std::min(Cut::kBlockColumns, p.n - column);
-  const Matrix from = p.b.item(p.batch, item).from(1, column);
+  const Matrix b = p.b.item(p.batch, block.item).from(1, block.column);
   for (int64_t k = 0; k < p.k; k += cut.inner) {
     const int64_t inner = std::min(cut.inner, p.k - k);
-    kernels().pack_columns({element_of(from.dtype), from.from(0, k).data, from.strides[1], from.strides[0]}, columns, inner, b);
-    for (int64_t block = 0; block < rows; block += Cut::kBlockRows) {
-      const int64_t end = std::min(rows, block + Cut::kBlockRows);
-      for (int64_t c = 0; c < columns; c += kColumns) {
-        for (int64_t r = block; r < end; r += kRows) {
-          static constexpr int64_t kLine = 0;
-          const Panels panels{packed.panel(packed_item, k, row + r), b + c * inner, &kLine, 1, inner, kRows, kColumns};
-          kernels().outer_products(panels, std::min(kRows, rows - r), sums + r * Cut::kBlockColumns + c, Cut::kBlockColumns,
-                                   k == 0);
+    kernels().pack_columns({element_of(b.dtype), b.from(0, k).data, b.strides[1], b.strides[0]}, block.columns, inner, columns);
+    for (int64_t first = 0; first < block.rows; first += Cut::kBlockRows) {
+      const int64_t end = std::min(block.rows, first + Cut::kBlockRows);
+      for (int64_t c = 0; c < block.columns; c += kColumns) {
+        for (int64_t r = first; r < end; r += kRows) {
+          const Panels panels{packed.panel(block.item, k, block.row + r), columns + c * inner, &kLine, 1, inner, kRows, kColumns};
+          kernels().outer_products(panels, std::min(kRows, block.rows - r), sums + r * block.stride + c, block.stride, k == 0);
         }
       }
     }
   }
+}
+
+// Of sums so long that not even a few rows could be packed whole: of parts of them, which are added.
+void multiply_long(const Product& p, const Finish& finish) {
+  const size_t rows = p.batch.size(), columns = rows + 1;
+  const Scratch scratch(size_of(p.batch) * p.m * p.n * sizeof(float));
+  float* const total = reinterpret_cast<float*>(scratch.data());
+  const auto at = [&](int64_t item, int64_t row) { return total + (item * p.m + row) * p.n; };
+  const int64_t step = even(p.k, Cut::kLongest);
+  for (int64_t k = 0; k < p.k; k += step) {
+    multiply(p.batch, p.m, std::min(step, p.k - k), p.n, p.a.from(columns, k), p.b.from(rows, k), [&](const Block& block) {
+      for (int64_t r = 0; r < block.rows; ++r) {
+        const float* from = block.sums + r * block.stride;
+        float* to = at(block.item, block.row + r) + block.column;
+        for (int64_t c = 0; c < block.columns; ++c) to[c] = k == 0 ? from[c] : to[c] + from[c];
+      }
+    });
+  }
+  const int64_t row_parts = parts(p.m, Cut::kBlockRows);
+  parallel_for(size_of(p.batch) * row_parts, [&](int64_t i) {
+    const int64_t item = i / row_parts, row = i % row_parts * Cut::kBlockRows;
+    finish({item, row, std::min(Cut::kBlockRows, p.m - row), 0, p.n, at(item, row), p.n});
+  });
 }
 
 }  // namespace
@@ -117,24 +135,27 @@ Matrix Matrix::item(const Shape& batch, int64_t item) const {
   return one;
 }
 
-void multiply(const Shape& batch, int64_t m, int64_t k, int64_t n, const Matrix& a, const Matrix& b,
-              const std::function<void(const Block&)>& finish) {
+void multiply(const Shape& batch, int64_t m, int64_t k, int64_t n, const Matrix& a, const Matrix& b, const Finish& finish) {
   const Product p{m, k, n, batch, a, b};
+  if (k > Cut::kLongest) return multiply_long(p, finish);
   const Cut cut(p);
   PackedRows packed(p, cut);
   const int64_t all = size_of(batch), column_parts = parts(n, Cut::kBlockColumns);
   for (int64_t item = 0; item < all; item += cut.items) {
     const int64_t items = std::min(cut.items, all - item);
-    for (int64_t first = 0; first < m; first += cut.rows) {
-      const int64_t rows = std::min(cut.rows, m - first), row_parts = parts(rows, cut.task_rows);
-      packed.load(item, items, first, rows);
+    for (int64_t row = 0; row < m; row += cut.rows) {
+      const int64_t rows = std::min(cut.rows, m - row), row_parts = parts(rows, cut.task_rows);
+      packed.load(item, items, row, rows);
       parallel_for(items * row_parts * column_parts, [&](int64_t i) {
-        const int64_t row = i / column_parts % row_parts * cut.task_rows, column = i % column_parts * Cut::kBlockColumns;
-        const int64_t some = std::min(cut.task_rows, rows - row), at = i / column_parts / row_parts;
-        const Scratch scratch((cut.inner + parts(some, kRows) * kRows) * Cut::kBlockColumns * sizeof(float));
+        const int64_t first = i / column_parts % row_parts * cut.task_rows, column = i % column_parts * Cut::kBlockColumns;
+        Block block{item + i / column_parts / row_parts, row + first, std::min(cut.task_rows, rows - first),
+                    column, std::min(Cut::kBlockColumns, n - column), nullptr, Cut::kBlockColumns};
+        const int64_t padded = parts(block.rows, kRows) * kRows;
+        const Scratch scratch((cut.inner + padded) * Cut::kBlockColumns * sizeof(float));
         float *columns = reinterpret_cast<float*>(scratch.data()), *sums = columns + cut.inner * Cut::kBlockColumns;
-        multiply_block(p, cut, packed, at, item + at, row, some, column, columns, sums);
-        finish({item + at, first + row, some, column, std::min(Cut::kBlockColumns, n - column), sums, Cut::kBlockColumns});
+        multiply_block(p, cut, packed, block, columns, sums);
+        block.sums = sums;
+        finish(block);
       });
     }
   }

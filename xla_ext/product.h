@@ -31,9 +31,10 @@ struct Block {
   int64_t stride;
 };
 
+using Finish = std::function<void(const Block&)>;
+
 // a·b for each of the batch: [m, k]·[k, n], of f32, bf16 or f16, in f32. `finish` is called once for every block, on any
 // thread, and must not throw. No size may be 0.
-void multiply(const Shape& batch, int64_t m, int64_t k, int64_t n, const Matrix& a, const Matrix& b,
-              const std::function<void(const Block&)>& finish);
+void multiply(const Shape& batch, int64_t m, int64_t k, int64_t n, const Matrix& a, const Matrix& b, const Finish& finish);
 
 }  // namespace jaxfuse::product
