@@ -12,7 +12,9 @@ from .peers import PEERS
 _OP = {"f32": 4 * 2.0**-23, "bf16": 2.0**-8}
 FLOOR = {"model": {"f32": 32 * 2.0**-23, "bf16": 2.0**-8}}
 FACTOR = {"dense": 1.1, "recurrent": 1.1, "transformer": 1.1, "model": 2.0}
-ANOTHER = 0.05  # relative rms error that no rounding makes
+# Relative rms error that no rounding makes. In bf16 PyTorch 2.13 adds up the gradients of a layer norm's scale and shift in bf16: over 1024
+# rows they are off by 0.03, over 25,088 by 0.13.
+ANOTHER = {"f32": 0.05, "bf16": 0.3}
 NOT_FINITE = 1e30  # for the infinity that JSON has not
 
 
@@ -56,7 +58,7 @@ def worse(fused, unfused, kind, dtype):
     ]
 
 
-def astray(errors):
+def astray(errors, dtype):
     """A sentence for each output so far from the truth that it is that of another program; of PyTorch's peers, whose programs are
     written twice."""
     return [
@@ -64,5 +66,5 @@ def astray(errors):
         for name, outputs in errors.items()
         if PEERS[name].framework == "torch"
         for output, error in outputs.items()
-        if not error["rms"] < ANOTHER
+        if not error["rms"] < ANOTHER[dtype]
     ]

@@ -59,7 +59,7 @@ def measure(case, crew, count, seconds, advance=lambda: None):
     }
     with tempfile.TemporaryDirectory() as folder:
         prepared, row["errors"], row["unchecked"] = _check(case, crew, Path(folder), advance)
-    row["astray"] = checks.astray(row["errors"])
+    row["astray"] = checks.astray(row["errors"], case.dtype)
     if {"jaxfuse", "xla"} <= row["errors"].keys():
         fused, unfused = row["errors"]["jaxfuse"], row["errors"]["xla"]
         row["worse_than_xla"] = checks.worse(fused, unfused, case.kind, case.dtype)
