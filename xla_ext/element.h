@@ -1,4 +1,4 @@
-// The floating-point types that kernels read and write; they compute in f32.
+// The floating-point types that kernels, on the CPU and on CUDA, read and write; they compute in f32.
 #pragma once
 
 namespace jaxfuse {

@@ -175,7 +175,7 @@ def _backward_axes(linear: Linear, ranks) -> BatchAxes:
     return BatchAxes((x, w, *[out] * (len(ranks) - 2)), tuple(ax for ax, active in zip(own, linear.active) if active))
 
 
-# --- CPU kernels: oneDNN, or our own loops ------------------------------------------------------------------------------------------
+# --- CPU kernels: oneDNN, or our own loops ------------------------------------------------------------------------
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _PRECISIONS = (None, lax.Precision.DEFAULT, lax.Precision.HIGH, lax.Precision.HIGHEST)
