@@ -9,7 +9,8 @@ from jax import lax
 
 from fuzz_steps import STEPS, Scope, wide
 
-WRAPPERS = ("residual", "residual", "residual", "jit", "remat", "vmap", "layers", "microbatches", "cond", "bf16", "concat", "twice",
+HALVES = {"bf16": jnp.bfloat16, "f16": jnp.float16}
+WRAPPERS = ("residual", "residual", "residual", "jit", "remat", "vmap", "layers", "microbatches", "cond", *HALVES, "concat", "twice",
             "custom rule", "named")
 DEEPEST, LONGEST = 2, 6
 
@@ -85,8 +86,8 @@ def around(scope: Scope, name: str, key: int, choice: int, body, x):
         if y.ndim == x.ndim and y.shape[:axis] == x.shape[:axis] and y.shape[axis + 1 :] == x.shape[axis + 1 :]:
             return jnp.concatenate([x, y], scope.axis(y))
         return y
-    if name == "bf16":
-        y = plain(x.astype(jnp.bfloat16))
+    if name in HALVES:  # in float64, which is there to say what is exact, nothing is rounded
+        y = plain(x if x.dtype == jnp.float64 else x.astype(HALVES[name]))
         scope.extras += inner.extras
         return wide(y)
     if name == "named":
