@@ -14,6 +14,8 @@ SMALL = Program((2, 5, 5, 4), False, 0, (Step("conv", 1, CONV), Step("residual",
 FOUND = {
     "the square of what reads nothing": Program((2, 8, 8, 16), False, 0, (
         Step("reshape", 370717, {"to": "tokens"}), Step("layers", 32364, {"choice": 1}, (Step("reshape", 791186, {"to": "flat"}),)))),
+    "the gradient of a filter that reads every second pixel of three features": Program((2, 28, 28, 3), False, 0, (
+        Step("conv", 1, CONV | {"features": 64, "size": 1, "stride": 2}),)),
 }
 
 

@@ -19,6 +19,8 @@ namespace {
 
 using dnnl::algorithm;
 
+constexpr int64_t kVector = 16;  // floats of AVX-512
+
 struct Backward {
   Geometry geometry;
   std::optional<Tensor> x, w, told, dx, dw, db, dresidual;  // told: y if by_value, else z
@@ -106,8 +108,28 @@ onednn::SharedPrimitive make_data(const Geometry& g, const Tensor& dx, const Ten
       onednn::Primitive::Layouts{{DNNL_ARG_DIFF_SRC, x}});
 }
 
-onednn::SharedPrimitive make_weights(const Geometry& g, const Tensor& input, const Tensor& dw, const Tensor& dy) {
-  const auto x = g.data(input, g.lhs_spec), w = g.filter(dw), y = g.data(dy, g.out_spec);
+// Whether the filter reads single pixels, some of them only, of features that fill no whole vectors: of such oneDNN 3.2's kernel
+// (jit_1x1) reads memory that was never written.
+bool reads_odd_pixels(const Geometry& g, const Tensor& dw) {
+  const Shape ones(g.spatial_rank(), 1), none(g.spatial_rank(), 0);
+  return g.strides != ones && g.padding_low == none && g.padding_high == none &&
+         dw.size() == dw.shape[g.rhs_spec[0]] * dw.shape[g.rhs_spec[1]] && dw.shape[g.rhs_spec[1]] % kVector != 0;
+}
+
+// The pixels of x that such a filter reads, as an x of their own.
+dnnl::memory::desc pixels_read(const Geometry& g, const dnnl::memory::desc& x, const dnnl::memory::desc& y) {
+  auto dims = x.get_dims(), strides = x.get_strides();
+  for (size_t i = 0; i < g.spatial_rank(); ++i) dims[i + 2] = y.get_dims()[i + 2], strides[i + 2] *= g.strides[i];
+  return {dims, x.get_data_type(), strides};
+}
+
+onednn::SharedPrimitive make_weights(Geometry g, const Tensor& input, const Tensor& dw, const Tensor& dy) {
+  const auto w = g.filter(dw), y = g.data(dy, g.out_spec);
+  auto x = g.data(input, g.lhs_spec);
+  if (reads_odd_pixels(g, dw)) {
+    x = pixels_read(g, x, y);
+    g.strides.assign(g.strides.size(), 1);
+  }
   const ElementType type = element_type(dy.dtype), dw_type = element_type(dw.dtype);
   dnnl::convolution_backward_weights::primitive_desc descriptor(
       onednn::engine(), algorithm::convolution_direct, channels_last(x, type), any_layout(w, dw_type),
