@@ -9,10 +9,10 @@ import dataclasses
 
 import numpy as np
 
-from jaxfuse.canonical import ADD, CAST, constant, is_square, size, unwidened, varying_axes
+from jaxfuse.canonical import ADD, CAST, constant, is_float_cast, is_square, size, unwidened, varying_axes
 from jaxfuse.graph import Node, Value
 from jaxfuse.layout import RESHAPES
-from jaxfuse.match import Refusal
+from jaxfuse.match import Refusal, depends_on
 from jaxfuse.patterns.autodiff import forward
 from jaxfuse.patterns.dense import is_parameter
 from jaxfuse.patterns.norm_match import add_before, fused
@@ -131,23 +131,43 @@ class _Norm:
         self.parameters: list[tuple[Value, Value]] = []  # gamma and beta, with the value that they are applied to
         self.nodes: list[Node] = []
         self.misfit = self.missed = ""
+        self.first = node.index
         self._start(node, x)
         ends = [v for v, step in self.full.values() if step.scaled and self._readers(v, part)]
-        self.ends, self.end = ends, max(ends, key=lambda v: v.producer.index, default=None)
+        self.end = max(ends, key=lambda v: v.producer.index, default=None)
         if len(ends) == 1:
-            self._leave_transposes()
+            self._leave_after_transpose()
+        elif ends:
+            self._leave_after_meeting(ends)
         self.centered = self.end is not None and self.full[id(self.end)][1].centered
 
-    def _leave_transposes(self):
+    def _moves(self, value: Value) -> list[Node]:
+        """The casts and the moves of elements that end in the value, last first, as far as they move what is scaled."""
+        moves, mine = [], {n.index for n in self.nodes}
+        while (node := value.producer).index in mine and node.primitive in SHAPED and self.full[id(node.inputs[0])][1].scaled:
+            moves.append(node)
+            value = node.inputs[0]
+        return moves
+
+    def _leave(self, after: list[Node], end: Value):
+        """The norm ends in `end`; the nodes `after` it are no part of it."""
+        self.end = end
+        self.nodes = [n for n in self.nodes if n not in after]
+        self.full = {key: of for key, of in self.full.items() if of[0].producer not in after}
+
+    def _leave_after_transpose(self):
         """The result is what is transposed in the end, if it is: the walk goes on from there."""
-        value, after, mine = self.end, [], {n.index for n in self.nodes}
-        while value.producer is not None and value.producer.index in mine and value.producer.primitive in SHAPED:
-            after.append(value.producer)
-            value = value.producer.inputs[0]
-            if after[-1].primitive == "transpose" and self.full[id(value)][1].scaled:
-                self.ends, self.end = [value], value
-                self.nodes = [n for n in self.nodes if n not in after]
-                self.full = {key: of for key, of in self.full.items() if of[0].producer not in after}
+        moves = self._moves(self.end)
+        if first := [i for i, node in enumerate(moves) if node.primitive == "transpose"]:
+            self._leave(moves[: first[-1] + 1], moves[first[-1]].inputs[0])
+
+    def _leave_after_meeting(self, ends: list[Value]):
+        """What is read here as it is and there in another shape or type is the last value that all of these are made of."""
+        moves = [self._moves(end) for end in ends]
+        before = [[end, *[n.inputs[0] for n in of]] for end, of in zip(ends, moves)]
+        common = next((v for v in before[0] if all(v in values for values in before)), None)
+        if common is not None:
+            self._leave([n for of, values in zip(moves, before) for n in of[: values.index(common)]], common)
 
     def _start(self, node: Node, x: Value):
         """Seeds: the sum of squares, the sum of x over the same axes, x and its other shapes and types."""
@@ -173,6 +193,8 @@ class _Norm:
             node = frontier.pop(min(frontier))
             if node.index in seen or len(node.outputs) != 1 or node.primitive not in (*ARITHMETIC, *SHAPED):
                 continue
+            if node.primitive == CAST and not is_float_cast(node):  # to an integer: another number
+                continue
             seen.add(node.index)
             if self._is_statistic(node):
                 self.statistics[id(node.out)] = node.out
@@ -186,11 +208,9 @@ class _Norm:
     def _shapes(self, x: Value) -> list[Value]:
         """x, what it is a reshape or cast of, and the casts and reshapes of these."""
         values = [x]
-        while (
-            len(values) < 3 and values[-1].producer is not None and values[-1].producer.primitive in (CAST, "reshape")
-        ):
-            values.append(values[-1].producer.inputs[0])
-        return values + [n.out for value in values for n in value.users if n.primitive == CAST and n.out not in values]
+        while len(values) < 3 and (node := values[-1].producer) is not None and (node.primitive == "reshape" or is_float_cast(node)):
+            values.append(node.inputs[0])
+        return values + [n.out for value in values for n in value.users if is_float_cast(n) and n.out not in values]
 
     def _is_statistic(self, node: Node) -> bool:
         """Computed from statistics, parameters and numbers, not from x."""
@@ -224,11 +244,16 @@ class _Norm:
             if node.primitive in ("mul", "div"):
                 return None if step.scaled else dataclasses.replace(step, scaled=True)
             return dataclasses.replace(step, centered=True) if node.primitive in (*ADD, "sub") else None
-        if node.primitive not in (*ADD, "sub", "mul") or not self._is_small(other):
+        if node.primitive not in (*ADD, "sub", "mul") or not self._is_small(other) or self._is_made_of_the_end(other):
             return None
         if not step.scaled:
             return step if node.primitive == "mul" or constant(other) == 0 else None
         return step if constant(other) is None and self._fits(node, other, inside[0]) else None
+
+    def _is_made_of_the_end(self, other: Value) -> bool:
+        """Whether it is computed from what is normalised already, as the mean of a norm that follows is: no gamma or beta."""
+        scaled = {key for key, (_, step) in self.full.items() if step.scaled}
+        return depends_on([other], scaled, self.first)
 
     def _fits(self, node: Node, parameter: Value, value: Value) -> bool:
         """Gamma and beta vary along normalised axes, or along the channels if x was regrouped or an instance is normalised."""
