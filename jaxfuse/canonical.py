@@ -56,7 +56,7 @@ def _repeated(value: Value) -> Value | None:
     if node is None or node.primitive not in (*RESHAPES, CAST, "transpose"):
         return None
     (inner,) = node.inputs
-    narrowed = node.primitive == CAST and jnp.promote_types(inner.dtype, value.dtype) != value.dtype
+    narrowed = node.primitive == CAST and not widens(node)
     return None if narrowed or node.primitive == "transpose" and len(lengths(value)) > 1 else inner
 
 
@@ -140,15 +140,25 @@ def regions(start: Value, is_returned: Callable[[Value], bool], aside: frozenset
 
 
 def is_float_cast(node: Node) -> bool:
-    return node.primitive == CAST and all(jnp.issubdtype(v.dtype, jnp.floating) for v in (node.inputs[0], node.out))
+    """Between floats of 16 bits and more. Those of 8 bits are formats of storage: what is rounded to them stays rounded."""
+    return node.primitive == CAST and all(
+        jnp.issubdtype(v.dtype, jnp.floating) and v.dtype.itemsize > 1 for v in (node.inputs[0], node.out))
+
+
+def widens(cast: Node) -> bool:
+    """Whether the cast loses nothing, by JAX's rules of promotion. Floats of 8 bits and integers of 4 have none: they stay
+    what the program makes of them."""
+    try:
+        return jnp.promote_types(cast.inputs[0].dtype, cast.out.dtype) == cast.out.dtype
+    except jax.dtypes.TypePromotionError:
+        return False
 
 
 def unwidened(value: Value) -> Value:
     """What a widening cast was made of, if it is one: kernels compute in float32 all the same."""
     node = value.producer
-    if node is not None and is_float_cast(node) and node.inputs[0].literal is None:
-        if jnp.promote_types(node.inputs[0].dtype, value.dtype) == value.dtype:
-            return node.inputs[0]
+    if node is not None and is_float_cast(node) and node.inputs[0].literal is None and widens(node):
+        return node.inputs[0]
     return value
 
 
@@ -160,10 +170,10 @@ def uncast(value: Value, *also: str) -> Value:
 
 
 def constant(value: Value, depth: int = 8) -> float | None:
-    """The number, if the value is one number that the program fixes: written into it, broadcast, cast, or computed from
+    """The real number, if the value is one number that the program fixes: written into it, broadcast, cast, or computed from
     such numbers (jnp.var divides by `144 - ddof`) in a few steps, at most `depth` deep."""
     if value.literal is not None:
-        return float(value.literal) if np.ndim(value.literal) == 0 else None
+        return float(value.literal) if np.ndim(value.literal) == 0 and not np.iscomplexobj(value.literal) else None
     node = value.producer
     if node is None or depth == 0:
         return None

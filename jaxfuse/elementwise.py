@@ -27,8 +27,12 @@ def _logistic(x):
     return np.where(x < 0, np.exp(x) / (1 + np.exp(x)), 1 / (1 + np.exp(-x)))
 
 
-def _half(params, x):
-    return np.asarray(x, np.float64) if jnp.issubdtype(params["new_dtype"], jnp.inexact) else x
+def _cast(params, x):
+    """In float64 as all else, but without what an integer or a float of 8 bits cannot hold."""
+    dtype, x = np.dtype(params["new_dtype"]), np.asarray(x)
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return x if x.dtype == bool else x != 0 if dtype.kind == "b" else np.trunc(x)
+    return (x.astype(dtype) if dtype.itemsize == 1 else x).astype(np.float64)
 
 
 # primitive -> numpy function of (params, *operands)
@@ -70,7 +74,7 @@ RULES: dict[str, Callable] = {
     "or": lambda p, x, y: np.logical_or(x, y),
     "not": lambda p, x: np.logical_not(x),
     "is_finite": lambda p, x: np.isfinite(x),
-    "convert_element_type": _half,
+    "convert_element_type": _cast,
     "broadcast_in_dim": lambda p, x: x,  # of a number: everything else has one shape
     "copy": lambda p, x: x,
     "stop_gradient": lambda p, x: x,
@@ -95,7 +99,10 @@ def _is_elementwise(eqn) -> bool:
 
 
 def table_of(function, like) -> np.ndarray | None:
-    """[2, points]: value and derivative on FINITE then SPECIAL; None if a primitive is unknown. `like`: the argument's type."""
+    """[2, points]: value and derivative on FINITE then SPECIAL; None if a primitive is unknown, or the argument, of the type
+    `like`, is not one of real numbers."""
+    if not jnp.issubdtype(like.dtype, jnp.floating):
+        return None
 
     def value_and_slope(x):
         return jax.jvp(function, (x,), (jnp.ones_like(x),))

@@ -7,9 +7,7 @@ import numbers
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-import jax.numpy as jnp
-
-from jaxfuse.canonical import CAST, constant, is_float_cast, is_square, lengths, per_channel, scale_factor, size
+from jaxfuse.canonical import CAST, constant, is_float_cast, is_square, lengths, per_channel, scale_factor, size, widens
 from jaxfuse.graph import Node, Value
 from jaxfuse.layout import is_reshape
 
@@ -106,7 +104,7 @@ class Moments:
 
     def _casts(self, value):
         for node in value.users:
-            if node.primitive == CAST and jnp.promote_types(value.dtype, node.out.dtype) == node.out.dtype:
+            if node.primitive == CAST and widens(node):
                 yield node.out
 
     def _sums(self, full, kind) -> bool:

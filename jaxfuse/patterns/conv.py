@@ -66,6 +66,8 @@ def config_of(node: Node) -> ConvConfig | str:
     if not (x.dtype == w.dtype == node.out.dtype):
         return f"dtypes {x.dtype}, {w.dtype} -> {node.out.dtype}: the kernel takes and gives one dtype"
     dn = params["dimension_numbers"]
+    if not 3 <= x.ndim <= 5:
+        return f"{x.ndim - 2} spatial axes: the kernel takes 1 to 3"
     if dn.lhs_spec[0] != 0 or dn.out_spec[0] != 0:
         return no_kernel(f"batch at axis {dn.lhs_spec[0]} -> {dn.out_spec[0]}, a weight gradient")
     return ConvConfig(

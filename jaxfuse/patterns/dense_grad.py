@@ -7,6 +7,7 @@ of these are recognised and reported, one row for each cotangent.
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxfuse.canonical import CAST, size
@@ -73,7 +74,7 @@ def match(graph: Graph, node: Node, claimed: set[int], measured):
 
 def _gradients(graph: Graph, node: Node, claimed: set[int]) -> list[Gradients]:
     x, w = node.inputs
-    if x.literal is not None or w.literal is not None:
+    if x.literal is not None or w.literal is not None or not all(jnp.issubdtype(v.dtype, jnp.inexact) for v in (x, w)):
         return []
     back = backward(graph)
     of_x, of_w = gradient_steps(node.eqn.primitive, static_key(node.params), *[(v.shape, v.dtype) for v in (x, w)])

@@ -53,8 +53,8 @@ def product(graph: Graph, part: Graph | Part, node: Node, name: str, nodes, meas
     config, out = config_of(node), part.original(node.out)
     if isinstance(config, str):
         return config
-    if name == "attention scores":
-        config = dataclasses.replace(config, out_dtype=str(jnp.promote_types(config.out_dtype, jnp.float32)))
+    if name == "attention scores" and config.out_dtype in ("bfloat16", "float16"):
+        config = dataclasses.replace(config, out_dtype="float32")
     x, w = map(part.original, node.inputs)
     kernel, reason = OP.forward.kernel(config, types_of(x, w))
     reason = reason or measured("dense", config, types_of(x, w))
