@@ -323,44 +323,6 @@ def test_a_result_that_is_transposed(name):
     assert len(fused(MOVED[name], X, GAMMA, BETA)) == 1
 
 
-# name -> (function of the norm's value, gamma and beta; rows of explain that are norms)
-READ = {
-    "by another norm": (lambda y, g, b: jnp.tanh(layer_norm(y, g, b)), ["layer_norm", "layer_norm+tanh"]),
-    "by another norm and a skip connection": (lambda y, g, b: y + jnp.tanh(layer_norm(y, g, b, fast)), ["layer_norm", "layer_norm+tanh"]),
-    "by a group norm": (lambda y, g, b: y * jnp.cos(group_norm(y, g, b)), ["group_norm", "layer_norm"]),
-    "scaled by its own mean": (lambda y, g, b: y * jnp.exp(y.mean(-1, keepdims=True)), ["layer_norm"]),
-    "as it is and as a matrix": (lambda y, g, b: y + jnp.cos(y.reshape(72, 8)).reshape(y.shape), ["layer_norm"]),
-    "as it is and transposed": (lambda y, g, b: (y, jnp.cos(y.swapaxes(1, 2))), ["layer_norm"]),
-    "as it is and rounded": (lambda y, g, b: (jnp.sin(y), jnp.cos(y.astype(jnp.bfloat16))), ["layer_norm"]),
-}
-
-
-@pytest.mark.parametrize("name", READ)
-def test_a_result_that_is_read(name):
-    """What reads it in another shape, or takes statistics of it, is no part of the norm."""
-    read, expected = READ[name]
-
-    def fn(x, g, b):
-        return read(layer_norm(x, g, b), g, b)
-
-    assert sorted(norms(fn, X, GAMMA, BETA)) == expected
-    found = norms(differentiated(fn), X, GAMMA, BETA)
-    assert sorted(found) == sorted([*expected, *[f"backward {pattern}" for pattern in expected]])
-
-
-def test_gradient_of_a_norm_of_a_norm():
-    """Read as it is, as a matrix, and by the second norm."""
-
-    def fn(x, g, b):
-        y = layer_norm(x, g, b)
-        return layer_norm(y, g, b) + jnp.cos(y.reshape(72, 8)).reshape(x.shape) * y
-
-    gradient = jax.grad(scalar(fn), (0, 1, 2))
-    made, plain = (jax.jit(f)(X, GAMMA, BETA) for f in (jaxfuse.fuse(gradient, policy="always"), gradient))
-    for value, expected in zip(made, plain):
-        np.testing.assert_allclose(value, expected, 1e-4, 1e-4 * np.abs(expected).max())
-
-
 def test_a_value_that_is_transposed_inside():
     def inner(x, g, b):
         mean, var = moments(x, -1)
