@@ -218,7 +218,7 @@ def test_strict_asks_for_kernels_that_exist():
         return block(x, w, b), other
 
     (site,) = jaxfuse.explain(both, X, W, B, policy="always").skipped
-    assert site.reason == "batch at axis 0 -> 2, a weight gradient: no kernel yet on cpu"
+    assert site.reason == "batch at axis 0 -> 2, as a weight gradient has it: no kernel yet on cpu"
     close(fuse(both, strict=True, policy="always")(X, W, B), both(X, W, B))
 
 

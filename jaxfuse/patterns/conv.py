@@ -69,7 +69,7 @@ def config_of(node: Node) -> ConvConfig | str:
     if not 3 <= x.ndim <= 5:
         return f"{x.ndim - 2} spatial axes: the kernel takes 1 to 3"
     if dn.lhs_spec[0] != 0 or dn.out_spec[0] != 0:
-        return no_kernel(f"batch at axis {dn.lhs_spec[0]} -> {dn.out_spec[0]}, a weight gradient")
+        return no_kernel(f"batch at axis {dn.lhs_spec[0]} -> {dn.out_spec[0]}, as a weight gradient has it")
     return ConvConfig(
         tuple(params["window_strides"]), tuple(map(tuple, params["padding"])), tuple(params["rhs_dilation"]),
         params["feature_group_count"] * params["batch_group_count"], dn.lhs_spec, dn.rhs_spec, dn.out_spec, tuple(params["lhs_dilation"]),
