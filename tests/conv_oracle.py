@@ -52,6 +52,7 @@ CASES = {
     "1x1": Case((2, 7, 7, 64), (1, 1, 64, 128)),
     "1x1 strided": Case((2, 14, 14, 32), (1, 1, 32, 64), strides=2),
     "1x1 strided, few features": Case((2, 28, 28, 3), (1, 1, 3, 64), strides=2),
+    "1x1 strided, groups, odd image": Case((4, 5, 7, 16), (1, 1, 8, 16), strides=2, groups=2),
     "1x1 strided, few features, NCHW": Case((2, 5, 9, 24), (7, 5, 1, 1), strides=(1, 2), layout=("NCHW", "OIHW", "NCHW")),
     "3x3 strided, asymmetric": Case((2, 15, 14, 32), (3, 3, 32, 48), strides=(2, 1), padding=[(0, 1), (2, 0)]),
     "stem": Case((2, 32, 32, 3), (7, 7, 3, 64), strides=2, padding=(3, 3)),

@@ -16,6 +16,8 @@ FOUND = {
         Step("reshape", 370717, {"to": "tokens"}), Step("layers", 32364, {"choice": 1}, (Step("reshape", 791186, {"to": "flat"}),)))),
     "the gradient of a filter that reads every second pixel of three features": Program((2, 28, 28, 3), False, 0, (
         Step("conv", 1, CONV | {"features": 64, "size": 1, "stride": 2}),)),
+    "the same in groups, over an image of odd size": Program((4, 5, 5, 16), False, 0, (
+        Step("conv", 1, CONV | {"features": 16, "size": 1, "stride": 2, "groups": "two"}),)),
 }
 
 

@@ -116,20 +116,20 @@ bool reads_odd_pixels(const Geometry& g, const Tensor& dw) {
          dw.size() == dw.shape[g.rhs_spec[0]] * dw.shape[g.rhs_spec[1]] && dw.shape[g.rhs_spec[1]] % kVector != 0;
 }
 
-// The pixels of x that such a filter reads, as an x of their own.
-dnnl::memory::desc pixels_read(const Geometry& g, const dnnl::memory::desc& x, const dnnl::memory::desc& y) {
-  auto dims = x.get_dims(), strides = x.get_strides();
-  for (size_t i = 0; i < g.spatial_rank(); ++i) dims[i + 2] = y.get_dims()[i + 2], strides[i + 2] *= g.strides[i];
-  return {dims, x.get_data_type(), strides};
+// Another kernel is taken where there is padding. So x ends at the last pixel that is read, and one of padding follows.
+void pad_behind(Geometry& g, dnnl::memory::desc& x, const dnnl::memory::desc& y) {
+  auto dims = x.get_dims();
+  for (size_t i = 0; i < g.spatial_rank(); ++i) {
+    dims[i + 2] = (y.get_dims()[i + 2] - 1) * g.strides[i] + 1;
+    g.padding_high[i] = g.strides[i] > 1;
+  }
+  x = {dims, x.get_data_type(), x.get_strides()};
 }
 
 onednn::SharedPrimitive make_weights(Geometry g, const Tensor& input, const Tensor& dw, const Tensor& dy) {
   const auto w = g.filter(dw), y = g.data(dy, g.out_spec);
   auto x = g.data(input, g.lhs_spec);
-  if (reads_odd_pixels(g, dw)) {
-    x = pixels_read(g, x, y);
-    g.strides.assign(g.strides.size(), 1);
-  }
+  if (reads_odd_pixels(g, dw)) pad_behind(g, x, y);
   const ElementType type = element_type(dy.dtype), dw_type = element_type(dw.dtype);
   dnnl::convolution_backward_weights::primitive_desc descriptor(
       onednn::engine(), algorithm::convolution_direct, channels_last(x, type), any_layout(w, dw_type),
