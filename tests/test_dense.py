@@ -109,8 +109,8 @@ def test_no_contraction_is_computed_twice(name):
 
 
 @pytest.mark.parametrize("x, w", [
-    ((2200, 1000), (1000, 20)), ((5, 600, 800), (5, 800, 6)), ((3, 700), (700, 130)), ((3, 70_000), (70_000, 5)),
-])
+    ((2200, 1000), (1000, 20)), ((5, 600, 800), (5, 800, 6)), ((3, 700), (700, 130)), ((2, 9, 5000), (2, 5000, 130)),
+    ((3, 70_000), (70_000, 5))])
 def test_products_that_are_computed_in_parts(x, w):
     """Rows, items and sums, more than the kernel works on at a time."""
     compare(jnp.matmul, (randn(*x), randn(*w, seed=1)))

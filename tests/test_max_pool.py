@@ -16,7 +16,7 @@ from jaxfuse import ffi, ops
 OP_MODULE = importlib.import_module("jaxfuse.ops.max_pool")
 nn = pytest.importorskip("flax.linen")
 BF16 = jnp.bfloat16
-DTYPES = [jnp.float32, BF16]
+DTYPES = [jnp.float32, BF16, jnp.float16]
 needs_native = pytest.mark.skipif(
     ffi.unavailable("jaxfuse_max_pool_fwd") is not None, reason=str(ffi.unavailable("jaxfuse_max_pool_fwd"))
 )
@@ -261,8 +261,8 @@ def test_targets_refuse_dtypes():
     targets(x, dy)
     with pytest.raises(Exception, match="y has dtype bfloat16, expected float32"):
         targets(x, dy.astype(BF16))
-    with pytest.raises(Exception, match="x has dtype .*expected float32 or bfloat16"):
-        targets(x.astype(jnp.float16), dy)
+    with pytest.raises(Exception, match="x has dtype .*expected float32 or bfloat16 or float16"):
+        targets(x.astype(jnp.int32), dy)
 
 
 @needs_native

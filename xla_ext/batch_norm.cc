@@ -29,7 +29,7 @@ struct Rows {
 
 Tensor full_size(const Call& call, size_t i, const char* name) {
   const Tensor x = call.operand(i, name);
-  call.expect_dtype(x, {DType::F32, DType::BF16});
+  call.expect_dtype(x, {DType::F32, DType::BF16, DType::F16});
   if (x.shape.size() < 2) call.refuse(name, " has shape ", to_string(x.shape), ", expected at least 2 dimensions");
   return x;
 }
@@ -38,7 +38,7 @@ Rows rows_of(const Tensor& x) {
   return {size_of(Shape(x.shape.begin(), x.shape.end() - 1)), x.shape.back()};
 }
 
-int64_t bytes_of(const Tensor& x) { return x.size() * (x.dtype == DType::BF16 ? 2 : 4); }
+int64_t bytes_of(const Tensor& x) { return x.size() * int64_t(ffi::ByteWidth(x.dtype)); }
 
 Tensor like(const Call& call, const Tensor& t, const Tensor& model) { return call.checked(t, model.dtype, model.shape); }
 
@@ -90,7 +90,7 @@ void stats(const Call& call) {
     return;
   }
   const Folding folding = fold(rows, channels, false);
-  const StatsArgs args{x.dtype == DType::BF16, folding.folded_channels(), x.data};
+  const StatsArgs args{element_of(x.dtype), folding.folded_channels(), x.data};
   const ChannelPairs moments = reduce(
       folding, [&](const Tile& tile, double* sum, double* m2) { run.stats(args, tile, sum, m2); }, run.merge);
   for (int64_t c = 0; c < channels; ++c) {
@@ -113,7 +113,7 @@ void apply(const Call& call) {
   const Folding folding = fold(rows, std::max<int64_t>(channels, 1), save_mask);
   const FoldedAffine affine = affine_operands(call, 1, x, folding);
   const Tensor y = like(call, call.result(0, "y"), x);
-  const ApplyArgs args{x.dtype == DType::BF16,
+  const ApplyArgs args{element_of(x.dtype),
                        folding.folded_channels(),
                        activation,
                        call.attr<float>("alpha"),
@@ -151,7 +151,7 @@ struct Backward {
     mean = folded(2, "mean");
     if (with_coefficients) a = folded(3, "a"), b = folded(4, "b"), c = folded(5, "c");
     if (recomputes) affine = affine_operands(call, next, x, folding);
-    args = {x.dtype == DType::BF16,
+    args = {element_of(x.dtype),
             folding.folded_channels(),
             activation,
             call.attr<float>("alpha"),

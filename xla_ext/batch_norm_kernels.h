@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "activation.h"
+#include "element.h"
 
 namespace jaxfuse::batch_norm {
 
@@ -19,19 +20,19 @@ constexpr int64_t kChannelStep = 64;
 // ... and it has at most this many channels: what a tile's loops keep per channel stays in the L1 cache.
 constexpr int64_t kMaxTileChannels = 2048;
 
-// Full-size tensors are f32 or bf16, row-major (rows, channels); per-channel vectors are f32.
+// Full-size tensors are f32, bf16 or f16, row-major (rows, channels); per-channel vectors are f32.
 struct Affine {
   const float *center, *scale, *offset;
 };
 
 struct StatsArgs {
-  bool bf16;
+  Element element;
   int64_t channels;
   const void* x;
 };
 
 struct ApplyArgs {
-  bool bf16;
+  Element element;
   int64_t channels;
   Activation activation;
   float alpha;
@@ -44,7 +45,7 @@ struct ApplyArgs {
 };
 
 struct BackwardArgs {
-  bool bf16;
+  Element element;
   int64_t channels;
   Activation activation;
   float alpha;

@@ -21,11 +21,11 @@ void with_gradient(const BackwardArgs& args, F f) {
 
 constexpr Kernels kernels = {
     [](const StatsArgs& args, const Tile& tile, double* sum, double* m2) {
-      with_dtype(args.bf16, [&](auto t) { stats<decltype(t)>(args, tile, sum, m2); });
+      with_element(args.element, [&](auto t) { stats<decltype(t)>(args, tile, sum, m2); });
     },
     merge,
     [](const ApplyArgs& args, const Tile& tile) {
-      with_dtype(args.bf16, [&](auto t) {
+      with_element(args.element, [&](auto t) {
         with_activation(args.activation, [&](auto act) {
           with_bool(args.residual, [&](auto residual) {
             with_bool(args.mask, [&](auto mask) {
@@ -38,14 +38,14 @@ constexpr Kernels kernels = {
       });
     },
     [](const BackwardArgs& args, const Tile& tile, double* sum_g, double* sum_gx) {
-      with_dtype(args.bf16, [&](auto t) {
+      with_element(args.element, [&](auto t) {
         with_gradient(args, [&](auto derivative, auto act) {
           backward_stats<decltype(t), derivative.value, act.value>(args, tile, sum_g, sum_gx);
         });
       });
     },
     [](const BackwardArgs& args, const Tile& tile) {
-      with_dtype(args.bf16, [&](auto t) {
+      with_element(args.element, [&](auto t) {
         with_gradient(args, [&](auto derivative, auto act) {
           with_bool(args.dresidual, [&](auto dresidual) {
             backward_apply<decltype(t), derivative.value, act.value, dresidual.value>(args, tile);

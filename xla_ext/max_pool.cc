@@ -20,7 +20,7 @@ const Kernels& kernels() { return choose(portable_kernels, avx2_kernels, avx512_
 // ---- arguments
 
 void check_image(const Call& call, const Tensor& x) {
-  call.expect_dtype(x, {DType::F32, DType::BF16});
+  call.expect_dtype(x, {DType::F32, DType::BF16, DType::F16});
   if (x.shape.size() < 3 || x.shape.size() > 5) {
     call.refuse(x.name, " has shape ", to_string(x.shape), ", expected a batch, 1 to 3 spatial dimensions and channels");
   }
@@ -61,7 +61,7 @@ struct Geometry {
   }
 
   Args args(const Tensor& in, void* winners, void* out) const {
-    return {in.dtype == DType::BF16, wide_winners(), in.shape.back(), {axes[0], axes[1], axes[2]}, in.data, winners, out};
+    return {element_of(in.dtype), wide_winners(), in.shape.back(), {axes[0], axes[1], axes[2]}, in.data, winners, out};
   }
   bool wide_winners() const { return positions > 256; }
   DType winner_type() const { return wide_winners() ? DType::S32 : DType::U8; }

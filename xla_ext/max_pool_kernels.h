@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "element.h"
+
 namespace jaxfuse::max_pool {
 
 struct Range {
@@ -16,10 +18,10 @@ struct Axis {
   const Range* windows_of;  // for each input, the windows that cover it; backward only
 };
 
-// Tensors are f32 or bf16, row-major (batch, three spatial dimensions, channels). `winners` is like y: for each window the
+// Tensors are f32, bf16 or f16, row-major (batch, three spatial dimensions, channels). `winners` is like y: for each window the
 // position in it, counted row by row, of the value that its gradient goes to.
 struct Args {
-  bool bf16;
+  Element element;
   bool wide_winners;  // int32, for windows of more positions than a byte can tell apart; else uint8
   int64_t channels;
   Axis axes[3];

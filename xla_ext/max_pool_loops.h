@@ -199,13 +199,13 @@ void with_winners(bool wide, F f) {
 
 constexpr Kernels kernels = {
     [](const Args& args, const Block& block) {
-      with_dtype(args.bf16, [&](auto t) {
+      with_element(args.element, [&](auto t) {
         if (!args.winners) return forward<decltype(t)>(args, block);
         with_winners(args.wide_winners, [&](auto w) { forward_with_winners<decltype(t), decltype(w)>(args, block); });
       });
     },
     [](const Args& args, const Block& block) {
-      with_dtype(args.bf16, [&](auto t) {
+      with_element(args.element, [&](auto t) {
         with_winners(args.wide_winners, [&](auto w) { backward<decltype(t), decltype(w)>(args, block); });
       });
     },

@@ -14,26 +14,45 @@ int64_t parts(int64_t extent, int64_t size) { return (extent + size - 1) / size;
 int64_t even(int64_t extent, int64_t most) { return parts(extent, parts(extent, most)); }
 int64_t even(int64_t extent, int64_t most, int64_t unit) { return parts(even(extent, most), unit) * unit; }
 
-struct Product {
-  int64_t m, k, n;
-  Shape batch;
-  Matrix a, b;
-};
-
 // How a product is cut. A sum is of products that follow one another, kInner at most, then added to those before: so long
 // is a panel of b that stays in the first-level cache, and so short that the sums err less than XLA's. Packed rows of a
 // lie in the second-level cache while the panels of b meet them; all that are packed at a time are in the third.
+constexpr int64_t kInner = 256, kBlockColumns = 4 * kColumns, kBlockRows = 32 * kRows, kPackRows = 16 * kRows,
+                  kPackedFloats = 2 << 20, kFewestRows = 8 * kRows;
+
+// Into how many parts sums of k products are cut, each computed as one more item of the batch: where few rows of such a
+// length could be packed at a time, and b would be packed again for each few, or where there are hardly any tasks. The sums
+// of all parts take at most a quarter of the memory that a and b do, or each is of kLongest.
+int64_t sum_parts(int64_t items, int64_t m, int64_t k, int64_t n) {
+  constexpr int64_t kManyRows = 512, kManyTasks = 8, kPart = 2048, kLongest = 1 << 16;
+  const bool few_rows = kPackedFloats / k < std::min(m, kManyRows);
+  const bool few_tasks = items * parts(m, kFewestRows) * parts(n, kBlockColumns) < kManyTasks;
+  const int64_t wanted = few_rows || few_tasks ? parts(k, kPart) : 1;
+  return std::max(std::min(wanted, (m + n) * k / (4 * m * n)), parts(k, kLongest));
+}
+
+struct Product {
+  Shape batch;
+  int64_t m, k, n;
+  Matrix a, b;
+  int64_t parts_of_sum = sum_parts(size_of(batch), m, k, n), step = parts(k, parts_of_sum);
+
+  int64_t items() const { return size_of(batch) * parts_of_sum; }
+  int64_t begin(int64_t item) const { return item % parts_of_sum * step; }
+  int64_t inner(int64_t item) const { return std::min(step, k - begin(item)); }
+  Matrix a_of(int64_t item) const { return a.item(batch, item / parts_of_sum).from(1, begin(item)); }
+  Matrix b_of(int64_t item) const { return b.item(batch, item / parts_of_sum).from(0, begin(item)); }
+};
+
 struct Cut {
-  static constexpr int64_t kInner = 256, kBlockColumns = 4 * kColumns, kBlockRows = 32 * kRows, kPackRows = 16 * kRows,
-                           kPackedFloats = 2 << 20, kFewestRows = 8 * kRows, kLongest = 1 << 16;
   int64_t inner;        // of a sum
   int64_t items, rows;  // packed at a time
   int64_t task_rows;    // of them, in one task
 
   explicit Cut(const Product& p) {
-    inner = even(p.k, kInner);
-    rows = even(p.m, std::max(kPackRows, kPackedFloats / p.k), kRows);
-    items = std::clamp<int64_t>(kPackedFloats / (rows * p.k), 1, size_of(p.batch));
+    inner = even(p.step, kInner);
+    rows = even(p.m, std::max(kPackRows, kPackedFloats / p.step), kRows);
+    items = std::clamp<int64_t>(kPackedFloats / (rows * p.step), 1, p.items());
     const int64_t wanted = parts(4 * max_threads(), items * parts(p.n, kBlockColumns));
     task_rows = even(rows, std::max(kFewestRows, rows / wanted), kRows);
   }
@@ -43,24 +62,24 @@ struct Cut {
 class PackedRows {
  public:
   PackedRows(const Product& p, const Cut& cut)
-      : p_(p), cut_(cut), scratch_(cut.items * cut.rows * p.k * sizeof(float)), data_(reinterpret_cast<float*>(scratch_.data())) {}
+      : p_(p), cut_(cut), scratch_(cut.items * cut.rows * p.step * sizeof(float)), data_(reinterpret_cast<float*>(scratch_.data())) {}
 
   void load(int64_t item, int64_t items, int64_t row, int64_t rows) {
     item_ = item, row_ = row, padded_ = parts(rows, kRows) * kRows;
-    const int64_t groups = parts(rows, Cut::kPackRows);
+    const int64_t groups = parts(rows, kPackRows);
     parallel_for(items * groups, [&](int64_t i) {
-      const int64_t of = item + i / groups, first = row + i % groups * Cut::kPackRows;
-      const Matrix a = p_.a.item(p_.batch, of).from(0, first);
-      for (int64_t k = 0; k < p_.k; k += cut_.inner) {
+      const int64_t of = item + i / groups, first = row + i % groups * kPackRows;
+      const Matrix a = p_.a_of(of).from(0, first);
+      for (int64_t k = 0; k < p_.inner(of); k += cut_.inner) {
         kernels().pack_rows({element_of(a.dtype), a.from(1, k).data, a.strides[0], a.strides[1]},
-                            std::min(Cut::kPackRows, row + rows - first), std::min(cut_.inner, p_.k - k), panel(of, k, first));
+                            std::min(kPackRows, row + rows - first), std::min(cut_.inner, p_.inner(of) - k), panel(of, k, first));
       }
     });
   }
 
   // Rows from `row` on of an item, of the part that begins at k.
   float* panel(int64_t item, int64_t k, int64_t row) const {
-    return data_ + ((item - item_) * p_.k + k) * padded_ + (row - row_) * std::min(cut_.inner, p_.k - k);
+    return data_ + ((item - item_) * p_.step + k) * padded_ + (row - row_) * std::min(cut_.inner, p_.inner(item) - k);
   }
 
  private:
@@ -75,12 +94,13 @@ class PackedRows {
 void multiply_block(const Product& p, const Cut& cut, const PackedRows& packed, const Block& block, float* columns, float* sums) {
   static constexpr int64_t kLine = 0;
   const DenormalsFlushed mode;
-  const Matrix b = p.b.item(p.batch, block.item).from(1, block.column);
-  for (int64_t k = 0; k < p.k; k += cut.inner) {
-    const int64_t inner = std::min(cut.inner, p.k - k);
+  const Matrix b = p.b_of(block.item).from(1, block.column);
+  const int64_t length = p.inner(block.item);
+  for (int64_t k = 0; k < length; k += cut.inner) {
+    const int64_t inner = std::min(cut.inner, length - k);
     kernels().pack_columns({element_of(b.dtype), b.from(0, k).data, b.strides[1], b.strides[0]}, block.columns, inner, columns);
-    for (int64_t first = 0; first < block.rows; first += Cut::kBlockRows) {
-      const int64_t end = std::min(block.rows, first + Cut::kBlockRows);
+    for (int64_t first = 0; first < block.rows; first += kBlockRows) {
+      const int64_t end = std::min(block.rows, first + kBlockRows);
       for (int64_t c = 0; c < block.columns; c += kColumns) {
         for (int64_t r = first; r < end; r += kRows) {
           const Panels panels{packed.panel(block.item, k, block.row + r), columns + c * inner, &kLine, 1, inner, kRows, kColumns};
@@ -91,26 +111,50 @@ void multiply_block(const Product& p, const Cut& cut, const PackedRows& packed, 
   }
 }
 
-// Of sums so long that not even a few rows could be packed whole: of parts of them, which are added.
-void multiply_long(const Product& p, const Finish& finish) {
-  const size_t rows = p.batch.size(), columns = rows + 1;
-  const Scratch scratch(size_of(p.batch) * p.m * p.n * sizeof(float));
-  float* const total = reinterpret_cast<float*>(scratch.data());
-  const auto at = [&](int64_t item, int64_t row) { return total + (item * p.m + row) * p.n; };
-  const int64_t step = even(p.k, Cut::kLongest);
-  for (int64_t k = 0; k < p.k; k += step) {
-    multiply(p.batch, p.m, std::min(step, p.k - k), p.n, p.a.from(columns, k), p.b.from(rows, k), [&](const Block& block) {
-      for (int64_t r = 0; r < block.rows; ++r) {
-        const float* from = block.sums + r * block.stride;
-        float* to = at(block.item, block.row + r) + block.column;
-        for (int64_t c = 0; c < block.columns; ++c) to[c] = k == 0 ? from[c] : to[c] + from[c];
-      }
-    });
+void multiply_items(const Product& p, const Finish& finish) {
+  const Cut cut(p);
+  PackedRows packed(p, cut);
+  const int64_t column_parts = parts(p.n, kBlockColumns);
+  for (int64_t item = 0; item < p.items(); item += cut.items) {
+    const int64_t items = std::min(cut.items, p.items() - item);
+    for (int64_t row = 0; row < p.m; row += cut.rows) {
+      const int64_t rows = std::min(cut.rows, p.m - row), row_parts = parts(rows, cut.task_rows);
+      packed.load(item, items, row, rows);
+      parallel_for(items * row_parts * column_parts, [&](int64_t i) {
+        const int64_t first = i / column_parts % row_parts * cut.task_rows, column = i % column_parts * kBlockColumns;
+        Block block{item + i / column_parts / row_parts, row + first, std::min(cut.task_rows, rows - first),
+                    column, std::min(kBlockColumns, p.n - column), nullptr, kBlockColumns};
+        const int64_t padded = parts(block.rows, kRows) * kRows;
+        const Scratch scratch((cut.inner + padded) * kBlockColumns * sizeof(float));
+        float *columns = reinterpret_cast<float*>(scratch.data()), *sums = columns + cut.inner * kBlockColumns;
+        multiply_block(p, cut, packed, block, columns, sums);
+        block.sums = sums;
+        finish(block);
+      });
+    }
   }
-  const int64_t row_parts = parts(p.m, Cut::kBlockRows);
-  parallel_for(size_of(p.batch) * row_parts, [&](int64_t i) {
-    const int64_t item = i / row_parts, row = i % row_parts * Cut::kBlockRows;
-    finish({item, row, std::min(Cut::kBlockRows, p.m - row), 0, p.n, at(item, row), p.n});
+}
+
+// Of sums that are cut: the parts first, then their sums.
+void multiply_parts(const Product& p, const Finish& finish) {
+  const Scratch scratch(p.items() * p.m * p.n * sizeof(float));
+  float* const sums = reinterpret_cast<float*>(scratch.data());
+  const auto at = [&](int64_t item, int64_t row) { return sums + (item * p.m + row) * p.n; };
+  multiply_items(p, [&](const Block& block) {
+    for (int64_t r = 0; r < block.rows; ++r) {
+      std::copy_n(block.sums + r * block.stride, block.columns, at(block.item, block.row + r) + block.column);
+    }
+  });
+  const int64_t groups = parts(p.m, kPackRows);
+  parallel_for(size_of(p.batch) * groups, [&](int64_t i) {
+    const int64_t item = i / groups, first = item * p.parts_of_sum, row = i % groups * kPackRows;
+    const int64_t rows = std::min(kPackRows, p.m - row);
+    float* const total = at(first, row);
+    for (int64_t part = 1; part < p.parts_of_sum; ++part) {
+      const float* const own = at(first + part, row);
+      for (int64_t j = 0; j < rows * p.n; ++j) total[j] += own[j];
+    }
+    finish({item, row, rows, 0, p.n, total, p.n});
   });
 }
 
@@ -136,29 +180,8 @@ Matrix Matrix::item(const Shape& batch, int64_t item) const {
 }
 
 void multiply(const Shape& batch, int64_t m, int64_t k, int64_t n, const Matrix& a, const Matrix& b, const Finish& finish) {
-  const Product p{m, k, n, batch, a, b};
-  if (k > Cut::kLongest) return multiply_long(p, finish);
-  const Cut cut(p);
-  PackedRows packed(p, cut);
-  const int64_t all = size_of(batch), column_parts = parts(n, Cut::kBlockColumns);
-  for (int64_t item = 0; item < all; item += cut.items) {
-    const int64_t items = std::min(cut.items, all - item);
-    for (int64_t row = 0; row < m; row += cut.rows) {
-      const int64_t rows = std::min(cut.rows, m - row), row_parts = parts(rows, cut.task_rows);
-      packed.load(item, items, row, rows);
-      parallel_for(items * row_parts * column_parts, [&](int64_t i) {
-        const int64_t first = i / column_parts % row_parts * cut.task_rows, column = i % column_parts * Cut::kBlockColumns;
-        Block block{item + i / column_parts / row_parts, row + first, std::min(cut.task_rows, rows - first),
-                    column, std::min(Cut::kBlockColumns, n - column), nullptr, Cut::kBlockColumns};
-        const int64_t padded = parts(block.rows, kRows) * kRows;
-        const Scratch scratch((cut.inner + padded) * Cut::kBlockColumns * sizeof(float));
-        float *columns = reinterpret_cast<float*>(scratch.data()), *sums = columns + cut.inner * Cut::kBlockColumns;
-        multiply_block(p, cut, packed, block, columns, sums);
-        block.sums = sums;
-        finish(block);
-      });
-    }
-  }
+  const Product p{batch, m, k, n, a, b};
+  p.parts_of_sum == 1 ? multiply_items(p, finish) : multiply_parts(p, finish);
 }
 
 }  // namespace jaxfuse::product

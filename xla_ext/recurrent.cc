@@ -28,7 +28,7 @@ struct Sequence {
   // `width` is of `steps`, in units of hidden.
   Sequence(const Call& call, int64_t gates, const Tensor& wh, const Tensor& steps, int64_t width, const Tensor& state)
       : call(call), gates(gates), gate_type(wh.dtype), state_type(state.dtype) {
-    call.expect_dtype(wh, {DType::F32, DType::BF16});
+    call.expect_dtype(wh, {DType::F32, DType::BF16, DType::F16});
     call.expect_dtype(state, {DType::F32, gate_type});
     if (wh.shape.size() != 2 || wh.shape[1] != gates * wh.shape[0]) {
       call.refuse("wh has shape ", to_string(wh.shape), ", expected (hidden, ", gates, "·hidden)");
@@ -36,8 +36,8 @@ struct Sequence {
     if (steps.shape.size() != 3) {
       call.refuse(steps.name, " has shape ", to_string(steps.shape), ", expected (length, batch, ", width, "·hidden)");
     }
-    args.bf16_gates = gate_type == DType::BF16;
-    args.bf16_state = state_type == DType::BF16;
+    args.gate_type = element_of(gate_type);
+    args.state_type = element_of(state_type);
     args.reverse = call.attr<bool>("reverse");
     args.length = steps.shape[0];
     args.batch = steps.shape[1];

@@ -4,12 +4,15 @@
 
 #include <cstdint>
 
+#include "element.h"
+
 namespace jaxfuse::recurrent {
 
 // Tensors are row-major. What has steps has them first: hs (length, batch, hidden), gx (length, batch, gates·hidden).
-// bias (batch, gates·hidden) is added to gx at every step. gx, wh, bias, gates and their gradients are of the gates' dtype; h, c and their gradients of the state's, f32 or bf16.
+// bias (batch, gates·hidden) is added to gx at every step. gx, wh, bias, gates and their gradients are of the gates' type; h, c
+// and their gradients of the state's.
 struct Args {
-  bool bf16_gates, bf16_state;
+  Element gate_type, state_type;  // the state's is the gates' or f32
   bool reverse;      // the last step comes first
   bool reset_after;  // GRU: r·(h·Wn + m's bias), else (r·h)·Wn
   int64_t length, batch, hidden;

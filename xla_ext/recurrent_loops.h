@@ -10,8 +10,7 @@ namespace {
 // f(value of the gates' type, value of the state's)
 template <class F>
 void with_dtypes(const Args& a, F f) {
-  if (!a.bf16_gates) return f(float{}, float{});
-  a.bf16_state ? f(bf16{}, bf16{}) : f(bf16{}, float{});
+  with_element(a.gate_type, [&](auto gates) { a.state_type == a.gate_type ? f(gates, gates) : f(gates, float{}); });
 }
 
 const Kernels kernels = {

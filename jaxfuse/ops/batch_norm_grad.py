@@ -123,9 +123,6 @@ def refuse_array(library, config, x) -> str | None:
     """Why the library's kernels do not take x; config: this file's or batch_norm's."""
     if library is cuda and config.absorbs:
         return "XLA moves less, for it computes what is beside it along with it"
-    if library is ffi and x.dtype == jnp.float16:
-        # measured, 8x56x56x64, ms: forward 0.86 by casts to float32 and back, XLA 0.62; gradient 2.8, 3.2
-        return "dtype float16: the casts to float32 and back cost what the kernel gains"
     if str(x.dtype) not in _DTYPES:
         return f"dtype {x.dtype}: the kernel takes {', '.join(_DTYPES)}"
     if config.axis != len(x.shape) - 1:

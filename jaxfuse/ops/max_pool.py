@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from jaxfuse import ffi
-from jaxfuse.op import PLAIN, BatchAxes, FusedOp, Kernel, Linear, widened
+from jaxfuse.op import PLAIN, BatchAxes, FusedOp, Kernel, Linear
 from jaxfuse.ops.errors import Arguments, Array
 from jaxfuse.reasons import no_kernel
 
@@ -161,7 +161,7 @@ def _backward_axes(linear: Linear, ranks) -> BatchAxes:
 
 # --- CPU kernel: our own, channels-last --------------------------------------------------------------------------
 
-_DTYPES = ("float32", "bfloat16", "float16")  # float16 by way of float32
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def _refuse(config: MaxPoolConfig, args) -> str | None:
@@ -184,18 +184,15 @@ def _refuse(config: MaxPoolConfig, args) -> str | None:
 
 
 def _run_forward(config: MaxPoolConfig, args, mesh_axes):
-    (x,) = widened(args)
-    outs = jax.eval_shape(functools.partial(_reference, config), x)
+    outs = jax.eval_shape(functools.partial(_reference, config), *args)
     types = [jax.ShapeDtypeStruct(out.shape, out.dtype) for out in outs]
-    y, *winners = ffi.call("jaxfuse_max_pool_fwd", types, x, save_winners=config.saving, **config.geometry_attrs())
-    return (y.astype(args[0].dtype), *winners)
+    return tuple(ffi.call("jaxfuse_max_pool_fwd", types, *args, save_winners=config.saving, **config.geometry_attrs()))
 
 
 def _run_backward(linear: Linear, args, mesh_axes):
-    x, winners, dy = widened(args)
+    x, winners, dy = args
     attrs = linear.config.geometry_attrs()
-    (dx,) = ffi.call("jaxfuse_max_pool_bwd", [jax.ShapeDtypeStruct(x.shape, x.dtype)], winners, dy, **attrs)
-    return (dx.astype(args[0].dtype),)
+    return tuple(ffi.call("jaxfuse_max_pool_bwd", [jax.ShapeDtypeStruct(x.shape, x.dtype)], winners, dy, **attrs))
 
 
 OP = FusedOp(

@@ -10,7 +10,7 @@ from jaxfuse.batch import completed
 from jaxfuse.ops.dense import OP as DENSE
 from jaxfuse.ops.dense import DenseConfig
 
-_DTYPES = ("float32", "bfloat16")
+_DTYPES = ("float32", "bfloat16", "float16")
 WORTH_A_CALL = 1 << 20  # multiplications of a product from which the kernel of dense layers is as fast as XLA, see xla_ext/SEQUENCES.md
 
 

@@ -49,7 +49,7 @@ def _rules(program, gates: int, *rules: Rule) -> OpRules:
         return Ladder(program, tuple(((n, batch, hidden), weights, weights, weights[1:]) for n in steps))
 
     ladders = {"small": ladder(1, 28, 2, 4, 16, 64), "large": ladder(4, 256, 2, 16, 32)}
-    return OpRules("steps", size, rules, ladders, shape_class)
+    return OpRules("steps", size, rules, ladders, shape_class, ("float32", "bfloat16", "float16"))
 
 
 # "large" was measured at batch 8, hidden 512 on Zen 4.
@@ -66,6 +66,11 @@ LSTM = _rules(
         (16, (81.1, 49.3), (312, 155)),
         (64, (219, 91.7), (1690, 341))), dtype="bfloat16", shape="small", **ZEN_3),
     Rule(points(
+        (2, (40.7, 26.6), (64.3, 56.2)),
+        (4, (43.3, 32.9), (78.3, 66.9)),
+        (16, (71, 44.2), (181, 86.2)),
+        (64, (159, 87.4), (536, 207))), dtype="float16", shape="small", **ZEN_3),
+    Rule(points(
         (2, (273, 286), (1390, 1280)),
         (16, (1420, 808), (8420, 3700)),
         (32, (2610, 1410), (17000, 7700))), dtype="float32", shape="large", **ZEN_3),
@@ -73,6 +78,10 @@ LSTM = _rules(
         (2, (340, 382), (1640, 3110)),
         (16, (1710, 1080), (11900, 6210)),
         (32, (3650, 2060), (23900, 9620))), dtype="bfloat16", shape="large", **ZEN_3),
+    Rule(points(
+        (2, (287, 309), (1240, 1250)),
+        (16, (1330, 735), (7700, 3850)),
+        (32, (2680, 1130), (15100, 4940))), dtype="float16", shape="large", **ZEN_3),
     Rule(points(
         (2, (18.1, 10.6), (27.1, 22.5)),
         (4, (18.4, 11.3), (39.6, 28.4)),
@@ -107,6 +116,11 @@ GRU = _rules(
         (16, (49.1, 35.5), (223, 142)),
         (64, (181, 96.3), (1380, 405))), dtype="bfloat16", shape="small", **ZEN_3),
     Rule(points(
+        (2, (26.6, 21.9), (48.5, 68.2)),
+        (4, (29.1, 23.4), (62.7, 71.1)),
+        (16, (41.7, 31.1), (123, 121)),
+        (64, (84, 66.9), (361, 252))), dtype="float16", shape="small", **ZEN_3),
+    Rule(points(
         (2, (188, 238), (843, 1210)),
         (16, (1030, 767), (4420, 3770)),
         (32, (2530, 1410), (10300, 7960))), dtype="float32", shape="large", **ZEN_3),
@@ -114,6 +128,10 @@ GRU = _rules(
         (2, (228, 289), (1100, 2210)),
         (16, (1560, 794), (7020, 7090)),
         (32, (3300, 1860), (15500, 8730))), dtype="bfloat16", shape="large", **ZEN_3),
+    Rule(points(
+        (2, (176, 235), (950, 1420)),
+        (16, (890, 694), (5680, 4540)),
+        (32, (1700, 1080), (11600, 6290))), dtype="float16", shape="large", **ZEN_3),
     Rule(points(
         (2, (13.0, 9.65), (22.4, 34.5)),
         (4, (13.3, 9.71), (31.2, 50.3)),
