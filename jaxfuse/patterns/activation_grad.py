@@ -61,10 +61,29 @@ def slopes_at(graph: Graph, z: Value, dz: Value) -> Iterator[Slope]:
     values = {id(z)} | {id(n.out) for n in functions}
     combined = _cotangents(functions, z, values, back)
     unscaled = [known[0] for v in combined if v.producer and (known := scaled(v.producer))]  # of selu, of hard_sigmoid
-    for dy in sorted((*unscaled, *combined), key=lambda v: v.producer.index if v.producer else -1):
+    for dy in _in_order((*unscaled, *combined)):
         products = _products(dy, values, back)
         if dy is not dz and any(n is dz.producer for n in products):
             yield Slope(z, dy, dz, (*functions, *products))
+    yield from _slopes_of_a_loss(z, dz, functions, back)
+
+
+def _slopes_of_a_loss(z: Value, dz: Value, functions: list[Node], back) -> Iterator[Slope]:
+    """Where a loss reads nothing but the activation's value y, dy is a function of z too, as that of Σy², or a number, that of Σy."""
+    if dz.producer is None or not any(n is dz.producer for n in functions):
+        return
+    made = [n.out for n in functions if n.index in back]
+    numbers = [v for n in functions if n.index in back and n.primitive in LINEAR for v in n.inputs
+               if v.literal is None and v.shape == z.shape and constant(v) is not None]
+    for dy in _in_order({id(v): v for v in (*numbers, *made)}.values()):
+        others = _functions_of(z, dy)
+        products = _products(dy, {id(z)} | {id(n.out) for n in others}, back)
+        if dy is not dz and any(n is dz.producer for n in products):
+            yield Slope(z, dy, dz, (*others, *products))
+
+
+def _in_order(values) -> list[Value]:
+    return sorted(values, key=lambda v: v.producer.index if v.producer else -1)
 
 
 def _row(z: Value, dy: Value, products: list[Node], last: Node, outside: list[Node], name: str) -> Refusal:
@@ -73,15 +92,16 @@ def _row(z: Value, dy: Value, products: list[Node], last: Node, outside: list[No
     return Refusal(pattern, last, (dy, z), no_kernel(), "backward", (*products, *sums))
 
 
-def _functions_of(z: Value) -> list[Node]:
-    """Elementwise nodes computed from z alone."""
+def _functions_of(z: Value, but: Value | None = None) -> list[Node]:
+    """Elementwise nodes computed from z alone, and not from the value `but`."""
     readers = {n.index: n for n in z.users}
     values, heap, seen = {id(z)}, list(readers.items()), set(readers)
     found: list[Node] = []
     heapq.heapify(heap)
     while heap and len(found) < LARGEST:
         _, node = heapq.heappop(heap)
-        if is_elementwise(node) and all(id(v) in values or constant(v) is not None for v in node.inputs):
+        known = all(id(v) in values or constant(v) is not None for v in node.inputs)
+        if is_elementwise(node) and node.out is not but and known:
             found.append(node)
             values.add(id(node.out))
             for user in node.out.users:
@@ -111,11 +131,25 @@ def _products(dy: Value, values: set[int], back) -> list[Node]:
     while frontier and len(found) < LARGEST:
         node = frontier.pop(min(frontier))
         known_inputs = all(id(v) in made or id(v) in values or constant(v) is not None for v in node.inputs)
-        if node.index in back and node.primitive in LINEAR and is_elementwise(node) and known_inputs:
+        if node.index in back and is_elementwise(node) and known_inputs and _is_linear(node, made):
             found.append(node)
             made.add(id(node.out))
             frontier |= {n.index: n for n in node.out.users}
     return found
+
+
+def _is_linear(node: Node, made: set[int]) -> bool:
+    """In what is made of dy, the other operands held."""
+    of_dy = [id(v) in made for v in node.inputs]
+    match node.primitive:
+        case "mul":
+            return of_dy.count(True) == 1
+        case "div":
+            return of_dy == [True, False]
+        case "select_n":
+            return not of_dy[0] and all(linear or constant(v) == 0 for v, linear in zip(node.inputs[1:], of_dy[1:]))
+        case _:
+            return node.primitive in LINEAR and all(linear or constant(v) == 0 for v, linear in zip(node.inputs, of_dy))
 
 
 def _is_slope(z: Value, dy: Value, nodes: tuple[Node, ...], last: Node, activated: Activated) -> bool:

@@ -54,7 +54,7 @@ def match(graph: Graph, node: Node, claimed: set[int], measured):
         return
     for gradients in _gradients(node, claimed):
         gradients = _with_bias(gradients, config)
-        gradients = _through_mask(graph, gradients) or _through_slope(graph, node, gradients, config, claimed) or gradients
+        gradients = _through_slope(graph, node, gradients, config, claimed) or _through_mask(graph, gradients) or gradients
         result = _fused(graph, node, gradients, config, measured)
         if isinstance(result, str) and gradients.through is not None:
             gradients = dataclasses.replace(gradients, through=None, told=None, activation=Activated("none", 0.0))
@@ -156,7 +156,7 @@ def _through_slope(graph: Graph, node: Node, gradients: Gradients, config: ConvC
     part = forward(graph)
     twin = part.twin(node) if isinstance(part, Part) else None
     chains = Walk(part, config.out_spec[1], claimed, name_activation).chains(twin.out)[0] if twin else []
-    for chain in chains:
+    for chain in chains[::-1]:  # of hard_sigmoid relu6 is a part
         if chain.activation is None or chain.region.start.dtype != node.out.dtype:
             continue
         z, dz = part.original(chain.region.start), gradients.dz

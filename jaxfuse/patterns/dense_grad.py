@@ -114,7 +114,7 @@ def _with_bias(node: Node, gradients: Gradients) -> Gradients:
 def _with_activation(graph: Graph, node: Node, gradients: Gradients, claimed: set[int]) -> Gradients:
     """Looks through the activation's derivative to its value, its argument and dy; `node` is the forward part's."""
     part = forward(graph)
-    for chain in [] if batch_axes(node) else layer_of(part, node, claimed).chains:
+    for chain in [] if batch_axes(node) else layer_of(part, node, claimed).chains[::-1]:
         if chain.activation:
             slopes = slopes_at(graph, part.original(chain.region.start), gradients.dz)
             found = next((s for s in slopes if s.dy.shape == s.dz.shape and s.is_of(chain.activation)), None)
