@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from recognition import fused, randn
+import jaxfuse
+from compare import distance, pairs
+from recognition import FUSED, fused, randn, rows
 
 IMAGES = randn(2, 6, 6, 4), randn(3, 3, 4, 4), randn(4)
 
@@ -16,6 +18,14 @@ def convolved(x, w):
 
 def normalised(x, axis):
     return (x - x.mean(axis, keepdims=True)) * lax.rsqrt(x.var(axis, keepdims=True) + 1e-5)
+
+
+def low(*arrays):
+    return [a.astype(jnp.bfloat16) for a in arrays]
+
+
+def wide(y):
+    return y.astype(jnp.float32)
 
 
 LOSSES = {
@@ -32,6 +42,21 @@ LOSSES = {
 def test_activation_is_fused_in_both_directions(name):
     loss, pattern = LOSSES[name]
     assert fused(jax.value_and_grad(loss, (0, 1, 2)), *IMAGES) == [pattern, pattern]
+
+
+LOW = {
+    "conv": (lambda x, w, b: (wide(jax.nn.silu(convolved(*low(x, w)) + low(b)[0])) ** 2).mean(), "conv+bias+silu"),
+    "batch norm": (lambda x, w, b: (wide(jax.nn.silu(normalised(low(x)[0], (0, 1, 2)) * low(b)[0])) ** 2).mean(), "bn+silu"),
+}
+
+
+@pytest.mark.parametrize("name", LOW)
+def test_bfloat16_whose_loss_is_float32(name):
+    loss, pattern = LOW[name]
+    step = jax.grad(loss, (0, 1, 2))
+    assert sorted(row for row, reason in rows(step, *IMAGES) if reason == FUSED) == [f"backward {pattern}", pattern]
+    for value, plain in pairs(*(jax.jit(f)(*IMAGES) for f in (jaxfuse.fuse(step, policy="always"), step))):
+        assert distance(value, plain) < 3e-2
 
 
 def times_argument(x, w, b):

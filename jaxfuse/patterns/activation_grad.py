@@ -72,10 +72,10 @@ def _slopes_of_a_loss(z: Value, dz: Value, functions: list[Node], back) -> Itera
     """Where a loss reads nothing but the activation's value y, dy is a function of z too, as that of Σy², or a number, that of Σy."""
     if dz.producer is None or not any(n is dz.producer for n in functions):
         return
-    made = [n.out for n in functions if n.index in back]
-    numbers = [v for n in functions if n.index in back and n.primitive in LINEAR for v in n.inputs
-               if v.literal is None and v.shape == z.shape and constant(v) is not None]
-    for dy in _in_order({id(v): v for v in (*numbers, *made)}.values()):
+    behind = [n for n in functions if n.index in back]
+    numbers = [v for n in behind if n.primitive in LINEAR for v in n.inputs if v.literal is None and constant(v) is not None]
+    made = {id(v): v for v in (*numbers, *[n.out for n in behind]) if (v.shape, v.dtype) == (dz.shape, dz.dtype)}
+    for dy in _in_order(made.values()):
         others = _functions_of(z, dy)
         products = _products(dy, {id(z)} | {id(n.out) for n in others}, back)
         if dy is not dz and any(n is dz.producer for n in products):
