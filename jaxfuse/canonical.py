@@ -107,7 +107,7 @@ class Region:
         made = {id(self.start): array}
         for node in self.nodes:
             inputs = [
-                made[id(v)] if id(v) in made else v.literal if v.literal is not None else _number(v)
+                made[id(v)] if id(v) in made else v.literal if v.literal is not None else filled(v, constant(v))
                 for v in node.inputs
             ]
             (made[id(node.out)],) = node.replay(inputs)
@@ -202,11 +202,12 @@ def mask_tables(region: Region) -> tuple[np.ndarray | None, np.ndarray | None]:
     return (None, None) if ends is None else (of(POINTS, region.masks), of(ends[0], region.masks))
 
 
-def _number(value: Value):
-    """A constant value of the program, varying over the axes of a `shard_map` as it does there."""
+def filled(value: Value, number):
+    """The number in the value's shape and type, sharded along explicit axes of a mesh and varying over those of a `shard_map`."""
+    sharding = value.aval.sharding if any(value.aval.sharding.spec) else None
     varying = tuple(value.aval.manual_axis_type.varying)
-    number = jnp.full(value.shape, constant(value), value.dtype)
-    return jax.lax.pcast(number, varying, to="varying") if varying else number
+    full = jax.lax.broadcast_in_dim(jnp.asarray(number, value.dtype), value.shape, (), out_sharding=sharding)
+    return jax.lax.pcast(full, varying, to="varying") if varying else full
 
 
 def lengths(value: Value) -> list[int]:

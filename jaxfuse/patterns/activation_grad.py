@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from jaxfuse.canonical import ADD, CAST, constant, scaled
+from jaxfuse.canonical import ADD, CAST, constant, filled, scaled
 from jaxfuse.elementwise import FINITE, is_elementwise, values_of
 from jaxfuse.graph import Graph, Node, Value
 from jaxfuse.match import Activated, Refusal
@@ -157,12 +156,12 @@ def _is_slope(z: Value, dy: Value, nodes: tuple[Node, ...], last: Node, activate
     steps = sorted((n for n in nodes if n.index <= last.index), key=lambda n: n.index)
 
     def function(x):
-        made = {id(z): x, id(dy): _full(dy, 1)}
+        made = {id(z): x, id(dy): filled(dy, 1)}
 
         def read(v):
             if id(v) in made:
                 return made[id(v)]
-            return v.literal if v.literal is not None else _full(v, constant(v))
+            return v.literal if v.literal is not None else filled(v, constant(v))
 
         for node in steps:
             (made[id(node.out)],) = node.replay([read(v) for v in node.inputs])
@@ -172,9 +171,3 @@ def _is_slope(z: Value, dy: Value, nodes: tuple[Node, ...], last: Node, activate
     tolerance = 2e-2 if jnp.finfo(z.dtype).bits < 32 else 1e-4
     expected = known_table(activated.name, activated.alpha)[1, : len(FINITE)]
     return slope is not None and np.allclose(slope[0], expected, rtol=tolerance, atol=tolerance)
-
-
-def _full(v: Value, number):
-    """As the value, with the sharding that explicit meshes have in its type."""
-    sharding = v.aval.sharding if any(v.aval.sharding.spec) else None
-    return lax.broadcast_in_dim(jnp.asarray(number, v.dtype), v.shape, (), out_sharding=sharding)
