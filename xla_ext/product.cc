@@ -35,7 +35,7 @@ struct Product {
   Shape batch;
   int64_t m, k, n;
   Matrix a, b;
-  int64_t parts_of_sum = sum_parts(size_of(batch), m, k, n), step = parts(k, parts_of_sum);
+  int64_t step = parts(k, sum_parts(size_of(batch), m, k, n)), parts_of_sum = parts(k, step);  // so that none is empty
 
   int64_t items() const { return size_of(batch) * parts_of_sum; }
   int64_t begin(int64_t item) const { return item % parts_of_sum * step; }
