@@ -53,7 +53,7 @@ class JaxPeer:
         arrays, cotangent = inputs.operands(case)
         names = list(arrays)
         arguments = [self._array(arrays[name], inputs.dtype(name, case)) for name in names]
-        linear, activation = layers_jax.layer(case)
+        linear, activation = layers_jax.layer(case, self.exact)
         function = self.fuse(lambda *arguments: activation(linear(*arguments)))
         if case.task == "forward":
             return self._compiled(function, arguments, lambda y: {"y": y})

@@ -4,6 +4,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -22,6 +23,19 @@ def conv_bias(x, w, bias, *, shape):
         feature_group_count=shape.groups,
     )
     return y + bias
+
+
+def depthwise_by_taps(x, w, bias, *, shape):
+    """conv_bias of one feature in each group as a sum of shifted products: XLA computes a float64 filter's gradient in a naive
+    loop, which takes ten minutes of a long sequence."""
+    n = shape.dimensions
+    padded = jnp.pad(x, [(0, 0), *[shape.padding] * n, (0, 0)])
+    reach = (shape.output_size - 1) * shape.stride + 1
+
+    def window(tap):
+        return padded[:, *(slice(at * shape.dilation, at * shape.dilation + reach, shape.stride) for at in tap)]
+
+    return sum(window(tap) * w[tap][0] for tap in np.ndindex(*w.shape[:n])) + bias
 
 
 def dense_bias(x, w, bias, residual=None, *, shape):
@@ -104,10 +118,12 @@ _ACTIVATIONS = {"none": lambda z: z, "relu": jax.nn.relu, "silu": jax.nn.silu, "
 _LAYERS = {"conv": conv_bias, "dense": dense_bias, "batch_norm": batch_norm_add, "norm": norm, "recurrent": recurrent}
 
 
-def layer(case):
-    """(the layer before its activation, the activation)"""
+def layer(case, exact=False):
+    """(the layer before its activation, the activation); exact: for the float64 reference."""
     if case.kind == "transformer":
         linear = bert_layer if case.shape.inner else attention
+    elif exact and case.kind == "conv" and case.shape.groups == case.shape.inputs == case.shape.outputs:
+        linear = depthwise_by_taps
     else:
         linear = _LAYERS[case.kind]
     return partial(linear, shape=case.shape), _ACTIVATIONS[getattr(case.shape, "activation", "none")]
