@@ -58,13 +58,16 @@ struct Cut {
   }
 };
 
-// Some rows of some items, packed: for each item and each sum's part of the inner axis one panel after the other.
-class PackedRows {
+// Some rows of some items, packed: for each item and each sum's part of the inner axis one panel after the other. Those that few
+// columns meet are read where they lie, if they lie in lines.
+class Rows {
  public:
-  PackedRows(const Product& p, const Cut& cut)
-      : p_(p), cut_(cut), scratch_(cut.items * cut.rows * p.step * sizeof(float)), data_(reinterpret_cast<float*>(scratch_.data())) {}
+  Rows(const Product& p, const Cut& cut)
+      : p_(p), cut_(cut), in_place_(p.a.dtype == DType::F32 && p.a.strides.back() == 1 && p.n <= 2 * kBlockColumns),
+        scratch_(in_place_ ? 0 : cut.items * cut.rows * p.step * sizeof(float)), data_(reinterpret_cast<float*>(scratch_.data())) {}
 
   void load(int64_t item, int64_t items, int64_t row, int64_t rows) {
+    if (in_place_) return;
     item_ = item, row_ = row, padded_ = parts(rows, kRows) * kRows;
     const int64_t groups = parts(rows, kPackRows);
     parallel_for(items * groups, [&](int64_t i) {
@@ -72,27 +75,39 @@ class PackedRows {
       const Matrix a = p_.a_of(of).from(0, first);
       for (int64_t k = 0; k < p_.inner(of); k += cut_.inner) {
         kernels().pack_rows({element_of(a.dtype), a.from(1, k).data, a.strides[0], a.strides[1]},
-                            std::min(kPackRows, row + rows - first), std::min(cut_.inner, p_.inner(of) - k), panel(of, k, first));
+                            std::min(kPackRows, row + rows - first), inner(of, k), panel(of, k, first));
       }
     });
   }
 
-  // Rows from `row` on of an item, of the part that begins at k.
-  float* panel(int64_t item, int64_t k, int64_t row) const {
-    return data_ + ((item - item_) * p_.step + k) * padded_ + (row - row_) * std::min(cut_.inner, p_.inner(item) - k);
+  // Those from `row` on of an item, of the part that begins at k, for panels of columns to meet.
+  Panels from(int64_t item, int64_t k, int64_t row, const float* columns) const {
+    static constexpr int64_t kLine = 0;
+    if (!in_place_) return {panel(item, k, row), columns, &kLine, 1, inner(item, k), kRows, kColumns, 1};
+    const Matrix a = p_.a_of(item).from(0, row).from(1, k);
+    return {static_cast<const float*>(a.data), columns, &kLine, 1, inner(item, k), 1, kColumns, a.strides[0]};
   }
 
+  // From kRows of them to the next.
+  int64_t step(const Panels& panels) const { return kRows * (in_place_ ? panels.a_row : panels.steps); }
+
  private:
+  int64_t inner(int64_t item, int64_t k) const { return std::min(cut_.inner, p_.inner(item) - k); }
+
+  float* panel(int64_t item, int64_t k, int64_t row) const {
+    return data_ + ((item - item_) * p_.step + k) * padded_ + (row - row_) * inner(item, k);
+  }
+
   const Product& p_;
   const Cut& cut_;
+  const bool in_place_;
   int64_t item_ = 0, row_ = 0, padded_ = 0;
   const Scratch scratch_;
   float* const data_;
 };
 
 // The sums of a block, with memory for kInner rows of its columns.
-void multiply_block(const Product& p, const Cut& cut, const PackedRows& packed, const Block& block, float* columns, float* sums) {
-  static constexpr int64_t kLine = 0;
+void multiply_block(const Product& p, const Cut& cut, const Rows& a, const Block& block, float* columns, float* sums) {
   const DenormalsFlushed mode;
   const Matrix b = p.b_of(block.item).from(1, block.column);
   const int64_t length = p.inner(block.item);
@@ -101,9 +116,12 @@ void multiply_block(const Product& p, const Cut& cut, const PackedRows& packed, 
     kernels().pack_columns({element_of(b.dtype), b.from(0, k).data, b.strides[1], b.strides[0]}, block.columns, inner, columns);
     for (int64_t first = 0; first < block.rows; first += kBlockRows) {
       const int64_t end = std::min(block.rows, first + kBlockRows);
-      for (int64_t c = 0; c < block.columns; c += kColumns) {
-        for (int64_t r = first; r < end; r += kRows) {
-          const Panels panels{packed.panel(block.item, k, block.row + r), columns + c * inner, &kLine, 1, inner, kRows, kColumns};
+      Panels panels = a.from(block.item, k, block.row + first, columns);
+      const float* const begin = panels.a;
+      const int64_t step = a.step(panels);
+      for (int64_t c = 0; c < block.columns; c += kColumns, panels.b += kColumns * inner) {
+        panels.a = begin;
+        for (int64_t r = first; r < end; r += kRows, panels.a += step) {
           kernels().outer_products(panels, std::min(kRows, block.rows - r), sums + r * block.stride + c, block.stride, k == 0);
         }
       }
@@ -113,13 +131,13 @@ void multiply_block(const Product& p, const Cut& cut, const PackedRows& packed, 
 
 void multiply_items(const Product& p, const Finish& finish) {
   const Cut cut(p);
-  PackedRows packed(p, cut);
+  Rows a(p, cut);
   const int64_t column_parts = parts(p.n, kBlockColumns);
   for (int64_t item = 0; item < p.items(); item += cut.items) {
     const int64_t items = std::min(cut.items, p.items() - item);
     for (int64_t row = 0; row < p.m; row += cut.rows) {
       const int64_t rows = std::min(cut.rows, p.m - row), row_parts = parts(rows, cut.task_rows);
-      packed.load(item, items, row, rows);
+      a.load(item, items, row, rows);
       parallel_for(items * row_parts * column_parts, [&](int64_t i) {
         const int64_t first = i / column_parts % row_parts * cut.task_rows, column = i % column_parts * kBlockColumns;
         Block block{item + i / column_parts / row_parts, row + first, std::min(cut.task_rows, rows - first),
@@ -127,7 +145,7 @@ void multiply_items(const Product& p, const Finish& finish) {
         const int64_t padded = parts(block.rows, kRows) * kRows;
         const Scratch scratch((cut.inner + padded) * kBlockColumns * sizeof(float));
         float *columns = reinterpret_cast<float*>(scratch.data()), *sums = columns + cut.inner * kBlockColumns;
-        multiply_block(p, cut, packed, block, columns, sums);
+        multiply_block(p, cut, a, block, columns, sums);
         block.sums = sums;
         finish(block);
       });

@@ -118,8 +118,9 @@ void pack(const Vectors& vectors, int64_t count, int64_t inner, float* to) {
 }
 
 // Unrolled by hand: the compiler would keep the sums in memory.
-template <int64_t rows>
+template <int64_t rows, bool packed>
 void outer_products(const Panels& panels, float* sums, int64_t stride, bool first) {
+  const int64_t a_row = packed ? 1 : panels.a_row;
   constexpr int64_t kVectors = kColumns / kLanes;
   Floats total[rows][kVectors];
 #pragma GCC unroll 8
@@ -136,7 +137,7 @@ void outer_products(const Panels& panels, float* sums, int64_t stride, bool firs
       for (int64_t j = 0; j < kVectors; ++j) v[j] = load(b + j * kLanes);
 #pragma GCC unroll 8
       for (int64_t i = 0; i < rows; ++i) {
-        const Floats factor = broadcast(a[i]);
+        const Floats factor = broadcast(a[i * a_row]);
 #pragma GCC unroll 8
         for (int64_t j = 0; j < kVectors; ++j) total[i][j] = multiply_add(factor, v[j], total[i][j]);
       }
@@ -152,18 +153,24 @@ void outer_products(const Panels& panels, float* sums, int64_t stride, bool firs
   }
 }
 
+template <bool packed>
+void outer_products(const Panels& panels, int64_t rows, float* sums, int64_t stride, bool first) {
+  switch (rows) {
+    case 1: return outer_products<1, packed>(panels, sums, stride, first);
+    case 2: return outer_products<2, packed>(panels, sums, stride, first);
+    case 3: return outer_products<3, packed>(panels, sums, stride, first);
+    case 4: return outer_products<4, packed>(panels, sums, stride, first);
+    case 5: return outer_products<5, packed>(panels, sums, stride, first);
+    default: return outer_products<kRows, packed>(panels, sums, stride, first);
+  }
+}
+
 constexpr Kernels kernels = {
     pack<kRows>,
     pack<kColumns>,
     [](const Panels& panels, int64_t rows, float* sums, int64_t stride, bool first) {
-      switch (rows) {
-        case 1: return outer_products<1>(panels, sums, stride, first);
-        case 2: return outer_products<2>(panels, sums, stride, first);
-        case 3: return outer_products<3>(panels, sums, stride, first);
-        case 4: return outer_products<4>(panels, sums, stride, first);
-        case 5: return outer_products<5>(panels, sums, stride, first);
-        default: return outer_products<kRows>(panels, sums, stride, first);
-      }
+      panels.a_row == 1 ? outer_products<true>(panels, rows, sums, stride, first)
+                        : outer_products<false>(panels, rows, sums, stride, first);
     },
 };
 
