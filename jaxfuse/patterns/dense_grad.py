@@ -115,7 +115,7 @@ def _with_activation(graph: Graph, node: Node, gradients: Gradients, claimed: se
     """Looks through the activation's derivative to its value, its argument and dy; `node` is the forward part's."""
     part = forward(graph)
     for chain in [] if batch_axes(node) else layer_of(part, node, claimed).chains[::-1]:
-        if chain.activation:
+        if chain.activation and chain.end.dtype == node.out.dtype:  # not as a loss may read it, in float32
             slopes = slopes_at(graph, part.original(chain.region.start), gradients.dz)
             found = next((s for s in slopes if s.dy.shape == s.dz.shape and s.is_of(chain.activation)), None)
             if found:
