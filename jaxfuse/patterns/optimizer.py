@@ -1,4 +1,4 @@
-"""Optimizer updates: sgd, momentum, adam, adamw, as optax writes them. No kernel yet: one row for each kind of update.
+"""Optimizer updates: sgd, momentum, adam, adamw, as optax writes them. No kernel: one row for each kind of update.
 
 An update is a returned p + u or p - u of an input p; what tells the kinds apart is what u is computed from, elementwise:
 
@@ -17,7 +17,7 @@ from jaxfuse.graph import Graph, Node, Value
 from jaxfuse.layout import RESHAPES
 from jaxfuse.match import Refusal
 from jaxfuse.patterns.autodiff import backward
-from jaxfuse.reasons import no_kernel
+from jaxfuse.reasons import left_to_xla
 
 LARGEST = 64  # nodes of one tensor's update
 LINEAR = (*ADD, "sub", "mul", "div", "neg", "select_n", "integer_pow", CAST, *RESHAPES)
@@ -40,7 +40,7 @@ def match(graph, node: Node, claimed: set[int], measured):
     """Yields the row of the kind that this update is the first of, with the number of its tensors."""
     kind, nodes = next((kind, nodes) for kind, nodes in _kinds(graph).items() if nodes[0] is node)
     largest = max((n.out for n in nodes), key=size)
-    yield Refusal(f"{kind} x{len(nodes)}", node, (largest,), no_kernel())
+    yield Refusal(f"{kind} x{len(nodes)}", node, (largest,), left_to_xla())
 
 
 def _kinds(graph: Graph) -> dict[str, list[Node]]:
