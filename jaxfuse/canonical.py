@@ -106,10 +106,7 @@ class Region:
         """The wanted values for another array in place of `start`."""
         made = {id(self.start): array}
         for node in self.nodes:
-            inputs = [
-                made[id(v)] if id(v) in made else v.literal if v.literal is not None else filled(v, constant(v))
-                for v in node.inputs
-            ]
+            inputs = [made[id(v)] if id(v) in made else held(v) for v in node.inputs]
             (made[id(node.out)],) = node.replay(inputs)
         return [made[id(v)] for v in wanted]
 
@@ -200,6 +197,11 @@ def mask_tables(region: Region) -> tuple[np.ndarray | None, np.ndarray | None]:
 
     ends = of(POINTS, (region.end,))
     return (None, None) if ends is None else (of(POINTS, region.masks), of(ends[0], region.masks))
+
+
+def held(value: Value):
+    """What a constant value of the program holds."""
+    return value.literal if value.literal is not None else filled(value, constant(value))
 
 
 def filled(value: Value, number):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.canonical import ADD, CAST, constant, filled, scaled
+from jaxfuse.canonical import ADD, CAST, constant, filled, held, scaled
 from jaxfuse.elementwise import FINITE, is_elementwise, values_of
 from jaxfuse.graph import Graph, Node, Value
 from jaxfuse.match import Activated, Refusal
@@ -157,14 +157,8 @@ def _is_slope(z: Value, dy: Value, nodes: tuple[Node, ...], last: Node, activate
 
     def function(x):
         made = {id(z): x, id(dy): filled(dy, 1)}
-
-        def read(v):
-            if id(v) in made:
-                return made[id(v)]
-            return v.literal if v.literal is not None else filled(v, constant(v))
-
         for node in steps:
-            (made[id(node.out)],) = node.replay([read(v) for v in node.inputs])
+            (made[id(node.out)],) = node.replay([made[id(v)] if id(v) in made else held(v) for v in node.inputs])
         return [made[id(last.out)]]
 
     slope = values_of(function, z.aval, FINITE)
