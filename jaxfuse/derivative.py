@@ -17,6 +17,7 @@ from jaxfuse.layout import RESHAPES
 
 UNARY = (*RESHAPES, "transpose", "reduce_sum", CAST)
 Form = collections.Counter  # path -> how often; path 0 is dy itself
+MOST_NODES = 64  # between a value and its inputs
 
 
 class Gradient(NamedTuple):
@@ -27,10 +28,29 @@ class Gradient(NamedTuple):
     added: list[tuple[Value, ...]]
 
 
-def gradients(graph: Graph, nodes: list[Node], inputs: list[Value], end: Value, backward: frozenset[int]) -> list[Gradient]:
+def between(inputs: list[Value], end: Value) -> list[Node] | None:
+    """The nodes that compute `end` from the inputs, or None if it needs more than these."""
+    nodes: dict[int, Node] = {}
+    given, stack = set(map(id, inputs)), [end]
+    while stack:
+        value = stack.pop()
+        if value.literal is not None or id(value) in given:
+            continue
+        node = value.producer
+        if node is None or len(nodes) > MOST_NODES:
+            return None
+        if node.index not in nodes:
+            nodes[node.index] = node
+            stack += node.inputs
+    return [nodes[i] for i in sorted(nodes)]
+
+
+def gradients(graph: Graph, nodes: list[Node], inputs: list[Value], end: Value, backward: frozenset[int],
+              fixed: tuple[Value, ...] = ()) -> list[Gradient]:
     """For every cotangent of `end` that the program has: where in its backward pass the gradients of `inputs` are, through the
-    `nodes` that compute `end` from them."""
-    numbers = list({id(v): v for n in nodes for v in n.inputs if v.producer is not None and constant(v) is not None}.values())
+    `nodes` that compute `end` from them and from what is `fixed`."""
+    constants = {id(v): v for n in nodes for v in n.inputs if v.producer is not None and constant(v) is not None}
+    numbers = [*fixed, *constants.values()]
     nodes = [n for n in nodes if not any(v is n.out for v in numbers)]
     target = _Target(graph, _traced(nodes, inputs, numbers, end), [*inputs, *numbers])
     return [_search(target, dy, backward) for dy in target.cotangents(end, backward)]
@@ -163,8 +183,10 @@ def _step(node: Node, operands: list, paths: _Paths) -> Form | None:
         return paths.step(form, (name, *known))
     if name == "select_n" and position > 0 and all(constant(v) == 0 for v in others[1:]):
         return paths.step(form, (name, position, known[0]))
+    if name == "dot_general":
+        return paths.step(form, (name, position, *known, *_plain_params(node)))
     if name in UNARY and not others:
-        return paths.step(form, (name, *sorted((key, _plain(value)) for key, value in node.params.items())))
+        return paths.step(form, (name, *_plain_params(node)))
     return None
 
 
@@ -204,9 +226,15 @@ def _token(value: Value):
     return id(value) if number is None else ("number", number)
 
 
-def _plain(param):
-    """A parameter as something that can be compared: axes may be NumPy's integers."""
-    return str(tuple(map(int, param)) if isinstance(param, tuple) and all(hasattr(p, "__index__") for p in param) else param)
+def _plain_params(node: Node) -> list[tuple[str, str]]:
+    """Parameters as something that can be compared: axes may be NumPy's integers."""
+
+    def plain(param):
+        if isinstance(param, tuple):
+            return tuple(map(plain, param))
+        return int(param) if hasattr(param, "__index__") else param
+
+    return sorted((key, str(plain(value))) for key, value in node.params.items())
 
 
 # --- asking JAX --------------------------------------------------------------------------------------------------

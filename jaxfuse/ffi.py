@@ -33,6 +33,8 @@ TARGETS = (
     "jaxfuse_lstm_bwd",
     "jaxfuse_gru_fwd",
     "jaxfuse_gru_bwd",
+    "jaxfuse_attention_fwd",
+    "jaxfuse_attention_bwd",
 )
 
 _ONEDNN_PACKAGE = "onednn-cpu-gomp"

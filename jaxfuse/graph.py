@@ -115,6 +115,15 @@ class Graph:
         """The node itself; of a part of the graph, the part's node for it, if it has one."""
         return node
 
+    @functools.cached_property
+    def dead(self) -> frozenset[int]:
+        """Indices of the nodes that nobody needed as the program was traced."""
+        needed: set[int] = set()
+        for node in reversed(self.nodes):
+            if node.eqn.effects or any(self.is_returned(v) or any(n.index in needed for n in v.users) for v in node.outputs):
+                needed.add(node.index)
+        return frozenset(range(len(self.nodes))) - needed
+
     def symbolic(self) -> Node | None:
         """The first node with an output of no fixed shape, as `jax.export` traces them."""
         return next((node for node in self.nodes for v in node.outputs

@@ -1,5 +1,7 @@
 """Who reads a value, once what is already fused is gone: the graph's lists of users, kept true while matches are made."""
 
+from collections.abc import Set as AbstractSet
+
 from jaxfuse.graph import Emission, Graph, Node, Value
 from jaxfuse.match import Match
 
@@ -29,7 +31,7 @@ def accept(graph: Graph, match: Match) -> set[int]:
         value.users.append(reader)  # type: ignore[arg-type]  # it has what readers are asked for
     defined = tuple(value for emission in match.emissions for value in emission.defines)
     graph.replaced |= set(map(id, defined))
-    gone = unneeded(graph, defined)
+    gone = unneeded(graph, defined, aside=graph.dead)
     for node in gone.values():
         for value in dict.fromkeys(node.inputs):
             value.users.remove(node)
@@ -59,15 +61,17 @@ def circular(graph: Graph, replacements: dict[int, Emission]) -> list[Emission]:
     return []
 
 
-def unneeded(graph: Graph, defined: tuple[Value, ...], kept: Value | None = None) -> dict[int, Node]:
-    """The nodes, by index, that nobody needs once `defined` are computed otherwise; `kept` is needed all the same."""
+def unneeded(graph: Graph, defined: tuple[Value, ...], kept: Value | None = None, aside: AbstractSet[int] = frozenset()) -> dict[int, Node]:
+    """The nodes, by index, that nobody needs once `defined` are computed otherwise; `kept` is needed all the same. Readers with an
+    index in `aside` do not count."""
     gone: dict[int, Node] = {}
     replaced = graph.replaced | {id(value) for value in defined}
     pending = [value.producer for value in defined]
 
     def needed(value: Value) -> bool:
         return id(value) not in replaced and (
-            value is kept or graph.is_returned(value) or any(user.index not in gone for user in value.users))
+            value is kept or graph.is_returned(value)
+            or any(user.index not in gone and user.index not in aside for user in value.users))
 
     while pending:
         node = pending.pop()

@@ -74,6 +74,8 @@ for _name in ("w_x", "w_h"):
     _DRAW[_name] = lambda rng, shape: _fan_in(rng, shape) / 2
 for _name in ("bias_n", "h0", "c0"):
     _DRAW[_name] = _DRAW["bias"]
+for _name in "qkv":
+    _DRAW[_name] = lambda rng, shape: rng.normal(size=shape) + 0.25
 _STATISTICS = ("gamma", "beta", "mean", "var")  # float32 beside bfloat16 activations, as in Flax
 
 
@@ -126,6 +128,12 @@ def recurrent(op, name, x, hidden, terms="", *, float32=(), **options):
     shapes = dict(bias=(width,), bias_n=(hidden,), h0=state, c0=state)
     shapes = dict(x=x, w_x=(x[2], width), w_h=(hidden, width)) | {term: shapes[term] for term in terms.split()}
     return Case(name, op, shapes, options, float32=float32)
+
+
+def attention(name, batch, rows, keys, heads, features, *, of_values=None, shared=None, bias=None, **options):
+    shared = shared or heads
+    shapes = dict(q=(batch, rows, heads, features), k=(batch, keys, shared, features), v=(batch, keys, shared, of_values or features))
+    return Case(name, "attention", shapes | (dict(bias=bias) if bias else {}), options)
 
 
 CONV = [
@@ -293,7 +301,25 @@ RECURRENT = [
     recurrent("gru", "two_threads_zrn", (3, 24, 8), 80, "bias bias_n", gate_order="zrn"),
 ]
 
-CASES = {f"{case.op}-{case.name}": case for case in (*CONV, *BATCH_NORM, *DENSE, *MAX_POOL, *NORM, *RECURRENT)}
+LATER = ~np.tril(np.ones((9, 9), bool), 2)
+ATTENTION = [
+    attention("plain", 2, 6, 7, 3, 8),
+    attention("one_row", 2, 1, 9, 2, 4),
+    attention("two_keys", 1, 5, 2, 2, 4),
+    attention("odd_sizes_scale", 1, 13, 19, 3, 5, of_values=11, scale=-0.7),
+    attention("many_rows", 1, 300, 9, 1, 3),
+    attention("many_keys", 1, 7, 600, 1, 6),
+    attention("many_of_both", 1, 130, 270, 2, 8, bias=(270,)),
+    attention("bias", 2, 6, 7, 3, 8, bias=(2, 3, 6, 7)),
+    attention("bias_of_heads", 2, 6, 7, 3, 8, bias=(3, 6, 7)),
+    attention("causal", 2, 9, 9, 3, 8, mask=~LATER),
+    attention("bias_and_mask_of_items", 2, 9, 7, 3, 8, bias=(1, 3, 1, 7), mask=np.arange(14).reshape(2, 1, 1, 7) % 5 > 0),
+    attention("whole_rows_masked", 1, 9, 9, 2, 8, mask=np.arange(9)[:, None] % 3 > 0),
+    attention("grouped", 2, 6, 7, 6, 8, shared=2, bias=(6, 6, 7)),
+    attention("one_shared_head", 1, 5, 9, 4, 8, shared=1, mask=LATER[:5] | LATER[:5, ::-1]),
+]
+
+CASES = {f"{case.op}-{case.name}": case for case in (*CONV, *BATCH_NORM, *DENSE, *MAX_POOL, *NORM, *RECURRENT, *ATTENTION)}
 
 # One of each kind of rule behind autodiff and batching; the transformations run over these.
 CORE = [
@@ -316,4 +342,6 @@ CORE = [
     "lstm-sequence",
     "gru-sequence",
     "gru-resets_first",
+    "attention-bias_and_mask_of_items",
+    "attention-grouped",
 ]

@@ -12,10 +12,14 @@ X, W, V, B = randn(2, 5, 8), randn(8, 16), randn(8, 16, seed=1), randn(16)
 R, U = randn(2, 5, 16, seed=2), randn(16, 8, seed=3)
 
 
-def attention(x, w):
+def attention(x, w, dropped=lambda p: p):
     q, k, v = (jnp.einsum("btk,knh->btnh", x, (w * c).reshape(8, 2, 8)) for c in (1.0, 0.5, 0.25))
     scores = jax.nn.softmax(jnp.einsum("bqnh,bknh->bnqk", q, k) / 3.0)
-    return jnp.einsum("bnqk,bknh->bqnh", scores, v)
+    return jnp.einsum("bnqk,bknh->bqnh", dropped(scores), v)
+
+
+def scores_and_values(x, w):
+    return attention(x, w, lambda p: jnp.where(jnp.tril(jnp.ones((5, 5), bool)), p, 0))
 
 
 def two_layers(x, w, b, r, u):
@@ -44,7 +48,9 @@ PROGRAMS = {
              ["dense_grad", "silu_grad+dense_grad"]),
     "three": (lambda x, w, v, b: ((x @ w + b) / 4, x @ v + b, x @ (w * v) + b), (X, W, V, B), ["dense+bias x3"],
               ["dense_grad+bias_grad"] * 3),
-    "attention": (attention, (X, W), ["attention scores", "dense x3", "matmul"], ["dense_grad"] * 3 + ["matmul_grad"] * 2),
+    "attention": (attention, (X, W), ["attention", "dense x3"], ["attention"] + ["dense_grad"] * 3),
+    "scores and values": (
+        scores_and_values, (X, W), ["attention scores", "dense x3", "matmul"], ["dense_grad"] * 3 + ["matmul_grad"] * 2),
     "float32 result": (
         lambda x, w, b: jnp.tanh(
             jax.lax.dot_general(x, w, (((2,), (0,)), ((), ())), preferred_element_type=jnp.promote_types(x.dtype, jnp.float32)) + b),
@@ -81,7 +87,7 @@ def test_differentiated_program(name, dtype):
 def test_scores_are_not_rounded_before_the_softmax():
     """What XLA does with a bfloat16 product of its own."""
     x, w = X.astype("bfloat16"), W.astype("bfloat16")
-    made = str(jax.make_jaxpr(jaxfuse.fuse(attention, policy="always"))(x, w))
+    made = str(jax.make_jaxpr(jaxfuse.fuse(scores_and_values, policy="always"))(x, w))
     scores, before_softmax = "f32[2,2,5,5] = jaxfuse_dense", "bf16[2,2,5,5] = convert_element_type"
     assert made.index(scores) < made.index(before_softmax)
     assert made.count("out_dtype='float32'") == 1
@@ -105,6 +111,7 @@ def test_no_contraction_is_computed_twice(name):
     text = str(jax.make_jaxpr(jaxfuse.fuse(step, policy="always"))(*args))
     plain = str(jax.make_jaxpr(step)(*args)).count("dot_general[")
     products = text.count("jaxfuse_dense[") + 2 * text.count("jaxfuse_dense_backward[")
+    products += 2 * text.count("jaxfuse_attention[") + 4 * text.count("jaxfuse_attention_backward[")
     assert text.count("dot_general[") == 0 and products == plain
 
 

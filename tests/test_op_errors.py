@@ -10,6 +10,7 @@ import pytest
 from jaxfuse import ops
 
 CONV = dict(x=(2, 8, 8, 6), w=(3, 3, 6, 4), bias=(4,), scale=(4,), residual=(2, 8, 8, 4))
+ATTENTION = dict(q=(2, 6, 4, 8), k=(2, 5, 2, 8), v=(2, 5, 2, 6), bias=(2, 4, 6, 5))
 BATCH_NORM = dict(x=(2, 4, 4, 6), gamma=(6,), beta=(6,), residual=(2, 4, 4, 6))
 
 
@@ -69,12 +70,23 @@ WRONG = [
     ("batch_norm", dict(epsilon=-1e-3), ["epsilon", "-0.001", "0 or more"]),
     ("batch_norm", dict(epsilon="small"), ["epsilon", "'small'", "number"]),
     ("batch_norm", dict(epsilon=None), ["epsilon", "None", "number"]),
+    ("attention", dict(q=of((6, 4, 8))), ["q", "rank 3", "rank 4: (batch, rows, heads, features)"]),
+    ("attention", dict(k=of((2, 5, 2, 8), "bfloat16")), ["k", "bfloat16", "float32, as q is"]),
+    ("attention", dict(k=of((2, 5, 3, 8)), v=of((2, 5, 3, 6))), ["k", "of 3 heads", "a divisor of q's 4"]),
+    ("attention", dict(k=of((2, 5, 2, 7))), ["k", "(2, 5, 2, 7)", "(2, 5, 2, 8), to fit q and k"]),
+    ("attention", dict(v=of((2, 4, 2, 6))), ["v", "(2, 4, 2, 6)", "(2, 5, 2, 6), to fit q and k"]),
+    ("attention", dict(v=of((2, 5, 2, 6), "int8")), ["v", "int8", "a float dtype"]),
+    ("attention", dict(bias=of((2, 2, 6, 5))), ["bias", "(2, 2, 6, 5)", "one that broadcasts to (2, 4, 6, 5)"]),
+    ("attention", dict(bias=of((5,), "int32")), ["bias", "int32", "a float dtype"]),
+    ("attention", dict(mask=of((6, 5))), ["mask", "float32", "a bool array"]),
+    ("attention", dict(mask=of((1, 2, 4, 6, 5), "bool")), ["mask", "(1, 2, 4, 6, 5)", "one that broadcasts to (2, 4, 6, 5)"]),
+    ("attention", dict(scale="small"), ["scale", "'small'", "number"]),
 ]
 
 
 @pytest.mark.parametrize("op, changes, parts", WRONG, ids=lambda v: v if isinstance(v, str) else "-".join(v))
 def test_says_what_came_what_was_expected_and_what_to_do(op, changes, parts):
-    call = {name: of(shape) for name, shape in dict(conv=CONV, batch_norm=BATCH_NORM)[op].items()} | changes
+    call = {name: of(shape) for name, shape in dict(attention=ATTENTION, conv=CONV, batch_norm=BATCH_NORM)[op].items()} | changes
     arrays = {name: value for name, value in call.items() if isinstance(value, jax.ShapeDtypeStruct)}
     rest = {name: value for name, value in call.items() if name not in arrays}
     with pytest.raises(ops.OpError) as caught:

@@ -23,6 +23,7 @@ TARGETS = dict(
     norm=("jaxfuse_norm_fwd", "jaxfuse_norm_bwd"),
     lstm=("jaxfuse_lstm_fwd", "jaxfuse_lstm_bwd"),
     gru=("jaxfuse_gru_fwd", "jaxfuse_gru_bwd"),
+    attention=("jaxfuse_attention_fwd", "jaxfuse_attention_bwd"),
 )
 RECURRENT = ("lstm", "gru")
 
@@ -148,10 +149,10 @@ def close(value, expected, what, dtype):
 
 @pytest.mark.parametrize("name", [
     "conv-3x3_residual", "batch_norm-residual_relu", "batch_norm-given_statistics", "dense-residual_tanh", "layer_norm-residual",
-    "group_norm-images_silu", "lstm-sequence", "gru-sequence"])
+    "group_norm-images_silu", "lstm-sequence", "gru-sequence", "attention-plain"])
 def test_empty_batch(name, kernel):
     case = CASES[name]
-    shapes = {n: (0, *shape[1:]) if n in ("x", "residual", "h0", "c0") else shape for n, shape in case.shapes.items()}
+    shapes = {n: (0, *shape[1:]) if n in ("x", "residual", "h0", "c0", *"qkv") else shape for n, shape in case.shapes.items()}
     if case.op in RECURRENT:
         shapes["x"] = (case.shapes["x"][0], 0, case.shapes["x"][2])
     case = dataclasses.replace(case, name="empty", shapes=shapes)
@@ -162,7 +163,7 @@ def test_empty_batch(name, kernel):
 
 
 @pytest.mark.parametrize("name", [
-    "conv-scale_bias_residual", "batch_norm-residual_relu", "dense-residual_tanh", "lstm-sequence", "gru-resets_first"])
+    "conv-scale_bias_residual", "batch_norm-residual_relu", "dense-residual_tanh", "lstm-sequence", "gru-resets_first", "attention-grouped"])
 def test_float64_runs_by_reference(name, kernel):
     case = CASES[name]
     with jax.enable_x64(True):
@@ -207,6 +208,9 @@ def test_autodiff_keeps_inputs_statistics_and_outputs(name, kernel):
             allowed += [y.size // channels * -(-channels // 8) if masked else arrays["residual"].nbytes]
     if case.op == "max_pool":
         allowed += [y.size]
+    if case.op == "attention":  # two numbers of each row, too
+        allowed = [a.nbytes for a in (*arrays.values(), y, *[case.options[n] for n in case.options if n == "mask"])]
+        allowed += [4 * y.size // y.shape[-1]] * 2
     if case.op in RECURRENT:  # also h, c and the gates of every step, and the first states
         gates, states = 3 if case.options.get("reset_after") is False else 4, 2 if case.op == "lstm" else 1
         allowed += [arrays["w_x"].nbytes, arrays["w_h"].nbytes, gates * y.nbytes]
@@ -229,6 +233,31 @@ def test_nan_and_inf_in_a_sequence(name, dtype, kernel):
         for kind in (np.isnan, np.isposinf, np.isneginf):
             np.testing.assert_array_equal(*(kind(np.asarray(a, np.float32)) for a in (value, plain)))
     assert np.isnan(np.asarray(got[0][0], np.float32)).any()
+
+
+@pytest.mark.parametrize("name", ["attention-plain", "attention-many_keys", "attention-bias_and_mask_of_items"])
+@pytest.mark.parametrize("operand", "qkv")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_and_inf_in_an_attention(name, operand, dtype, kernel):
+    """In one row of one head: as unfused, a masked score of NaN included."""
+    case = CASES[name]
+    arrays, cts = with_cotangents(case, case.inputs(dtype))
+    for value in NAN_AND_INF:
+        broken = arrays | {operand: arrays[operand].at[0, 0, 0, 1].set(value)}
+        got = jax.jit(lambda arrays, cts: value_and_gradients(case.fused, arrays, cts))(broken, cts)
+        for made, plain in pairs(got, unfused(case)(broken, cts)):
+            np.testing.assert_array_equal(*(np.isfinite(np.asarray(a, np.float32)) for a in (made, plain)))
+        assert not all(np.isfinite(np.asarray(a, np.float32)).all() for a in jax.tree.leaves(got))
+
+
+def test_attention_where_nothing_is_left(kernel):
+    """Masked by -Inf a row of nothing is NaN, as unfused; keys before that were met count no more."""
+    q, k, v = (jax.random.normal(jax.random.key(i), (1, 600, 1, 4)) for i in range(3))
+    bias = jnp.where(jnp.arange(600) < jnp.arange(600)[:, None] - 300, 0.0, -jnp.inf)
+    made = jax.jit(ops.attention)(q, k, v, bias)
+    (plain,) = CASES["attention-plain"].unfused(dict(q=q, k=k, v=v, bias=bias))
+    np.testing.assert_allclose(made, plain, 1e-5, 1e-5)
+    assert np.isnan(made[:, :301]).all() and np.isfinite(made[:, 301:]).all()
 
 
 def test_batch_statistics_far_from_zero_beside_a_corner_that_is_zero(kernel):

@@ -244,12 +244,11 @@ def hugging_face(kind):
     return fn, model.params, x
 
 
-# layers of one block: query, key, value; scores; values; output; two norms; two dense layers
+# layers of one block: query, key, value; attention; output; two norms; two dense layers
 EXPECTED = {
     "bert": {
         "dense+bias x3": 2,
-        "attention scores": 2,
-        "matmul": 2,
+        "attention+bias": 2,
         "dense+bias+add": 4,
         "dense+bias+gelu": 2,
         "layer_norm": 4,
@@ -258,8 +257,7 @@ EXPECTED = {
     },  # the embeddings are added up
     "vit": {
         "dense+bias x3": 2,
-        "attention scores": 2,
-        "matmul": 2,
+        "attention": 2,
         "dense+bias+add": 4,
         "dense+bias+gelu": 2,
         "layer_norm": 5,
@@ -296,8 +294,8 @@ def test_every_layer_of_a_transformers_train_step_has_one_row_each_way(kind):
     assert forward == EXPECTED[kind] and all(reason in (FUSED, XLA_DOES_THIS) or reason.endswith(NO_KERNEL) for _, reason in found)
     assert all("norm" in p or p.startswith("adamw") for p, reason in found if reason != FUSED)
     assert sum("dense_grad" in p for p in backward) == 13  # 6 for each block and the pooler
-    assert sum("matmul_grad" in p for p in backward) == 4
-    assert {p for p in backward if "_grad" in p and "matmul" not in p} == {
+    assert sum(p.startswith("backward attention") for p in backward) == 2
+    assert {p for p in backward if "_grad" in p} == {
         "backward " + p for p in ("dense_grad+bias_grad", "gelu_grad+dense_grad+bias_grad", "tanh_grad+dense_grad+bias_grad")}
     updates = [row for row in found if row[0].startswith("adamw")]
     assert updates == [(f"adamw x{len(jax.tree.leaves(params))}", XLA_DOES_THIS)]

@@ -68,15 +68,16 @@ def tangent(function):
 
 def scanned(function):
     def transformed(arrays):
-        xs = several(arrays, ["x"])[0]["x"]
-        return jax.lax.scan(lambda carry, x: (carry, function(arrays | dict(x=x))), 0.0, xs)[1]
+        first = next(name for name in FULL if name in arrays)
+        xs = several(arrays, [first])[0][first]
+        return jax.lax.scan(lambda carry, x: (carry, function(arrays | {first: x})), 0.0, xs)[1]
 
     return transformed
 
 
 def either(function):
     def transformed(arrays):
-        return jax.lax.cond(arrays["x"].sum() < 1e9, function, lambda a: jax.tree.map(jnp.cos, function(a)), arrays)
+        return jax.lax.cond(jax.tree.leaves(arrays)[-1].sum() < 1e9, function, lambda a: jax.tree.map(jnp.cos, function(a)), arrays)
 
     return transformed
 
@@ -85,26 +86,27 @@ def applied(of):
     return lambda function, arrays: of(function)(arrays)
 
 
-FULL = ("x", "residual")
+FULL = ("x", "residual", *"qkv")
+FIRST_ARRAY = "x", "q"
 TRANSFORMATIONS = {
     "nothing": applied(lambda f: f),
     "grad": applied(grad),
-    "grad of x": grad_of(lambda name, a: name == "x"),
-    "grad of all but x": grad_of(lambda name, a: name != "x"),
+    "grad of x": grad_of(lambda name, a: name in FIRST_ARRAY),
+    "grad of all but x": grad_of(lambda name, a: name not in FIRST_ARRAY),
     "grad of vectors": grad_of(lambda name, a: a.ndim == 1),
-    "vmap of x": vmapped(lambda f: f, ["x"]),
+    "vmap of x": vmapped(lambda f: f, FIRST_ARRAY),
     "vmap of the last axis": vmapped(lambda f: f, FULL, axis=-1),
     "vmap of all": vmapped(lambda f: f),
-    "vmap of all but x": vmapped(lambda f: f, ["w", "bias", "scale", "gamma", "mean"]),
+    "vmap of all but x": vmapped(lambda f: f, ["w", "bias", "scale", "gamma", "mean", "k", "v"]),
     "vmap of grad": vmapped(grad),
     "vmap of grad at one w": vmapped(grad, FULL),
-    "vmap of jvp": vmapped(tangent, ["x"]),
+    "vmap of jvp": vmapped(tangent, FIRST_ARRAY),
     "grad of vmap": over_vmap(grad, FULL),
     "grad of vmap of all": over_vmap(grad),
     "jvp of vmap": over_vmap(tangent, FULL),
     "jvp": jvp_of(lambda name: True),
-    "jvp of x": jvp_of(lambda name: name == "x"),
-    "jvp of all but x": jvp_of(lambda name: name != "x"),
+    "jvp of x": jvp_of(lambda name: name in FIRST_ARRAY),
+    "jvp of all but x": jvp_of(lambda name: name not in FIRST_ARRAY),
     "linearize": lambda f, arrays: jax.linearize(f, arrays)[1](jax.tree.map(jnp.cos, arrays)),
     "forward over reverse": applied(lambda f: tangent(grad(f))),
     "reverse over reverse": applied(lambda f: grad(grad(f))),

@@ -115,5 +115,15 @@ def _gru(x, w_x, w_h, bias=None, bias_n=None, h0=None, *, gate_order="rzn", rese
     return hs, h
 
 
-UNFUSED = dict(conv=_conv, batch_norm=_batch_norm, dense=_dense, gru=_gru, group_norm=_group_norm, layer_norm=_layer_norm,
+def _attention(q, k, v, bias=None, mask=None, *, scale=None):
+    """As `jax.nn.dot_product_attention` does it: scores and softmax in at least float32."""
+    k, v = (jnp.repeat(a, q.shape[2] // a.shape[2], 2) for a in (k, v))
+    scores = jnp.einsum("btnd,bsnd->bnts", q, k, preferred_element_type=jnp.promote_types(q.dtype, jnp.float32))
+    scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores if bias is None else scores + bias
+    scores = scores if mask is None else jnp.where(mask, scores, -1e30)
+    return (jnp.einsum("bnts,bsnd->btnd", jax.nn.softmax(scores).astype(q.dtype), v),)
+
+
+UNFUSED = dict(attention=_attention, conv=_conv, batch_norm=_batch_norm, dense=_dense, gru=_gru, group_norm=_group_norm, layer_norm=_layer_norm,
                 lstm=_lstm, max_pool=_max_pool, rms_norm=functools.partial(_layer_norm, centered=False))

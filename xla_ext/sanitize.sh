@@ -29,5 +29,5 @@ export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_erro
 export TSAN_OPTIONS=report_signal_unsafe=0:ignore_noninstrumented_modules=1
 cd "$tree"
 # setarch: the thread sanitizer wants memory where it was before kernels randomised more of it. -s: so that reports are seen.
-LD_PRELOAD=$runtime setarch -R python -m pytest -q -s -p no:cacheprovider "$@" tests/test_concurrency.py \
+LD_PRELOAD=$runtime setarch -R python -m pytest -q -s -p no:cacheprovider "$@" tests/test_attention.py tests/test_concurrency.py \
   tests/test_dense.py tests/test_max_pool.py tests/test_native_*.py tests/test_norm.py tests/test_ops.py tests/test_recurrent_loops.py

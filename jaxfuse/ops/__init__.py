@@ -1,5 +1,6 @@
 """The fused primitives, usable without `fuse`."""
 
+from jaxfuse.ops.attention import attention
 from jaxfuse.ops.batch_norm import batch_norm
 from jaxfuse.ops.conv import conv
 from jaxfuse.ops.dense import dense
@@ -10,4 +11,4 @@ from jaxfuse.ops.max_pool import max_pool
 from jaxfuse.ops.norm import group_norm, layer_norm, rms_norm
 
 __all__ = [
-    "OpError", "batch_norm", "conv", "dense", "group_norm", "gru", "layer_norm", "lstm", "max_pool", "rms_norm"]
+    "OpError", "attention", "batch_norm", "conv", "dense", "group_norm", "gru", "layer_norm", "lstm", "max_pool", "rms_norm"]

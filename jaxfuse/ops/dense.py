@@ -179,16 +179,23 @@ def _backward_axes(linear: Linear, ranks) -> BatchAxes:
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _PRECISIONS = (None, lax.Precision.DEFAULT, lax.Precision.HIGH, lax.Precision.HIGHEST)
+_ALGORITHMS = {lax.DotAlgorithmPreset.F32_F32_F32: "float32", lax.DotAlgorithmPreset.BF16_BF16_F32: "bfloat16",
+               lax.DotAlgorithmPreset.F16_F16_F32: "float16"}  # what the kernel does with operands of that dtype
 
 
 def _refuse_products(config: DenseConfig, x, w) -> str | None:
     if x.dtype != w.dtype or str(x.dtype) not in _DTYPES or config.out_dtype not in (str(x.dtype), "float32"):
         return f"dtypes {x.dtype}, {w.dtype} -> {config.out_dtype}: the kernel takes {' and '.join(_DTYPES)} and gives them or float32"
-    precisions = config.precision if isinstance(config.precision, tuple) else (config.precision,)
-    if any(precision not in _PRECISIONS for precision in precisions):
-        return f"precision {config.precision}: the kernel computes in its operands' dtype"
     laid = _matrices(config, x, w)
-    return laid if isinstance(laid, str) else None
+    return refused_precision(config.precision, x.dtype) or (laid if isinstance(laid, str) else None)
+
+
+def refused_precision(precision, dtype) -> str | None:
+    """Why products of this dtype with this `precision` of `lax.dot_general` are not what the kernels compute."""
+    asked = precision if isinstance(precision, tuple) else (precision,)
+    if any(p not in _PRECISIONS and _ALGORITHMS.get(p) != str(dtype) for p in asked):
+        return f"precision {precision}: the kernel computes in its operands' dtype"
+    return None
 
 
 def _matrices(config: DenseConfig, x, w):

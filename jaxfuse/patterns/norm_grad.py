@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxfuse.batch import reshaped
 from jaxfuse.canonical import CAST, size
-from jaxfuse.derivative import gradients
+from jaxfuse.derivative import between, gradients
 from jaxfuse.graph import Emission, Graph, Node, Value
 from jaxfuse.live import unneeded
 from jaxfuse.match import Chain, Match, depends_on
@@ -18,8 +18,6 @@ from jaxfuse.ops.norm import OP
 from jaxfuse.ops.norm_config import NormConfig
 from jaxfuse.patterns.activation_grad import slopes_at
 from jaxfuse.patterns.autodiff import backward
-
-MOST_NODES = 64  # of a norm
 
 
 class NormGradient(NamedTuple):
@@ -42,7 +40,7 @@ def find(graph: Graph, part, form, chain: Chain, x: Value, config: NormConfig) -
     parameters = [part.original(v) for v in form.used()]
     end = part.original(chain.region.start if chain.activation else chain.end)
     for root in _roots(x):
-        nodes = _between([root, *parameters], end)
+        nodes = between([root, *parameters], end)
         if nodes:
             break
     else:
@@ -109,23 +107,6 @@ def _roots(x: Value) -> list[Value]:
     while len(values) < 3 and values[-1].producer is not None and values[-1].producer.primitive in (CAST, "reshape"):
         values.append(values[-1].producer.inputs[0])
     return values
-
-
-def _between(inputs: list[Value], end: Value) -> list[Node] | None:
-    """The nodes that compute `end` from the inputs, or None if it needs more than these."""
-    nodes: dict[int, Node] = {}
-    given, stack = set(map(id, inputs)), [end]
-    while stack:
-        value = stack.pop()
-        if value.literal is not None or id(value) in given:
-            continue
-        node = value.producer
-        if node is None or len(nodes) > MOST_NODES:
-            return None
-        if node.index not in nodes:
-            nodes[node.index] = node
-            stack += node.inputs
-    return [nodes[i] for i in sorted(nodes)]
 
 
 def _before_activation(graph: Graph, chain: Chain, z: Value, dz: Value) -> Value | None:

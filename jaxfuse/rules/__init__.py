@@ -6,9 +6,9 @@ and shape class. The pattern asks `measured(op, config, types)`, or `measured(op
 that autodiff has already made, with the types of the forward op in both cases.
 """
 
-from jaxfuse.rules import batch_norm, conv, dense, max_pool, norm, recurrent
+from jaxfuse.rules import attention, batch_norm, conv, dense, max_pool, norm, recurrent
 from jaxfuse.rules.rule import OpRules
 
 TABLE: dict[str, OpRules] = dict(
-    conv=conv.RULES, batch_norm=batch_norm.RULES, dense=dense.RULES, gru=recurrent.GRU, lstm=recurrent.LSTM,
+    attention=attention.RULES, conv=conv.RULES, batch_norm=batch_norm.RULES, dense=dense.RULES, gru=recurrent.GRU, lstm=recurrent.LSTM,
     max_pool=max_pool.RULES, norm=norm.RULES)

@@ -1,0 +1,240 @@
+"""attention: y = softmax(scale·q·kᵀ + bias)·v as one op, and its gradients.
+
+With p = softmax(s) and s = scale·q·kᵀ + bias, of the cotangent dy:
+
+    dv = pᵀ·dy,  dp = dy·vᵀ,  ds = p·(dp - Σ p·dp),  Σ p·dp = Σ dy·y,  dq = scale·ds·k,  dk = scale·dsᵀ·q,  dbias = ds
+
+Scores are never in memory: of each row its largest score and the sum of its exponentials are kept, and the backward pass
+computes them again (Dao et al. 2022).
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxfuse import ffi
+from jaxfuse.batch import completed
+from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear
+from jaxfuse.ops.attention_config import AttentionConfig, strides
+from jaxfuse.ops.errors import Arguments, Array
+
+MASKED = -1e30  # the score where a mask is False: less than any that a network makes, and a row of nothing else is no NaN
+
+
+def attention(q: Array, k: Array, v: Array, bias: Array | None = None, mask: Array | None = None, *,
+              scale: float | None = None) -> jax.Array:
+    """Attention of several heads: y = softmax(scale · q·kᵀ + bias) · v      (Vaswani et al. 2017)
+
+    Args:
+      q: queries `[batch, rows, heads, features]`, float.
+      k, v: keys and values `[batch, keys, heads, features]`, of q's dtype; v may have other features than k. They may have
+        fewer heads than q, by a whole factor n: then n heads of q after one another share one of them (grouped queries).
+      bias: added to the scores; broadcast to `[batch, heads, rows, keys]`. Float.
+      mask: bool, broadcast like bias: a score where it is False is -1e30, and gives 0 unless the whole row is masked.
+      scale: of the product, by default 1/sqrt(features).
+
+    Returns: `[batch, rows, heads, features of v]` in q's dtype. Scores, softmax and sums are float32.
+    Raises: OpError (a ValueError), at trace time, for shapes, dtypes or options that do not fit.
+    """
+    arguments = Arguments("attention")
+    arguments.floats(q=q, k=k, v=v, **({} if bias is None else dict(bias=bias)))
+    for name, array in dict(q=q, k=k, v=v).items():
+        arguments.check(array.ndim == 4, name, f"of rank {array.ndim}", "rank 4: (batch, rows, heads, features)", "reshape it")
+        arguments.check(array.dtype == q.dtype, name, str(array.dtype), f"{q.dtype}, as q is", "cast one of them")
+    batch, rows, heads, features = q.shape
+    keys, shared = k.shape[1:3]
+    arguments.check(shared > 0 and heads % max(1, shared) == 0, "k", f"of {shared} heads", f"a divisor of q's {heads}", "repeat its heads")
+    for name, array, wanted in (("k", k, (batch, keys, shared, features)), ("v", v, (batch, keys, shared, v.shape[3]))):
+        arguments.check(array.shape == wanted, name, f"of shape {array.shape}", f"{wanted}, to fit q and k", "check its axes")
+    groups = heads // shared
+    config = AttentionConfig(
+        "btngd", "bsnd", "bsne", "btnge", out_dtype=str(q.dtype), fill=MASKED,
+        scale=1 / math.sqrt(max(1, features)) if scale is None else arguments.number("scale", scale))
+    operands = [q.reshape(batch, rows, shared, groups, features), k, v]
+    for name, array in dict(bias=bias, mask=mask).items():
+        if array is not None:
+            spec, laid = _broadcast(arguments, name, array, (batch, shared, groups, rows, keys))
+            config = dataclasses.replace(config, **{name: spec})
+            operands.append(laid)
+    return OP(config, *operands)[0].reshape(batch, rows, heads, v.shape[3])
+
+
+def _broadcast(arguments, name: str, array, sizes):
+    """The letters of those axes of the scores along which a bias or a mask is not repeated, and the array with these alone."""
+    batch, shared, groups, rows, keys = sizes
+    wanted = batch, shared * groups, rows, keys
+    if name == "mask":
+        is_bool = getattr(array, "dtype", None) == bool
+        arguments.check(is_bool, name, str(getattr(array, "dtype", type(array).__name__)), "a bool array", "compare it with 0")
+    shape = (1,) * (4 - array.ndim) + tuple(array.shape)
+    fits = len(shape) == 4 and all(n in (1, w) for n, w in zip(shape, wanted))
+    arguments.check(fits, name, f"of shape {tuple(array.shape)}", f"one that broadcasts to {wanted}", "check its axes")
+    split = [shared, groups] if shape[1] > 1 else [1, 1]
+    array = jnp.asarray(array).reshape(shape[0], *split, *shape[2:])
+    kept = [d for d, n in enumerate(array.shape) if n > 1]
+    return "".join("bngts"[d] for d in kept), array.reshape([array.shape[d] for d in kept])
+
+
+def _wide(x):
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _product(letters: str, one, other):
+    wide = jnp.promote_types(jnp.promote_types(one.dtype, other.dtype), jnp.float32)
+    return jnp.einsum(letters, one, other, preferred_element_type=wide)
+
+
+def _laid(config: AttentionConfig, spec: str, array):
+    """With an axis for each of the scores' letters, of length 1 where it is repeated."""
+    array = jnp.transpose(array, [spec.index(letter) for letter in config.scores if letter in spec])
+    return jnp.expand_dims(array, [d for d, letter in enumerate(config.scores) if letter not in spec])
+
+
+def _scores(config: AttentionConfig, q, k, bias, mask):
+    scores = _product(f"{config.q},{config.k}->{config.scores}", q, k) * config.scale
+    if bias is not None:
+        scores = scores + _laid(config, config.bias, bias).astype(scores.dtype)
+    return scores if mask is None else jnp.where(_laid(config, config.mask, mask), scores, config.fill)
+
+
+def _reference(config: AttentionConfig, *args):
+    q, k, v, bias, mask = config.unpack(args)
+    scores = _scores(config, q, k, bias, mask)
+    largest = lax.stop_gradient(scores).max(-1, initial=-jnp.inf)  # the softmax is the same whatever is subtracted
+    largest = jnp.where(largest == -jnp.inf, 0, largest)
+    e = jnp.exp(scores - largest[..., None])
+    inverse = 1 / e.sum(-1)
+    p = (e * inverse[..., None]).astype(v.dtype)
+    y = _product(f"{config.scores},{config.v}->{config.out}", p, v).astype(config.out_dtype)
+    return (y, largest, inverse) if config.saving else (y,)
+
+
+def _keep(config: AttentionConfig, args, outs):
+    return (*args, *outs)
+
+
+def _tangent(config: AttentionConfig, kept, tangents):
+    q, k, v, bias, mask = config.unpack(kept[:-3])
+    largest, inverse = kept[-2:]
+    dq, dk, dv, dbias, _ = config.unpack(tangents)
+    scores = _scores(config, q, k, bias, mask)
+    p = jnp.exp(scores - largest[..., None]) * inverse[..., None]
+    ds = jnp.zeros_like(scores)
+    for one, other in ((dq, k), (q, dk)):
+        if one is not None and other is not None:
+            ds = ds + _product(f"{config.q},{config.k}->{config.scores}", one, other) * config.scale
+    if dbias is not None:
+        ds = ds + _laid(config, config.bias, dbias).astype(ds.dtype)
+    if mask is not None:
+        ds = jnp.where(_laid(config, config.mask, mask), ds, 0)
+    mix = f"{config.scores},{config.v}->{config.out}"
+    dy = _product(mix, p * (ds - (p * ds).sum(-1, keepdims=True)), _wide(v))
+    if dv is not None:
+        dy = dy + _product(mix, p, _wide(dv))
+    return (dy.astype(config.out_dtype),)
+
+
+def _forward_axes(config: AttentionConfig, ranks) -> BatchAxes:
+    *inputs, out, statistic = config.item_axes()
+    return BatchAxes(tuple(inputs), (out, *[statistic] * config.saves))
+
+
+def _backward_axes(linear: Linear, ranks) -> BatchAxes:
+    *inputs, out, statistic = linear.config.item_axes()
+    return BatchAxes((*inputs, out, statistic, statistic, out), tuple(ax for ax, active in zip(inputs, linear.active) if active))
+
+
+# --- CPU kernel: our own loops -----------------------------------------------------------------------------------
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def _refuse(config: AttentionConfig, args) -> str | None:
+    q, k, v, bias, mask = config.unpack(args)
+    dtypes = {str(a.dtype) for a in (q, k, v)}
+    if len(dtypes) > 1 or str(q.dtype) not in _DTYPES or config.out_dtype not in (str(q.dtype), "float32"):
+        return f"dtypes {q.dtype}, {k.dtype}, {v.dtype} -> {config.out_dtype}: the kernel takes one of {', '.join(_DTYPES)}"
+    if bias is not None and str(bias.dtype) not in _DTYPES:
+        return f"bias of dtype {bias.dtype}: the kernel takes {', '.join(_DTYPES)}"
+    empty = next((a for a in (q, k, v) if 0 in a.shape), None)
+    return f"empty array of shape {tuple(empty.shape)}" if empty is not None else ffi.unavailable("jaxfuse_attention_fwd")
+
+
+def _refuse_backward(linear: Linear, args) -> str | None:
+    return _refuse(linear.config, args[: len(linear.types)])
+
+
+def _laid_out(config: AttentionConfig, args, y_shape) -> tuple[dict, list]:
+    """The attributes that both targets are told, and their operands q, k, v, bias, mask: of the last two the keys side by side."""
+    q, k, v, *added = config.unpack(args)
+    sizes, batch = config.sizes(q, k, v), config.batch
+    attributes = {name: sizes[letter] for name, letter in dict(rows="t", keys="s", inner="d", columns="e").items()}
+    attributes |= dict(batch=[sizes[letter] for letter in batch], scale=config.scale, fill=config.fill)
+    for name, spec, shape, matrix in (("q", config.q, q.shape, "td"), ("k", config.k, k.shape, "sd"), ("v", config.v, v.shape, "se"),
+                                      ("y", config.out, y_shape, "te")):
+        attributes[f"{name}_strides"] = strides(spec, shape, batch + matrix)
+    operands = [q, k, v]
+    for name, spec, array in zip(("bias", "mask"), (config.bias, config.mask), added):
+        attributes[f"has_{name}"] = array is not None
+        if array is not None:
+            array = jnp.moveaxis(array, spec.index("s"), -1) if "s" in spec else jnp.repeat(array[..., None], sizes["s"], -1)
+            attributes[f"{name}_strides"] = strides(spec.replace("s", "") + "s", array.shape, config.scores)
+            operands.append(array)
+    return attributes, operands
+
+
+def _types(config: AttentionConfig, args) -> list[jax.ShapeDtypeStruct]:
+    sizes = config.sizes(*args[:3])
+    y = jax.ShapeDtypeStruct([sizes[letter] for letter in config.out], config.out_dtype)
+    statistic = jax.ShapeDtypeStruct([sizes[letter] for letter in config.scores[:-1]], jnp.float32)
+    return [y, *[statistic] * config.saves]
+
+
+def _run_forward(config: AttentionConfig, args, mesh_axes):
+    types = _types(config, args)
+    attributes, operands = _laid_out(config, args, types[0].shape)
+    return ffi.call("jaxfuse_attention_fwd", types, *operands, **attributes)
+
+
+def _run_backward(linear: Linear, args, mesh_axes):
+    config, count = linear.config, len(linear.types)
+    args, kept = args[:count], args[count:]
+    attributes, operands = _laid_out(config, args, kept[0].shape)
+    sizes, specs = config.sizes(*args[:3]), []
+    for name, spec, matrix in (("dq", config.q, "td"), ("dk", config.k, "sd"), ("dv", config.v, "se")):
+        fits = spec[-1] == matrix[-1] and all(letter in spec for letter in config.batch)
+        specs.append(spec if fits else config.batch + matrix)
+        attributes[f"{name}_strides"] = strides(specs[-1], [sizes[letter] for letter in specs[-1]], config.batch + matrix)
+    wants_bias = bool(config.unpack(linear.active)[3])
+    specs += [config.scores] * wants_bias
+    own = [config.q, config.k, config.v, *[config.bias] * wants_bias]
+    dtypes = [a.dtype if spec == mine else jnp.float32 for spec, mine, a in zip(specs[:3], own, args)]
+    results = [jax.ShapeDtypeStruct([sizes[letter] for letter in spec], dtype)
+               for spec, dtype in zip(specs, (*dtypes, jnp.float32))]
+    found = ffi.call("jaxfuse_attention_bwd", results, *operands, *kept, **attributes)
+    found = [_gathered(d, spec, mine).astype(a.dtype) for d, spec, mine, a in zip(found, specs, own, args)]
+    found = [d for d, active in zip(found, linear.active) if active]
+    return completed(found, _backward_axes(linear, ()).outputs, mesh_axes)
+
+
+def _gathered(gradient, spec: str, wanted: str):
+    """With the wanted letters alone, summed over the others."""
+    return gradient if spec == wanted else jnp.einsum(f"{spec}->{wanted}", gradient)
+
+
+OP = FusedOp(
+    "attention",
+    reference=_reference,
+    keep=_keep,
+    tangent=_tangent,
+    decompose=_reference,
+    differentiable=lambda config: True,
+    for_autodiff=lambda config: dataclasses.replace(config, saving=True),
+    forward_kernels=(Kernel("native", _refuse, _run_forward),),
+    backward_kernels=(Kernel("native", _refuse_backward, _run_backward),),
+    forward_axes=_forward_axes,
+    backward_axes=_backward_axes,
+)

@@ -1,0 +1,181 @@
+// jaxfuse_attention_fwd: y = softmax(scale·q·kᵀ + bias)·v in one pass, after Dao et al. 2022: of every row only its largest
+// score and the sums so far are kept while blocks of keys go by, and a tile of scores never leaves the cache.
+#include "attention.h"
+
+#include <algorithm>
+
+#include "scratch.h"
+#include "simd_level.h"
+
+namespace jaxfuse::attention {
+namespace {
+
+// Rows of a tile whose scores lie in the first-level cache with the panel of keys that they meet; rows of a task; keys of a
+// block, which with its values lies in the second-level cache.
+constexpr int64_t kGroupRows = 4 * kRows, kTaskRows = 44 * kRows, kBlockKeys = 256, kFewestRows = 8 * kRows, kTasks = 16;
+
+struct Forward {
+  Problem problem;
+  Tensor y;
+  Matrix out;
+  float *largest = nullptr, *inverse = nullptr;
+
+  explicit Forward(const Call& call)
+      : problem(call), y(call.result(0, "y")),
+        out(problem.matrix(call, y, "y_strides", {problem.rows, problem.columns})) {
+    const bool saving = call.results() == 3;
+    call.expect_counts(problem.operands(), saving ? 3 : 1);
+    call.expect_dtype(y, {DType::F32, problem.v.dtype});
+    if (out.strides.back() != 1) call.refuse("y has columns ", out.strides.back(), " elements apart, expected 1");
+    Shape shape = problem.batch;
+    shape.push_back(problem.rows);
+    for (size_t i = 1; saving && i < 3; ++i) {
+      const Tensor statistic = call.checked(call.result(i, i == 1 ? "largest" : "inverse"), DType::F32, shape);
+      (i == 1 ? largest : inverse) = statistic.as<float>();
+    }
+  }
+};
+
+// Memory for a task.
+struct Memory {
+  int64_t keys, key_stride, stride;
+  Scratch scratch;
+  float *k, *v, *scores, *sums, *q, *largest, *total;
+
+  Memory(const Problem& p, int64_t rows)
+      : keys(std::min(p.keys, kBlockKeys)), key_stride(padded(keys, kColumns)), stride(padded(p.columns, kColumns)),
+        scratch(sizeof(float) * (key_stride * p.inner + keys * stride + kGroupRows * key_stride + rows * stride +
+                                 padded(rows, kRows) * p.inner + 2 * rows)),
+        k(reinterpret_cast<float*>(scratch.data())), v(k + key_stride * p.inner), scores(v + keys * stride),
+        sums(scores + kGroupRows * key_stride), q(sums + rows * stride), largest(q + padded(rows, kRows) * p.inner),
+        total(largest + rows) {}
+};
+
+void attend(const Forward& f, int64_t item, int64_t row, int64_t rows) {
+  const DenormalsFlushed mode;
+  const Problem& p = f.problem;
+  const Memory m(p, rows);
+  const Matrix k = p.k.item(p.batch, item), v = p.v.item(p.batch, item);
+  const Lines q = lines_of(p.q.item(p.batch, item).from(0, row), rows, p.inner, m.q);
+  for (int64_t key = 0; key < p.keys; key += m.keys) {
+    const int64_t keys = std::min(m.keys, p.keys - key);
+    pack_rows(k.from(0, key), keys, p.inner, m.k);
+    pack_columns(v.from(0, key), p.columns, keys, m.v);
+    for (int64_t r = 0; r < rows; r += kGroupRows) {
+      const int64_t count = std::min(kGroupRows, rows - r);
+      float* const sums = m.sums + r * m.stride;
+      multiply({q.data + r / kRows * q.group, q.line, q.step, q.group}, count, m.k, p.inner, keys, m.scores, m.key_stride, true);
+      kernels().softmax(p.scores(item, row + r, count, key, keys, m.scores, m.key_stride),
+                        {m.largest + r, m.total + r, sums, p.columns, m.stride}, key == 0);
+      multiply({m.scores, m.key_stride, 1, kRows * m.key_stride}, count, m.v, keys, p.columns, sums, m.stride, key == 0);
+    }
+  }
+  const int64_t at = item * p.rows + row;
+  const Matrix y = f.out.item(p.batch, item).from(0, row);
+  kernels().finish({m.largest, m.total, m.sums, p.columns, m.stride}, rows, element_of(y.dtype), y.data, y.strides[0],
+                   f.largest ? f.largest + at : nullptr, f.inverse ? f.inverse + at : nullptr);
+}
+
+void forward(const Call& call) {
+  const Forward f(call);
+  const Problem& p = f.problem;
+  const int64_t wanted = std::max(parts(p.rows, kTaskRows), std::min(parts(kTasks, p.items()), p.rows / kFewestRows));
+  const int64_t step = padded(parts(p.rows, wanted), kRows), row_parts = parts(p.rows, step);
+  for_tasks(p, p.items() * row_parts, [&](int64_t task) {
+    const int64_t row = task % row_parts * step;
+    attend(f, task / row_parts, row, std::min(step, p.rows - row));
+  });
+}
+
+JAXFUSE_HANDLER(jaxfuse_attention_fwd, forward);
+
+}  // namespace
+
+const Kernels& kernels() { return choose(portable_kernels, avx2_kernels, avx512_kernels); }
+
+Problem::Problem(const Call& call)
+    : batch(call.int_array("batch")), rows(call.attr<int64_t>("rows")), keys(call.attr<int64_t>("keys")),
+      inner(call.attr<int64_t>("inner")), columns(call.attr<int64_t>("columns")), scale(call.attr<float>("scale")),
+      fill(call.attr<float>("fill")) {
+  Shape all = batch;
+  all.insert(all.end(), {rows, keys, inner, columns});
+  if (*std::min_element(all.begin(), all.end()) < 1) {
+    call.refuse("sizes are ", to_string(all), ", expected positive numbers: batch, rows, keys, inner, columns");
+  }
+  const auto operand = [&](size_t i, const char* name, const char* strides, const Shape& extents) {
+    const Tensor t = call.operand(i, name);
+    call.expect_dtype(t, {DType::F32, DType::BF16, DType::F16});
+    return matrix(call, t, strides, extents);
+  };
+  q = operand(0, "q", "q_strides", {rows, inner});
+  k = operand(1, "k", "k_strides", {keys, inner});
+  v = operand(2, "v", "v_strides", {keys, columns});
+  const bool has_bias = call.attr<bool>("has_bias"), has_mask = call.attr<bool>("has_mask");
+  if (has_bias) bias = operand(3, "bias", "bias_strides", {rows, keys});
+  if (has_mask) {
+    const Tensor t = call.operand(3 + has_bias, "mask");
+    call.expect_dtype(t, {DType::PRED});
+    mask = matrix(call, t, "mask_strides", {rows, keys});
+  }
+  for (const auto& m : {bias, mask}) {
+    if (m && m->strides.back() != 1) call.refuse("bias or mask has keys ", m->strides.back(), " elements apart, expected 1");
+  }
+}
+
+Matrix Problem::matrix(const Call& call, const Tensor& t, const char* strides, const Shape& extents) const {
+  Matrix m{t.data, t.dtype, call.int_array(strides)};
+  Shape shape = batch;
+  shape.insert(shape.end(), extents.begin(), extents.end());
+  if (m.strides.size() != shape.size()) call.refuse(strides, " are ", m.strides.size(), ", expected ", shape.size());
+  int64_t last = 0;
+  for (size_t d = 0; d < shape.size(); ++d) {
+    if (m.strides[d] < 0) call.refuse(strides, " are ", to_string(m.strides), ", expected none below 0");
+    last += (shape[d] - 1) * m.strides[d];
+  }
+  if (last != t.size() - 1) {
+    call.refuse(t.name, " has shape ", to_string(t.shape), ", expected the elements of ", to_string(shape), " at ", strides, " ",
+                to_string(m.strides));
+  }
+  return m;
+}
+
+Scores Problem::scores(int64_t item, int64_t row, int64_t count, int64_t key, int64_t width, float* s, int64_t stride) const {
+  Scores scores{s, count, width, stride, scale, fill, Element::f32, nullptr, nullptr, 0, 0};
+  if (bias) {
+    const Matrix m = bias->item(batch, item).from(0, row).from(1, key);
+    scores.bias_element = element_of(m.dtype), scores.bias = m.data, scores.bias_row = m.strides[0];
+  }
+  if (mask) {
+    const Matrix m = mask->item(batch, item).from(0, row).from(1, key);
+    scores.mask = static_cast<const uint8_t*>(m.data), scores.mask_row = m.strides[0];
+  }
+  return scores;
+}
+
+bool lies_in_lines(const Matrix& m) { return m.dtype == DType::F32 && m.strides.back() == 1; }
+
+Lines lines_of(const Matrix& m, int64_t rows, int64_t inner, float* memory) {
+  if (lies_in_lines(m)) return {static_cast<const float*>(m.data), m.strides[0], 1, kRows * m.strides[0]};
+  product::kernels().pack_rows({element_of(m.dtype), m.data, m.strides[0], m.strides[1]}, rows, inner, memory);
+  return {memory, 1, kRows, kRows * inner};
+}
+
+void pack_columns(const Matrix& m, int64_t columns, int64_t inner, float* to) {
+  product::kernels().pack_columns({element_of(m.dtype), m.data, m.strides[1], m.strides[0]}, columns, inner, to);
+}
+
+void pack_rows(const Matrix& m, int64_t rows, int64_t inner, float* to) { pack_columns(m.transposed(), rows, inner, to); }
+
+void multiply(const Lines& a, int64_t rows, const float* panels, int64_t inner, int64_t columns, float* sums, int64_t stride,
+              bool first) {
+  static constexpr int64_t kLine = 0;
+  for (int64_t c = 0; c < columns; c += kColumns, panels += kColumns * inner) {
+    const float* lines = a.data;
+    for (int64_t r = 0; r < rows; r += kRows, lines += a.group) {
+      product::kernels().outer_products({lines, panels, &kLine, 1, inner, a.step, kColumns, a.line}, std::min(kRows, rows - r),
+                                        sums + r * stride + c, stride, first);
+    }
+  }
+}
+
+}  // namespace jaxfuse::attention

@@ -1,0 +1,3 @@
+#include "attention_loops.h"
+
+const jaxfuse::attention::Kernels jaxfuse::attention::avx2_kernels = kernels;
