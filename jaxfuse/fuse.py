@@ -104,7 +104,8 @@ def _enter(graph: Graph, node: Node, bodies: dict, judge) -> tuple[Emission | No
     def rewritten(body):
         if isinstance(body, tuple):
             return tuple(map(rewritten, body))
-        inner = plan(_closed(body), judge, (graph, node))
+        known = loops.Loop(node).body_with_numbers() if node.primitive == "scan" else _closed(body)
+        inner = plan(known, judge, (graph, node))
         found.extend(inner.found)
         if not inner.replacements:
             return body

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from jaxfuse.canonical import constant, filled
 from jaxfuse.graph import Emission, Graph, Node, Value, compute
-
 
 MOST_SAVED = 2  # times as much as before; a relu's mask takes a byte, the value that serves it four
 
@@ -26,6 +26,19 @@ class Loop:
         self.consts, self.carried = node.params["num_consts"], node.params["num_carry"]
         self.first_x = self.consts + self.carried
         self.options = {name: node.params[name] for name in ("length", "reverse", "unroll")}
+
+        self.numbers = {i: n for i, v in enumerate(node.inputs[: self.consts]) if (n := constant(v)) is not None}
+
+    def with_numbers(self, arrays) -> list:
+        """The body's inputs, those consts that are one number as that: JAX takes what no step changes out of a loop, the number
+        with which a mask fills too."""
+        return [filled(self.node.inputs[i], self.numbers[i]) if i in self.numbers else a for i, a in enumerate(arrays)]
+
+    def body_with_numbers(self) -> ClosedJaxpr:
+        """The body with these numbers written into it."""
+        if not self.numbers:
+            return self.body
+        return jax.make_jaxpr(lambda *arrays: jaxpr_as_fun(self.body)(*self.with_numbers(arrays)))(*self.body.in_avals)
 
     def is_const(self, i: int) -> bool:
         return i < self.consts
@@ -73,12 +86,12 @@ class Joint:
         first, second = self.first.body, self.second.body
 
         def joint(*arrays):
-            given, own = arrays[: len(first.jaxpr.invars)], iter(arrays[len(first.jaxpr.invars):])
+            given, own = self.first.with_numbers(arrays[: len(first.jaxpr.invars)]), iter(arrays[len(first.jaxpr.invars):])
             made = jaxpr_as_fun(first)(*given)
             inputs = [(made if self.shared[k][0] else given)[self.shared[k][1]] if k in self.shared else next(own)
                       for k in range(len(second.jaxpr.invars))]
             with jax.named_scope("transpose(scan)"):
-                return *[made[i] for i in self.kept], *jaxpr_as_fun(second)(*inputs)
+                return *[made[i] for i in self.kept], *jaxpr_as_fun(second)(*self.second.with_numbers(inputs))
 
         types = [v.aval for v in first.jaxpr.invars] + [second.jaxpr.invars[k].aval for k in self.own]
         return jax.make_jaxpr(joint)(*types)

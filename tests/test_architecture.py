@@ -23,7 +23,7 @@ ALLOWED = {
     "patterns": {"patterns", "graph", "layout", "canonical", "derivative", "elementwise", "forms", "loops", "moments", "rows", "batch",
                  "live", "match", "ops", "op", "reasons"},
     "live": {"graph", "match"},
-    "loops": {"graph"},
+    "loops": {"canonical", "graph"},
     "reasons": {"platforms"},
     "platforms": set(),
     "derivative": {"canonical", "graph", "layout"},
