@@ -87,11 +87,17 @@ def test_hits(name):
     step = jax.value_and_grad(scalar(function), (0, 1, 2))
     assert recognised(step, *args) == [pattern, f"backward {pattern}"]
     correct(step, *args)
+    correct_gradient_of_fused(function, *args)
 
 
-def correct(function, *args):
+def correct_gradient_of_fused(function, *args):
+    step = jax.grad(scalar(function), (0, 1, 2))
+    correct(step, *args, made=jax.jit(jax.grad(scalar(jaxfuse.fuse(function, policy="always")), (0, 1, 2)))(*args))
+
+
+def correct(function, *args, made=None):
     """The fused program is as close to the truth as the program itself."""
-    made, plain = jaxfuse.fuse(function, policy="always")(*args), jax.jit(function)(*args)
+    made, plain = jaxfuse.fuse(function, policy="always")(*args) if made is None else made, jax.jit(function)(*args)
     with jax.enable_x64(True):
         exact = jax.jit(function)(*as_float64(args))
     rounding = 5e-3 if args[0].dtype == jnp.bfloat16 else 2e-6  # of the softmax too, where the program rounds it
@@ -107,6 +113,10 @@ NEAR_MISSES = {
     "bias after the mask": (
         attention(lambda s: jnp.where(CAUSAL, s, -9.0) + jnp.arange(5.0)), "add at ", "adds a bias to masked scores"),
     "subtracted": (attention(lambda s: s - jnp.arange(5.0)), "sub at ", "subtracts from the scores: add what is negative instead"),
+    "stopped": (attention(lambda s: jax.lax.stop_gradient(s)), "stop_gradient at ", "is not a scale, a bias or a mask"),
+    "at most": (
+        by_hand(lambda s: (lambda e: e / e.sum(3, keepdims=True))(jnp.exp(s - jnp.maximum(9.0, s.max(3, keepdims=True))))),
+        "reduce_max at ", "is not the beginning of a softmax"),
     "mask of an array": (
         attention(lambda s: jnp.where(CAUSAL, s, jnp.arange(5.0))), "select_n at ", "gives masked scores something else than one number"),
     "two numbers": (
@@ -128,7 +138,7 @@ NEAR_MISSES = {
         lambda q, k, v: jnp.einsum("bnts,bsn->btn", scores(q, k), v[..., 0]), "the values", "have 0 axes of their own"),
     "softmax returned": (lambda q, k, v: (lambda p: (p, mixed(p, v)))(scores(q, k)), "float32[2, 4, 5, 5] is read by dot_general", ""),
     "scores read": (
-        lambda q, k, v: (lambda s: (s.sum(), mixed(jax.nn.softmax(s), v)))(product(q, k)), "what is inside is read by reduce_sum", ""),
+        lambda q, k, v: (lambda s: (s.mean(), mixed(jax.nn.softmax(s), v)))(product(q, k)), "what is inside is read by reduce_sum", ""),
     "keys of several axes": (
         lambda q, k, v: jnp.einsum("btmns,bsmh->btnh", jax.nn.softmax(jnp.einsum("btnh,bsmh->btmns", q, k)), v),
         "dot_general at ", "does not sum over the softmax's axis alone"),
@@ -144,6 +154,8 @@ def test_near_misses(name):
     found = dict(rows(function, Q, K, V))
     assert found["attention"].startswith(start) and part in found["attention"], found
     correct(function, Q, K, V)
+    if "precision" not in name:  # XLA has no gradient of it on the CPU
+        correct_gradient_of_fused(function, Q, K, V)
 
 
 def test_along_the_other_axis():

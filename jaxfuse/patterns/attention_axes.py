@@ -1,6 +1,7 @@
 """Axes of an attention's values by letters: what a transpose, a reshape or a broadcast makes of them."""
 
 import dataclasses
+import math
 
 from jaxfuse.canonical import CAST, constant, is_float_cast, widens
 from jaxfuse.graph import Node, Value
@@ -46,8 +47,8 @@ def aligned(other: Value, value: Value, labels: Labels) -> Labels:
 
 
 def origin(value: Value, labels: Labels, until: Node | None = None) -> Operand:
-    """What the value was repeated, moved and widened from; to what a node gives also over casts and a least number: a softmax is
-    the same whatever is taken from its rows."""
+    """What the value was repeated, moved and widened from; on the way to what the node `until` gives also what its maximum or sum was
+    rounded from: a softmax is the same whatever is taken from its rows."""
     for _ in range(FARTHEST):
         node = value.producer
         if node is None or node is until:
@@ -64,9 +65,14 @@ def origin(value: Value, labels: Labels, until: Node | None = None) -> Operand:
             own = tuple(labels[order.index(d)] for d in range(len(order)))
         elif node.primitive in ("reshape", "squeeze", "expand_dims", "copy"):
             own = _respelled(node.out.shape, labels, source.shape)
-        elif is_float_cast(node) and widens(node) or until is not None and node.primitive in ("stop_gradient", "max", CAST):
+        elif is_float_cast(node) and widens(node) or until is not None and _keeps_a_maximum(node):
             own = labels
         if own is None:
             break
         value, labels = source, own
     return Operand(value, labels)
+
+
+def _keeps_a_maximum(node: Node) -> bool:
+    """But for its rounding."""
+    return node.primitive in ("stop_gradient", CAST) or node.primitive == "max" and -math.inf in map(constant, node.inputs)

@@ -91,7 +91,7 @@ class _Reader:
 
     def _moved(self, node: Node) -> bool:
         """Takes a cast, a transpose, or a reshape that adds or drops axes of length 1."""
-        labels = self.labels if is_float_cast(node) or node.primitive == "stop_gradient" else moved(node, self.labels)
+        labels = self.labels if is_float_cast(node) else moved(node, self.labels)
         if labels is None:
             return False
         self._take(node, labels)
@@ -140,8 +140,8 @@ class _Reader:
         rows = self.labels[:axis] + self.labels[axis + 1 :]
         shifted = self._combined("sub", largest, rows)
         while shifted is None:  # vmap moves axes after the maximum was taken
-            moved = next((n for n in self.value.users if n.primitive == "transpose"), None)
-            if moved is None or not self._moved(moved):
+            transpose = next((n for n in self.value.users if n.primitive == "transpose"), None)
+            if transpose is None or not self._moved(transpose):
                 return f"{largest} is not the beginning of a softmax"
             shifted = self._combined("sub", largest, rows)
         self._take(shifted)
