@@ -17,7 +17,8 @@ import jaxfuse
 from .networks import NETWORKS, Network
 
 # kind of layer -> the patterns of fused sites that hold one; a convolution with its inference norm holds one of each
-SITES = {"conv": r"\bconv\b", "batch norm": r"\bbn\b", "dense": r"\bdense\b", "layer norm": r"\blayer_norm\b"}
+SITES = {"conv": r"\bconv\b", "batch norm": r"\bbn\b", "dense": r"\bdense\b", "layer norm": r"\blayer_norm\b",
+         "attention": r"^attention(?! scores)"}
 
 
 def programs(network: Network) -> dict:
@@ -34,7 +35,7 @@ def programs(network: Network) -> dict:
 
 def layers(function, args) -> collections.Counter:
     """How many layers of each kind an inference program has. Every norm takes one square root: of a number per channel
-    in a batch norm, of a number per position of each example in a layer norm."""
+    in a batch norm, of a number per position of each example in a layer norm. Every attention takes one exponential of scores."""
     *_, x = args
     counts: collections.Counter = collections.Counter()
 
@@ -47,6 +48,8 @@ def layers(function, args) -> collections.Counter:
                 counts["dense"] += 1
             elif name in ("rsqrt", "sqrt") and shape:
                 counts["layer norm" if len(shape) > 1 and shape[0] == x.shape[0] else "batch norm"] += 1
+            elif name == "exp" and len(shape) == 4:
+                counts["attention"] += 1
             for body in _bodies(eqn):
                 count(body)
 
