@@ -122,15 +122,17 @@ NEAR_MISSES = {
     "two numbers": (
         attention(lambda s: jnp.where(CAUSAL.T, jnp.where(CAUSAL, s, -9.0), -8.0)), "select_n at ",
         "a mask with another number, -8, than the one before, -9"),
-    "dropout": (attention(after=lambda p: jnp.where(CAUSAL, p, 0)), "select_n at ", "is between the softmax and the product with the values"),
+    "dropout": (attention(after=lambda p: jnp.where(CAUSAL, p, 0)), "select_n at ", "is between the softmax and the product with"),
     "factor of rows": (attention(after=lambda p: p * jnp.arange(5)[:, None]), "mul at ", "is between the softmax and the product"),
     "softmax of rows": (
         lambda q, k, v: mixed(jax.nn.softmax(product(q, k), 2), v), "dot_general at ", "does not sum over the softmax's axis alone"),
     "no sum": (by_hand(lambda s: jnp.exp(s - s.max(3, keepdims=True))), "exp at ", "is not divided by its sum"),
     "sums of columns": (
-        by_hand(lambda s: (lambda e: e / e.sum(2, keepdims=True))(jnp.exp(s - s.max(3, keepdims=True)))), "exp at ", "is not divided by its sum"),
+        by_hand(lambda s: (lambda e: e / e.sum(2, keepdims=True))(jnp.exp(s - s.max(3, keepdims=True)))),
+        "exp at ", "is not divided by its sum"),
     "sums of rows for columns": (
-        by_hand(lambda s: (lambda e: e / e.sum(3)[:, :, None])(jnp.exp(s - s.max(3, keepdims=True)))), "exp at ", "is not divided by its sum"),
+        by_hand(lambda s: (lambda e: e / e.sum(3)[:, :, None])(jnp.exp(s - s.max(3, keepdims=True)))),
+        "exp at ", "is not divided by its sum"),
     "maxima of rows for columns": (
         by_hand(lambda s: (lambda e: e / e.sum(3, keepdims=True))(jnp.exp(s - s.max(3)[:, :, None]))),
         "reduce_max at ", "is not the beginning of a softmax"),

@@ -163,7 +163,8 @@ def test_empty_batch(name, kernel):
 
 
 @pytest.mark.parametrize("name", [
-    "conv-scale_bias_residual", "batch_norm-residual_relu", "dense-residual_tanh", "lstm-sequence", "gru-resets_first", "attention-grouped"])
+    "conv-scale_bias_residual", "batch_norm-residual_relu", "dense-residual_tanh", "lstm-sequence", "gru-resets_first",
+    "attention-grouped"])
 def test_float64_runs_by_reference(name, kernel):
     case = CASES[name]
     with jax.enable_x64(True):

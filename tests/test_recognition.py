@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 
 import jaxfuse
-from recognition import FUSED, counts, randn, recognised, rows
+from recognition import FUSED, randn, recognised, rows
 
 keras = pytest.importorskip("keras")
 X, W, V, B, R = randn(2, 5, 8), randn(8, 16), randn(8, 16, seed=1), randn(16), randn(2, 5, 16)

@@ -125,5 +125,5 @@ def _attention(q, k, v, bias=None, mask=None, *, scale=None):
     return (jnp.einsum("bnts,bsnd->btnd", jax.nn.softmax(scores).astype(q.dtype), v),)
 
 
-UNFUSED = dict(attention=_attention, conv=_conv, batch_norm=_batch_norm, dense=_dense, gru=_gru, group_norm=_group_norm, layer_norm=_layer_norm,
-                lstm=_lstm, max_pool=_max_pool, rms_norm=functools.partial(_layer_norm, centered=False))
+UNFUSED = dict(attention=_attention, conv=_conv, batch_norm=_batch_norm, dense=_dense, gru=_gru, group_norm=_group_norm,
+               layer_norm=_layer_norm, lstm=_lstm, max_pool=_max_pool, rms_norm=functools.partial(_layer_norm, centered=False))

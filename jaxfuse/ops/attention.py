@@ -67,8 +67,8 @@ def _broadcast(arguments, name: str, array, sizes):
     batch, shared, groups, rows, keys = sizes
     wanted = batch, shared * groups, rows, keys
     if name == "mask":
-        is_bool = getattr(array, "dtype", None) == bool
-        arguments.check(is_bool, name, str(getattr(array, "dtype", type(array).__name__)), "a bool array", "compare it with 0")
+        came = str(getattr(array, "dtype", type(array).__name__))
+        arguments.check(came == "bool", name, came, "a bool array", "compare it with 0")
     shape = (1,) * (4 - array.ndim) + tuple(array.shape)
     fits = len(shape) == 4 and all(n in (1, w) for n, w in zip(shape, wanted))
     arguments.check(fits, name, f"of shape {tuple(array.shape)}", f"one that broadcasts to {wanted}", "check its axes")
@@ -171,7 +171,7 @@ def _laid_out(config: AttentionConfig, args, y_shape) -> tuple[dict, list]:
     """The attributes that both targets are told, and their operands q, k, v, bias, mask: of the last two the keys side by side."""
     q, k, v, *added = config.unpack(args)
     sizes, batch = config.sizes(q, k, v), config.batch
-    attributes = {name: sizes[letter] for name, letter in dict(rows="t", keys="s", inner="d", columns="e").items()}
+    attributes: dict = {name: sizes[letter] for name, letter in dict(rows="t", keys="s", inner="d", columns="e").items()}
     attributes |= dict(batch=[sizes[letter] for letter in batch], scale=config.scale, fill=config.fill)
     for name, spec, shape, matrix in (("q", config.q, q.shape, "td"), ("k", config.k, k.shape, "sd"), ("v", config.v, v.shape, "se"),
                                       ("y", config.out, y_shape, "te")):
@@ -207,7 +207,7 @@ def _run_backward(linear: Linear, args, mesh_axes):
     for name, spec, matrix in (("dq", config.q, "td"), ("dk", config.k, "sd"), ("dv", config.v, "se")):
         fits = spec[-1] == matrix[-1] and all(letter in spec for letter in config.batch)
         specs.append(spec if fits else config.batch + matrix)
-        attributes[f"{name}_strides"] = strides(specs[-1], [sizes[letter] for letter in specs[-1]], config.batch + matrix)
+        attributes[f"{name}_strides"] = strides(specs[-1], tuple(sizes[letter] for letter in specs[-1]), config.batch + matrix)
     wants_bias = bool(config.unpack(linear.active)[3])
     specs += [config.scores] * wants_bias
     own = [config.q, config.k, config.v, *[config.bias] * wants_bias]

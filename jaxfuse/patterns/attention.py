@@ -57,7 +57,7 @@ class _Site:
         self.label = "attention" + "+bias" * bool(form.biases) + "+mask" * bool(form.masks)
         self.config = AttentionConfig(*form.specs, form.out.replace("e", "") + "e", scale=form.scale, fill=form.fill,
                                       out_dtype=str(self.end.dtype))
-        spec = {name: "".join(a for a in self.config.scores if any(a in o.spec for o in found)) if found else None
+        spec: dict = {name: "".join(a for a in self.config.scores if any(a in o.spec for o in found)) if found else None
                 for name, found in (("bias", form.biases), ("mask", form.masks))}
         self.config = dataclasses.replace(self.config, **spec)
 
@@ -77,8 +77,10 @@ class _Site:
         reason = reason or measured("attention", self.config, types)
         saved = self._saved(types) if gradient else ()
         back = self._backward(gradient, types, saved) if gradient and not reason else None
-        if reason or isinstance(back, str):
-            return reason or back
+        if isinstance(back, str):
+            return back
+        if reason:
+            return reason
         scores = 2 * 4 * math.prod(self.config.sizes(*types[:3])[a] for a in self.config.scores)  # written and read again
         nodes = tuple(n for n in self.form.nodes if n.primitive == "dot_general")
         found = Match(self.label, self.node, nodes, (self._emission(saved),), kernel.name, tuple(self.inputs[:3]), scores)

@@ -45,7 +45,9 @@ class _Reader:
         self.part, self.node, self.dead = part, node, dead
         self.nodes, self.value = [node], node.out
         self.scale, self.fill = 1.0, 0.0
-        self.biases, self.masks, self.factors = [], [], []
+        self.biases: list[Operand] = []
+        self.masks: list[Operand] = []
+        self.factors: list[Operand] = []
         self.key_axis: str | None = None
         (left, right), (left_batch, right_batch) = node.params["dimension_numbers"]
         self.fresh = iter(LETTERS)
@@ -196,7 +198,8 @@ class _Reader:
         else:
             return False
         found = origin(other, taken)
-        if not set(found.spec) <= set(self.shared) or len(after) != node.out.ndim or len(found.spec) < sum(n > 1 for n in found.value.shape):
+        whole = len(after) == node.out.ndim and len(found.spec) >= sum(n > 1 for n in found.value.shape)
+        if not whole or not set(found.spec) <= set(self.shared):
             return False
         self.factors.append(found)
         self._take(node, after)
@@ -244,7 +247,8 @@ class _Reader:
         lost = [a for a in specs[0] if a != "d" and a not in named(self.labels)]
         if any(None in spec for spec in specs) or any(sizes[a] > 1 for a in self.sides[1 - keys] if renamed.get(a, a) in lost):
             return f"{self.node} and the product with the values do not have the same axes"
-        return Form(q, k, v, tuple("".join(spec) for spec in specs), self.scale, operands(self.biases), operands(self.masks), self.fill,
+        of_q, of_k, of_v = ("".join(filter(None, spec)) for spec in specs)
+        return Form(q, k, v, (of_q, of_k, of_v), self.scale, operands(self.biases), operands(self.masks), self.fill,
                     tuple(self.factors), self.value, "".join((*lost, *filter(None, named(self.labels)))), tuple(self.nodes))
 
 
