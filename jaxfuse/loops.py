@@ -26,7 +26,6 @@ class Loop:
         self.consts, self.carried = node.params["num_consts"], node.params["num_carry"]
         self.first_x = self.consts + self.carried
         self.options = {name: node.params[name] for name in ("length", "reverse", "unroll")}
-
         self.numbers = {i: n for i, v in enumerate(node.inputs[: self.consts]) if (n := constant(v)) is not None}
 
     def with_numbers(self, arrays) -> list:

@@ -1,9 +1,6 @@
 """Attention in programs, in every framework's spelling, forward and with its gradients; and what only looks like it."""
 
 import json
-import os
-import subprocess
-import sys
 
 import equinox as eqx
 import flax.linen as nn
@@ -15,7 +12,8 @@ from flax import nnx
 
 import jaxfuse
 from cases import ATTENTION
-from compare import as_float64, distance, jit, pairs, unfused, value_and_gradients, with_cotangents
+from compare import as_float64, distance, pairs
+from instruction_sets import LEVELS, errors_at, worst
 from jaxfuse import ffi
 from recognition import FUSED, counts, randn, recognised, rows, scalar
 
@@ -303,30 +301,11 @@ def test_the_kernel_refuses_what_does_not_fit(wrong, sentence):
 LIMITS = dict(float32=3e-6, bfloat16=1.5e-2, float16=3e-3)
 
 
-@pytest.mark.parametrize("level", ["portable", "avx2", "avx512"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_every_instruction_set(level):
-    """In a process of its own: the level is read once."""
-    if ffi.unavailable("jaxfuse_attention_fwd"):
-        pytest.skip(ffi.unavailable("jaxfuse_attention_fwd"))
-    paths = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])
-    run = subprocess.run([sys.executable, __file__], env=os.environ | dict(JAXFUSE_SIMD=level, PYTHONPATH=paths, JAX_PLATFORMS="cpu"),
-                         capture_output=True, text=True, timeout=300)
-    if "and this CPU has" in run.stderr:
-        pytest.skip(run.stderr.splitlines()[-1])
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert {dtype: worst < limit for (dtype, limit), worst in zip(LIMITS.items(), json.loads(run.stdout))} == dict.fromkeys(LIMITS, True)
-
-
-def worst(dtype):
-    """The largest error of any output and gradient of any case, by the float32 program of the same inputs."""
-    found = []
-    for case in ATTENTION:
-        arrays, cts = with_cotangents(case, case.inputs(dtype))
-        wide = jax.tree.map(lambda a: a.astype(jnp.float32), (arrays, cts))
-        found += [distance(a, b) for a, b in pairs(jit(lambda a, c: value_and_gradients(case.fused, a, c))(arrays, cts),
-                                                   unfused(case)(*wide))]
-    return max(found)
+    errors = errors_at(level, __file__, "jaxfuse_attention_fwd")
+    assert {dtype: error < limit for (dtype, limit), error in zip(LIMITS.items(), errors)} == dict.fromkeys(LIMITS, True)
 
 
 if __name__ == "__main__":
-    print(json.dumps([float(worst(dtype)) for dtype in LIMITS]))
+    print(json.dumps([worst(ATTENTION, dtype) for dtype in LIMITS]))

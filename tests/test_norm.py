@@ -1,9 +1,6 @@
 """Layer, RMS, group and instance norm beside the one contract: float16, NaN and Inf, activations, instruction sets, refusals."""
 
 import json
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +9,7 @@ import pytest
 
 from cases import CASES
 from compare import by_xla, distance, jit, pairs, unfused, value_and_gradients, with_cotangents
+from instruction_sets import LEVELS, errors_at, worst
 from jaxfuse import ffi, ops
 from jaxfuse.ops.activations import TABLE as ACTIVATIONS
 from jaxfuse.ops.norm import normalised
@@ -130,36 +128,14 @@ def test_a_large_mean_cancels_nothing(kernel):
                     (np.asarray(x, np.float64) - np.mean(x, dtype=np.float64)) / np.std(np.asarray(x, np.float64))) < 2e-4
 
 
-@pytest.mark.parametrize("level", ["portable", "avx2", "avx512"])
-def test_every_instruction_set(level):
-    """In a process of its own: the level is read once."""
-    if ffi.unavailable("jaxfuse_norm_fwd"):
-        pytest.skip(ffi.unavailable("jaxfuse_norm_fwd"))
-    paths = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])
-    run = subprocess.run([sys.executable, __file__], env=os.environ | dict(JAXFUSE_SIMD=level, PYTHONPATH=paths, JAX_PLATFORMS="cpu"),
-                         capture_output=True, text=True, timeout=300)
-    if "and this CPU has" in run.stderr:
-        pytest.skip(run.stderr.splitlines()[-1])
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert {dtype: worst < limit for (dtype, limit), worst in zip(LIMITS.items(), json.loads(run.stdout))} == dict.fromkeys(LIMITS, True)
-
-
 LIMITS = dict(float32=2e-6, bfloat16=1e-2, float16=2e-3)
 
 
-def worst(dtype):
-    """The largest error of any output and gradient of any case, by the float32 reference of the same inputs."""
-    found = []
-    for name in NORMS:
-        case = CASES[name]
-        arrays, cts = with_cotangents(case, case.inputs(dtype))
-        if "relu" in name and dtype != "float32":  # a sign within rounding of 0
-            continue
-        wide = jax.tree.map(lambda a: a.astype(jnp.float32), (arrays, cts))
-        found += [distance(a, b) for a, b in pairs(jit(lambda a, c: value_and_gradients(case.fused, a, c))(arrays, cts),
-                                                   unfused(case)(*wide))]
-    return max(found)
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_instruction_set(level):
+    errors = errors_at(level, __file__, "jaxfuse_norm_fwd")
+    assert {dtype: error < limit for (dtype, limit), error in zip(LIMITS.items(), errors)} == dict.fromkeys(LIMITS, True)
 
 
 if __name__ == "__main__":
-    print(json.dumps([float(worst(dtype)) for dtype in LIMITS]))
+    print(json.dumps([worst([CASES[name] for name in NORMS], dtype) for dtype in LIMITS]))

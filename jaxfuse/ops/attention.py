@@ -18,7 +18,7 @@ from jax import lax
 from jaxfuse import ffi
 from jaxfuse.batch import completed
 from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear
-from jaxfuse.ops.attention_config import AttentionConfig, strides
+from jaxfuse.ops.attention_config import AttentionConfig, laid, strides
 from jaxfuse.ops.errors import Arguments, Array
 
 MASKED = -1e30  # the score where a mask is False: less than any that a network makes, and a row of nothing else is no NaN
@@ -87,17 +87,11 @@ def _product(letters: str, one, other):
     return jnp.einsum(letters, one, other, preferred_element_type=wide)
 
 
-def _laid(config: AttentionConfig, spec: str, array):
-    """With an axis for each of the scores' letters, of length 1 where it is repeated."""
-    array = jnp.transpose(array, [spec.index(letter) for letter in config.scores if letter in spec])
-    return jnp.expand_dims(array, [d for d, letter in enumerate(config.scores) if letter not in spec])
-
-
 def _scores(config: AttentionConfig, q, k, bias, mask):
     scores = _product(f"{config.q},{config.k}->{config.scores}", q, k) * config.scale
     if bias is not None:
-        scores = scores + _laid(config, config.bias, bias).astype(scores.dtype)
-    return scores if mask is None else jnp.where(_laid(config, config.mask, mask), scores, config.fill)
+        scores = scores + laid(bias, config.bias, config.scores).astype(scores.dtype)
+    return scores if mask is None else jnp.where(laid(mask, config.mask, config.scores), scores, config.fill)
 
 
 def _reference(config: AttentionConfig, *args):
@@ -127,9 +121,9 @@ def _tangent(config: AttentionConfig, kept, tangents):
         if one is not None and other is not None:
             ds = ds + _product(f"{config.q},{config.k}->{config.scores}", one, other) * config.scale
     if dbias is not None:
-        ds = ds + _laid(config, config.bias, dbias).astype(ds.dtype)
+        ds = ds + laid(dbias, config.bias, config.scores).astype(ds.dtype)
     if mask is not None:
-        ds = jnp.where(_laid(config, config.mask, mask), ds, 0)
+        ds = jnp.where(laid(mask, config.mask, config.scores), ds, 0)
     mix = f"{config.scores},{config.v}->{config.out}"
     dy = _product(mix, p * (ds - (p * ds).sum(-1, keepdims=True)), _wide(v))
     if dv is not None:

@@ -4,6 +4,8 @@ e the columns of v; every other letter is of the batch."""
 import dataclasses
 import math
 
+import jax.numpy as jnp
+
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
@@ -54,3 +56,9 @@ def strides(spec: str, shape: tuple[int, ...], letters: str) -> tuple[int, ...]:
     """From one item to the next along each letter's axis of a row-major array, in elements; 0 along those it lacks."""
     own = {letter: math.prod(shape[d + 1 :]) for d, letter in enumerate(spec)}
     return tuple(own.get(letter, 0) for letter in letters)
+
+
+def laid(array, spec: str, letters: str):
+    """The array, whose axes are `spec`, with an axis for each of these letters, of length 1 where it is repeated."""
+    array = jnp.transpose(array, [spec.index(letter) for letter in letters if letter in spec])
+    return jnp.expand_dims(array, [d for d, letter in enumerate(letters) if letter not in spec])

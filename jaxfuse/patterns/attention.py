@@ -17,7 +17,7 @@ from jaxfuse.live import unneeded
 from jaxfuse.match import Match, Refusal, depends_on
 from jaxfuse.op import Linear, type_of
 from jaxfuse.ops.attention import OP
-from jaxfuse.ops.attention_config import AttentionConfig
+from jaxfuse.ops.attention_config import AttentionConfig, laid
 from jaxfuse.ops.dense import refused_precision
 from jaxfuse.patterns.attention_axes import Operand
 from jaxfuse.patterns.attention_form import Form, read_form
@@ -77,10 +77,8 @@ class _Site:
         reason = reason or measured("attention", self.config, types)
         saved = self._saved(types) if gradient else ()
         back = self._backward(gradient, types, saved) if gradient and not reason else None
-        if isinstance(back, str):
-            return back
-        if reason:
-            return reason
+        if reason or isinstance(back, str):
+            return reason or str(back)
         scores = 2 * 4 * math.prod(self.config.sizes(*types[:3])[a] for a in self.config.scores)  # written and read again
         nodes = tuple(n for n in self.form.nodes if n.primitive == "dot_general")
         found = Match(self.label, self.node, nodes, (self._emission(saved),), kernel.name, tuple(self.inputs[:3]), scores)
@@ -176,11 +174,8 @@ class _Site:
         return reason or Match(self.label, self.node, (), (emission,), kernel.name, (gradient.dy, *self.inputs[:3]), saving, "backward")
 
 
-def _laid(operand: Operand, array, spec: str):
-    """The array with an axis for each of these letters, of length 1 where it is repeated."""
-    array = array.reshape([n for n, label in zip(array.shape, operand.labels) if label])
-    array = lax.transpose(array, [operand.spec.index(a) for a in spec if a in operand.spec])
-    return jnp.expand_dims(array, [i for i, a in enumerate(spec) if a not in operand.spec])
+def _laid(operand: Operand, array, letters: str):
+    return laid(array.reshape([n for n, label in zip(array.shape, operand.labels) if label]), operand.spec, letters)
 
 
 class _Gradient(NamedTuple):

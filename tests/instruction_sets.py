@@ -1,0 +1,41 @@
+"""A file's cases at an instruction set of ours, in a process of its own: the level is read once."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from compare import distance, jit, pairs, unfused, value_and_gradients, with_cotangents
+from jaxfuse import ffi
+
+LEVELS = ["portable", "avx2", "avx512"]
+
+
+def errors_at(level: str, file: str, target: str) -> list[float]:
+    """What the file prints, run as a script; the test is skipped where the kernel or the CPU's instructions are missing."""
+    if ffi.unavailable(target):
+        pytest.skip(ffi.unavailable(target))
+    paths = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])
+    run = subprocess.run([sys.executable, file], env=os.environ | dict(JAXFUSE_SIMD=level, PYTHONPATH=paths, JAX_PLATFORMS="cpu"),
+                         capture_output=True, text=True, timeout=300)
+    if "and this CPU has" in run.stderr:
+        pytest.skip(run.stderr.splitlines()[-1])
+    assert run.returncode == 0, run.stderr[-2000:]
+    return json.loads(run.stdout)
+
+
+def worst(cases, dtype: str) -> float:
+    """The largest error of any output and gradient of any case, by the float32 program of the same inputs."""
+    found = []
+    for case in cases:
+        arrays, cts = with_cotangents(case, case.inputs(dtype))
+        if "relu" in case.name and dtype != "float32":  # a sign within rounding of 0
+            continue
+        wide = jax.tree.map(lambda a: a.astype(jnp.float32), (arrays, cts))
+        found += [distance(a, b) for a, b in pairs(jit(lambda a, c: value_and_gradients(case.fused, a, c))(arrays, cts),
+                                                   unfused(case)(*wide))]
+    return float(max(found))
