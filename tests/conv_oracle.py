@@ -50,6 +50,9 @@ class Case:
 CASES = {
     "3x3": Case((2, 14, 14, 64), (3, 3, 64, 64), padding=(1, 1)),
     "1x1": Case((2, 7, 7, 64), (1, 1, 64, 128)),
+    "1x1, odd": Case((3, 9, 7, 13), (1, 1, 13, 27)),
+    "1x1, OIHW": Case((2, 30, 35, 24), (41, 24, 1, 1), layout=("NHWC", "OIHW", "NHWC")),
+    "1x1, 1-D, to NCH": Case((2, 30, 16), (1, 16, 24), layout=("NHC", "HIO", "NCH")),
     "1x1 strided": Case((2, 14, 14, 32), (1, 1, 32, 64), strides=2),
     "1x1 strided, few features": Case((2, 28, 28, 3), (1, 1, 3, 64), strides=2),
     "1x1 strided, groups, odd image": Case((4, 5, 7, 16), (1, 1, 8, 16), strides=2, groups=2),

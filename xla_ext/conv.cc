@@ -7,6 +7,7 @@
 #include "conv_depthwise.h"
 #include "conv_epilogue.h"
 #include "conv_onednn.h"
+#include "conv_pointwise.h"
 #include "nan_watch.h"
 
 namespace jaxfuse::conv {
@@ -143,6 +144,7 @@ void conv_fwd(const Call& call) {
     }
     return finish(f, nullptr, f.y.dtype);
   }
+  if (pointwise::takes(f.geometry, f.x, f.w)) return pointwise::forward(f);
   f.z ? run_saving(f) : run_whole(f);
 }
 

@@ -11,6 +11,7 @@
 #include "conv_depthwise.h"
 #include "conv_epilogue.h"
 #include "conv_filter.h"
+#include "conv_pointwise.h"
 #include "conv_slices.h"
 #include "parallel.h"
 
@@ -236,6 +237,16 @@ void gradients_in_f32(const Backward& b, const Tensor& g, float* db) {
   dw.store();
 }
 
+// Whether dx and dw are products of matrices of our own.
+bool are_products(const Backward& b) {
+  return b.dx ? pointwise::takes(b.geometry, *b.dx, *b.w) : b.dw && pointwise::takes(b.geometry, *b.x, *b.dw);
+}
+
+void products(const Backward& b, const Tensor& g) {
+  if (b.dx) pointwise::data_gradient(b.geometry, *b.dx, *b.w, g);
+  if (b.dw) pointwise::weights_gradient(b.geometry, *b.x, *b.dw, g);
+}
+
 // Whether oneDNN has a part in the gradients, and no fast kernels for it.
 bool wants_f32(const Backward& b) {
   return !has_kernels(b.dy.dtype) && ((b.dx && !b.dx_by_loops) || (b.dw && !b.dw_by_loops));
@@ -256,7 +267,11 @@ void conv_bwd(const Call& call) {
                  db_with_dw ? nullptr : db);
   }
   const Tensor g{b.dy.name, g_is_dy ? b.dy.data : written, b.dy.dtype, b.dy.shape};
-  (wants_f32(b) ? gradients_in_f32 : gradients)(b, g, db_with_dw ? db : nullptr);
+  if (are_products(b)) {
+    products(b, g);
+  } else {
+    (wants_f32(b) ? gradients_in_f32 : gradients)(b, g, db_with_dw ? db : nullptr);
+  }
   for (size_t i = 0; i < sums.size(); ++i) set_element(*b.db, i, sums[i]);
 }
 

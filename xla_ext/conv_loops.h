@@ -37,7 +37,8 @@ void epilogue_vector(const EpilogueArgs& args, int64_t at, int64_t feature, Feat
 }
 
 template <class T, Activation activation>
-void epilogue(const EpilogueArgs& args, int64_t begin, int64_t end) {
+void epilogue(const EpilogueArgs& given, int64_t begin, int64_t end) {
+  const EpilogueArgs args = given;  // of our own: no store changes it, and nothing is read again
   if (args.inner == 1) {
     for (int64_t row = begin; row < end; row += args.features) {
       for_vectors(0, args.features, [&](int64_t c, auto lanes) {
@@ -70,7 +71,8 @@ void restore(const EpilogueArgs& args, int64_t begin, int64_t end) {
 constexpr int64_t kGroupRows = 8;
 
 template <class T, Activation activation>
-void gradient_features_last(const GradientArgs& args, int64_t begin, int64_t end, float* sums) {
+void gradient_features_last(const GradientArgs& given, int64_t begin, int64_t end, float* sums) {
+  const GradientArgs args = given;
   for (int64_t c = 0; sums && c < args.features; ++c) sums[c] = 0;
   const int64_t group = kGroupRows * args.features;
   for (int64_t first = begin; first < end; first += group) {
@@ -88,7 +90,8 @@ void gradient_features_last(const GradientArgs& args, int64_t begin, int64_t end
 }
 
 template <class T, Activation activation>
-void gradient_inner(const GradientArgs& args, int64_t begin, int64_t end, float* sums) {
+void gradient_inner(const GradientArgs& given, int64_t begin, int64_t end, float* sums) {
+  const GradientArgs args = given;
   for (int64_t row = begin; row < end; ++row) {
     Floats sum{};
     for_vectors(0, args.inner, [&](int64_t i, auto lanes) {

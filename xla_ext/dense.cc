@@ -17,42 +17,59 @@ namespace {
 struct Forward {
   Sizes sizes;
   Tensor x, w;
-  std::optional<Tensor> bias, residual;
-  Tensor y;
-  std::optional<Tensor> z;
-  Activation activation;
-  float alpha;
+  Epilogue epilogue;
 };
 
 Forward checked(const Call& call) {
   const bool has_bias = call.attr<bool>("has_bias"), has_residual = call.attr<bool>("has_residual"),
              wants_z = call.results() == 2;
   call.expect_counts(2 + has_bias + has_residual, 1 + wants_z);
-  Forward f{Sizes(call), call.operand(0, "x"), call.operand(1, "w"), {}, {}, call.result(0, "y"), {},
-            activation_attr(call), call.attr<float>("alpha")};
+  Forward f{Sizes(call), call.operand(0, "x"), call.operand(1, "w"),
+            {activation_attr(call), call.attr<float>("alpha"), {}, {}, {}, false, call.result(0, "y"), {}}};
+  auto& [activation, alpha, scale, bias, residual, residual_last, y, z] = f.epilogue;
   call.expect_dtype(f.x, {DType::F32, DType::BF16, DType::F16});
   call.expect_dtype(f.w, {f.x.dtype});
-  call.expect_dtype(f.y, {f.x.dtype, DType::F32});
+  call.expect_dtype(y, {f.x.dtype, DType::F32});
   f.sizes.check_x(call, f.x);
   f.sizes.check_w(call, f.w);
-  f.sizes.check_y(call, f.y);
+  f.sizes.check_y(call, y);
   if (has_bias) {
-    f.bias = call.operand(2, "bias");
-    f.y.dtype == DType::F16 ? f.sizes.check_bias(call, *f.bias, {DType::F32})
-                            : f.sizes.check_bias(call, *f.bias, {DType::F32, f.y.dtype});
+    bias = call.operand(2, "bias");
+    y.dtype == DType::F16 ? f.sizes.check_bias(call, *bias, {DType::F32})
+                          : f.sizes.check_bias(call, *bias, {DType::F32, y.dtype});
   }
   if (has_residual) {
-    f.residual = call.operand(2 + has_bias, "residual");
-    call.expect_dtype(*f.residual, {f.y.dtype});
-    call.expect_shape(*f.residual, f.y.shape);
+    residual = call.operand(2 + has_bias, "residual");
+    call.expect_dtype(*residual, {y.dtype});
+    call.expect_shape(*residual, y.shape);
   }
   if (wants_z) {
-    f.z = call.result(1, "z");
-    call.expect_dtype(*f.z, {f.y.dtype});
-    call.expect_shape(*f.z, f.y.shape);
+    z = call.result(1, "z");
+    call.expect_dtype(*z, {y.dtype});
+    call.expect_shape(*z, y.shape);
   }
   return f;
 }
+
+// An epilogue's loops for `columns` columns from `offset`, counted in elements of y, on; the row of y that begins there holds
+// column `first`.
+class Finisher {
+ public:
+  explicit Finisher(const Epilogue& e) : e_(e), bias_(elements(e.bias)) {}
+
+  EpilogueArgs arguments(const float* sums, int64_t in_stride, int64_t offset, int64_t first, int64_t columns, int64_t stride) const {
+    const auto at = [&](const std::optional<Tensor>& t) {
+      return t ? t->as<char>() + offset * ffi::ByteWidth(t->dtype) : nullptr;
+    };
+    return {element_of(e_.y.dtype), columns, stride, in_stride, e_.activation, e_.alpha, sums,
+            e_.scale ? e_.scale->as<float>() + first : nullptr, e_.bias ? &bias_[first] : nullptr, at(e_.residual),
+            e_.residual_last, at(e_.z), at(e_.y)};
+  }
+
+ private:
+  const Epilogue& e_;
+  const std::vector<float> bias_;
+};
 
 // Elements of the output that are finished together: what oneDNN has written is still in the cache.
 constexpr int64_t kBlockElements = 1 << 18;
@@ -81,40 +98,27 @@ void finish(const EpilogueArgs& args, int64_t rows) {
 }
 
 void run_in_blocks(const Forward& f) {
-  const bool bf16 = f.y.dtype == DType::BF16;
-  const std::vector<float> bias = elements(f.bias);
+  const Tensor& y = f.epilogue.y;
+  const bool bf16 = y.dtype == DType::BF16;
+  const Finisher finisher(f.epilogue);
   const Shape shape = f.sizes.output(), strides = dense_strides(shape);
-  const int64_t step = std::min(shape[0], block_items(f.sizes)), width = ffi::ByteWidth(f.y.dtype);
+  const int64_t step = std::min(shape[0], block_items(f.sizes)), columns = f.sizes.columns;
   const onednn::Scratch scratch(bf16 ? step * strides[0] * sizeof(float) : 0);
   for (int64_t begin = 0; begin < shape[0]; begin += step) {
-    const int64_t items = std::min(step, shape[0] - begin), offset = begin * strides[0] * width;
-    const auto at = [&](const std::optional<Tensor>& t) { return t ? t->as<char>() + offset : nullptr; };
-    void* sums = bf16 ? scratch.data() : at(f.y);
+    const int64_t items = std::min(step, shape[0] - begin), offset = begin * strides[0];
+    float* sums = bf16 ? reinterpret_cast<float*>(scratch.data()) : y.as<float>() + offset;
     product(f, begin, items, {sums, DType::F32, strides});
-    finish({element_of(f.y.dtype), f.sizes.columns, f.sizes.columns, f.sizes.columns, f.activation, f.alpha,
-            static_cast<float*>(sums), bias.empty() ? nullptr : bias.data(), at(f.residual), at(f.z), at(f.y)},
-           items * strides[0] / f.sizes.columns);
+    finish(finisher.arguments(sums, columns, offset, 0, columns, columns), items * strides[0] / columns);
   }
-}
-
-// What our own product has in the cache is finished there.
-void run_by_our_product(const Forward& f) {
-  const std::vector<float> bias = elements(f.bias);
-  const Sizes& s = f.sizes;
-  product::multiply(s.batch, s.rows, s.inner, s.columns, s.x(f.x), s.w(f.w), [&](const product::Block& block) {
-    const int64_t offset = ((block.item * s.rows + block.row) * s.columns + block.column) * ffi::ByteWidth(f.y.dtype);
-    const auto at = [&](const std::optional<Tensor>& t) { return t ? t->as<char>() + offset : nullptr; };
-    kernels().epilogue({element_of(f.y.dtype), block.columns, s.columns, block.stride, f.activation, f.alpha, block.sums,
-                        bias.empty() ? nullptr : &bias[block.column], at(f.residual), at(f.z), at(f.y)},
-                       0, block.rows);
-  });
 }
 
 void dense_fwd(const Call& call) {
   const Forward f = checked(call);
-  if (!by_onednn(f.x.dtype)) return run_by_our_product(f);
-  const bool alone = !f.bias && !f.residual && !f.z && f.activation == Activation::none;
-  alone ? product(f, 0, f.sizes.output()[0], f.sizes.y(f.y)) : run_in_blocks(f);
+  const Sizes& s = f.sizes;
+  const Epilogue& e = f.epilogue;
+  if (!by_onednn(f.x.dtype)) return multiply(s.batch, s.rows, s.inner, s.columns, s.x(f.x), s.w(f.w), e);
+  const bool alone = !e.bias && !e.residual && !e.z && e.activation == Activation::none;
+  alone ? product(f, 0, s.output()[0], s.y(e.y)) : run_in_blocks(f);
 }
 
 JAXFUSE_HANDLER(jaxfuse_dense_fwd, dense_fwd);
@@ -142,6 +146,15 @@ Shape with(Shape batch, int64_t rows, int64_t columns) {
 }  // namespace
 
 const Kernels& kernels() { return choose(portable_kernels, avx2_kernels, avx512_kernels); }
+
+void multiply(const Shape& batch, int64_t rows, int64_t inner, int64_t columns, const Matrix& x, const Matrix& w,
+              const Epilogue& epilogue) {
+  const Finisher finisher(epilogue);
+  product::multiply(batch, rows, inner, columns, x, w, [&](const product::Block& block) {
+    const int64_t offset = (block.item * rows + block.row) * columns + block.column;
+    kernels().epilogue(finisher.arguments(block.sums, block.stride, offset, block.column, block.columns, columns), 0, block.rows);
+  });
+}
 
 Sizes::Sizes(const Call& call)
     : batch(call.int_array("batch")),

@@ -1,8 +1,7 @@
 // A dense layer as both directions need it: read from the attributes and checked against the buffers.
 #pragma once
 
-#include <cstring>
-#include <vector>
+#include <optional>
 
 #include "activation.h"
 #include "dense_kernels.h"
@@ -12,6 +11,20 @@
 namespace jaxfuse::dense {
 
 const Kernels& kernels();
+
+// What becomes of the sums of a product: z = scale·sum + bias + residual, y = activation(z), or the residual last.
+struct Epilogue {
+  Activation activation;
+  float alpha;
+  std::optional<Tensor> scale, bias, residual;  // scale is f32
+  bool residual_last;
+  Tensor y;  // row-major, without gaps, and so residual and z
+  std::optional<Tensor> z;
+};
+
+// x·w for each of the batch by our own product, finished while it is in the cache.
+void multiply(const Shape& batch, int64_t rows, int64_t inner, int64_t columns, const Matrix& x, const Matrix& w,
+              const Epilogue& epilogue);
 
 // batch × [rows, inner]·[inner, columns]; the output is row-major, without gaps.
 struct Sizes {

@@ -17,8 +17,10 @@ struct EpilogueArgs {
   Activation activation;
   float alpha;
   const float* in;       // may be y
+  const float* scale;    // or null: ones
   const float* bias;     // or null: zeros
   const void* residual;  // or null: zeros
+  bool residual_last;    // added after the activation
   void* z;               // or null: not wanted
   void* y;
 };
@@ -35,7 +37,7 @@ struct GradientArgs {
 };
 
 struct Kernels {
-  // z = in + bias + residual, y = activation(z) for rows [begin, end).
+  // z = scale·in + bias + residual, y = activation(z), or the residual last, for rows [begin, end).
   void (*epilogue)(const EpilogueArgs&, int64_t begin, int64_t end);
   // g = dy·activation'(z) for such rows; sums (or null), one for each column, receives Σg.
   void (*gradient)(const GradientArgs&, int64_t begin, int64_t end, float* sums);

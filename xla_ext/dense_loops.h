@@ -8,17 +8,22 @@ namespace jaxfuse::dense {
 namespace {
 
 template <class T, Activation activation>
-void epilogue(const EpilogueArgs& args, int64_t begin, int64_t end) {
+void epilogue(const EpilogueArgs& given, int64_t begin, int64_t end) {
+  const EpilogueArgs args = given;  // of our own: no store changes it, and nothing is read again
   const T* residual = static_cast<const T*>(args.residual);
   T *z_out = static_cast<T*>(args.z), *y = static_cast<T*>(args.y);
   for (int64_t row = begin; row < end; ++row) {
     for_vectors(0, args.columns, [&](int64_t c, auto lanes) {
       const int64_t at = row * args.stride + c;
       Floats z = load(args.in + row * args.in_stride + c, lanes);
+      if (args.scale) z *= load(args.scale + c, lanes);
       if (args.bias) z += load(args.bias + c, lanes);
-      if (residual) z += load(residual + at, lanes);
+      const Floats added = residual ? load(residual + at, lanes) : Floats{};
+      if (residual && !args.residual_last) z += added;
       if (z_out) store(z_out + at, round_to<T>(z), lanes);
-      store(y + at, round_to<T>(activated<activation>(z, args.alpha)), lanes);
+      Floats value = activated<activation>(z, args.alpha);
+      if (args.residual_last) value += added;
+      store(y + at, round_to<T>(value), lanes);
     });
   }
 }
@@ -27,7 +32,8 @@ void epilogue(const EpilogueArgs& args, int64_t begin, int64_t end) {
 constexpr int64_t kGroupRows = 8;
 
 template <class T, Activation activation>
-void gradient(const GradientArgs& args, int64_t begin, int64_t end, float* sums) {
+void gradient(const GradientArgs& given, int64_t begin, int64_t end, float* sums) {
+  const GradientArgs args = given;
   for (int64_t c = 0; sums && c < args.columns; ++c) sums[c] = 0;
   for (int64_t first = begin; first < end; first += kGroupRows) {
     const int64_t last = first + kGroupRows < end ? first + kGroupRows : end;

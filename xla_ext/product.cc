@@ -16,15 +16,16 @@ int64_t even(int64_t extent, int64_t most, int64_t unit) { return parts(even(ext
 
 // How a product is cut. A sum is of products that follow one another, kInner at most, then added to those before: so long
 // is a panel of b that stays in the first-level cache, and so short that the sums err less than XLA's. Packed rows of a
-// lie in the second-level cache while the panels of b meet them; all that are packed at a time are in the third.
+// lie in the second-level cache while the panels of b meet them, and with them the sums of a task; all that are packed at a
+// time are in the third.
 constexpr int64_t kInner = 256, kBlockColumns = 4 * kColumns, kBlockRows = 32 * kRows, kPackRows = 16 * kRows,
-                  kPackedFloats = 2 << 20, kFewestRows = 8 * kRows;
+                  kPackedFloats = 2 << 20, kFewestRows = 8 * kRows, kMostRows = 84 * kRows;
 
 // Into how many parts sums of k products are cut, each computed as one more item of the batch: where few rows of such a
 // length could be packed at a time, and b would be packed again for each few, or where there are hardly any tasks. The sums
 // of all parts take at most a quarter of the memory that a and b do, or each is of kLongest.
 int64_t sum_parts(int64_t items, int64_t m, int64_t k, int64_t n) {
-  constexpr int64_t kManyRows = 512, kManyTasks = 8, kPart = 2048, kLongest = 1 << 16;
+  constexpr int64_t kManyRows = 512, kManyTasks = 16, kPart = 2048, kLongest = 1 << 16;
   const bool few_rows = kPackedFloats / k < std::min(m, kManyRows);
   const bool few_tasks = items * parts(m, kFewestRows) * parts(n, kBlockColumns) < kManyTasks;
   const int64_t wanted = few_rows || few_tasks ? parts(k, kPart) : 1;
@@ -54,7 +55,7 @@ struct Cut {
     rows = even(p.m, std::max(kPackRows, kPackedFloats / p.step), kRows);
     items = std::clamp<int64_t>(kPackedFloats / (rows * p.step), 1, p.items());
     const int64_t wanted = parts(4 * max_threads(), items * parts(p.n, kBlockColumns));
-    task_rows = even(rows, std::max(kFewestRows, rows / wanted), kRows);
+    task_rows = even(rows, std::clamp(rows / wanted, kFewestRows, kMostRows), kRows);
   }
 };
 
@@ -121,6 +122,7 @@ void multiply_block(const Product& p, const Cut& cut, const Rows& a, const Block
       const int64_t step = a.step(panels);
       for (int64_t c = 0; c < block.columns; c += kColumns, panels.b += kColumns * inner) {
         panels.a = begin;
+        panels.half = block.columns - c <= kColumns / 2;
         for (int64_t r = first; r < end; r += kRows, panels.a += step) {
           kernels().outer_products(panels, std::min(kRows, block.rows - r), sums + r * block.stride + c, block.stride, k == 0);
         }

@@ -22,6 +22,7 @@ struct Panels {
   const float *a, *b;
   const int64_t* lines;
   int64_t count, steps, a_step, b_step, a_row = 1;
+  bool half = false;  // only the first half of the columns is wanted
 };
 
 struct Kernels {
@@ -29,7 +30,7 @@ struct Kernels {
   // to[(v / size·inner + k)·size + v % size]; the last panel is filled up with zeros.
   void (*pack_rows)(const Vectors&, int64_t count, int64_t inner, float* to);
   void (*pack_columns)(const Vectors&, int64_t count, int64_t inner, float* to);
-  // sums[i·stride + j] = Σ a_i·b_j over all steps, i < rows <= kRows, j < kColumns, added to what is there unless `first`.
+  // sums[i·stride + j] = Σ a_i·b_j over all steps, i < rows <= kRows, j < kColumns (or half as many), added to what is there unless `first`.
   void (*outer_products)(const Panels&, int64_t rows, float* sums, int64_t stride, bool first);
 };
 

@@ -118,10 +118,9 @@ void pack(const Vectors& vectors, int64_t count, int64_t inner, float* to) {
 }
 
 // Unrolled by hand: the compiler would keep the sums in memory.
-template <int64_t rows, bool packed>
+template <int64_t rows, bool packed, int64_t kVectors>
 void outer_products(const Panels& panels, float* sums, int64_t stride, bool first) {
   const int64_t a_row = packed ? 1 : panels.a_row;
-  constexpr int64_t kVectors = kColumns / kLanes;
   Floats total[rows][kVectors];
 #pragma GCC unroll 8
   for (int64_t i = 0; i < rows; ++i) {
@@ -153,16 +152,23 @@ void outer_products(const Panels& panels, float* sums, int64_t stride, bool firs
   }
 }
 
-template <bool packed>
+template <bool packed, int64_t vectors>
 void outer_products(const Panels& panels, int64_t rows, float* sums, int64_t stride, bool first) {
   switch (rows) {
-    case 1: return outer_products<1, packed>(panels, sums, stride, first);
-    case 2: return outer_products<2, packed>(panels, sums, stride, first);
-    case 3: return outer_products<3, packed>(panels, sums, stride, first);
-    case 4: return outer_products<4, packed>(panels, sums, stride, first);
-    case 5: return outer_products<5, packed>(panels, sums, stride, first);
-    default: return outer_products<kRows, packed>(panels, sums, stride, first);
+    case 1: return outer_products<1, packed, vectors>(panels, sums, stride, first);
+    case 2: return outer_products<2, packed, vectors>(panels, sums, stride, first);
+    case 3: return outer_products<3, packed, vectors>(panels, sums, stride, first);
+    case 4: return outer_products<4, packed, vectors>(panels, sums, stride, first);
+    case 5: return outer_products<5, packed, vectors>(panels, sums, stride, first);
+    default: return outer_products<kRows, packed, vectors>(panels, sums, stride, first);
   }
+}
+
+template <bool packed>
+void outer_products(const Panels& panels, int64_t rows, float* sums, int64_t stride, bool first) {
+  constexpr int64_t kVectors = kColumns / kLanes;
+  panels.half ? outer_products<packed, kVectors / 2>(panels, rows, sums, stride, first)
+              : outer_products<packed, kVectors>(panels, rows, sums, stride, first);
 }
 
 constexpr Kernels kernels = {
