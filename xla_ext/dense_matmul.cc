@@ -115,7 +115,7 @@ void matmul(const Shape& batch, int64_t m, int64_t k, int64_t n, const Matrix& a
   if (n > 1 && c.strides[column] != 1) {  // rows are written: cᵀ = bᵀ·aᵀ
     return matmul(batch, n, k, m, b.transposed(), a.transposed(), c.transposed());
   }
-  if (!by_onednn(a.dtype)) {
+  if (!by_onednn(a.dtype) || !by_onednn(b.dtype) || !by_onednn(c.dtype)) {
     return product::multiply(batch, m, k, n, a, b, [&](const product::Block& block) { store(block, c.item(batch, block.item)); });
   }
   Product p{batch, m, k, n, a, b, c};
