@@ -95,9 +95,11 @@ inline Uints widened(Halves v) {
   return __builtin_convertvector(v, Uints);
 #endif
 }
-inline Halves narrowed(Uints v) {
+inline Halves narrowed(Uints v) {  // no element is above 0xffff
 #if defined(__AVX512F__)
   return Halves(_mm512_maskz_cvtepi32_epi16(0xffff, __m512i(v)));
+#elif defined(__AVX2__)
+  return Halves(_mm_packus_epi32(_mm256_castsi256_si128(__m256i(v)), _mm256_extracti128_si256(__m256i(v), 1)));
 #else
   return __builtin_convertvector(v, Halves);
 #endif
