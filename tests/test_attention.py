@@ -21,6 +21,7 @@ keras = pytest.importorskip("keras")
 X = randn(2, 5, 8)
 Q, K, V = (randn(2, 5, 4, 8, seed=i) for i in range(3))
 CAUSAL = jnp.tril(jnp.ones((5, 5), bool))
+KEPT = randn(2, 4, 5, 5, seed=7) > -0.5
 
 
 def product(q, k):
@@ -63,6 +64,16 @@ HITS = {
     "attention, batch of one": lambda *arrays: framework()(*(a[:1] for a in arrays)),
     "attention, mask of heads": attention(after=lambda p: p * jnp.arange(4)[:, None, None]),
     "attention, mask of heads by einsum": attention(after=lambda p: jnp.einsum("bnts,n->bnts", p, jnp.arange(4))),
+    "attention, scaled softmax": attention(after=lambda p: p * 0.7),
+    "attention+dropout": attention(after=lambda p: p * (KEPT / 0.7)),
+    "attention+dropout, selected": attention(after=lambda p: jnp.where(KEPT, p / 0.7, 0)),
+    "attention+dropout, turned": attention(after=lambda p: jax.lax.select(~KEPT, jnp.zeros_like(p), p) * 1.5),
+    "attention+dropout, of all items": attention(after=lambda p: p * KEPT[0, 0]),
+    "attention+dropout, of rows": attention(after=lambda p: p * jnp.arange(5)[:, None]),
+    "attention+dropout, bf16": attention(lambda s: s.astype("float32"), lambda p: p.astype("bfloat16") * (KEPT / 0.7).astype("bfloat16")),
+    "attention+mask+dropout": attention(lambda s: jnp.where(CAUSAL, s, -1e9), lambda p: jnp.where(KEPT, p / 0.7, 0)),
+    "attention+mask+dropout, with a mask of heads": attention(
+        lambda s: jnp.where(CAUSAL, s, -1e9), lambda p: jnp.where(KEPT, p / 0.7, 0) * jnp.arange(4)[:, None, None]),
     "attention+bias": attention(lambda s: s * 0.3 + jnp.ones((5, 5))),
     "attention+bias, two": lambda q, k, v: attention(lambda s: s / 3 + q[:, :1, :, :1].swapaxes(1, 2) + jnp.arange(5.0))(q, k, v),
     "attention+bias, given": framework(bias=jnp.ones((2, 4, 5, 5))),
@@ -120,8 +131,9 @@ NEAR_MISSES = {
     "two numbers": (
         attention(lambda s: jnp.where(CAUSAL.T, jnp.where(CAUSAL, s, -9.0), -8.0)), "select_n at ",
         "a mask with another number, -8, than the one before, -9"),
-    "dropout": (attention(after=lambda p: jnp.where(CAUSAL, p, 0)), "select_n at ", "is between the softmax and the product with"),
-    "factor of rows": (attention(after=lambda p: p * jnp.arange(5)[:, None]), "mul at ", "is between the softmax and the product"),
+    "dropped to another number": (attention(after=lambda p: jnp.where(KEPT, p, 0.1)), "select_n at ", "is between the softmax and"),
+    "squared softmax": (attention(after=lambda p: p * p), "mul at ", "is between the softmax and the product"),
+    "shifted softmax": (attention(after=lambda p: p + 1.0), "add at ", "is between the softmax and the product"),
     "softmax of rows": (
         lambda q, k, v: mixed(jax.nn.softmax(product(q, k), 2), v), "dot_general at ", "does not sum over the softmax's axis alone"),
     "no sum": (by_hand(lambda s: jnp.exp(s - s.max(3, keepdims=True))), "exp at ", "is not divided by its sum"),
@@ -289,10 +301,11 @@ def test_scores_near_misses():
     (dict(k_strides=(160, 8, 32)), "k_strides are 3, expected 4"),
     (dict(v_strides=(160, 8, 32, -1)), "v_strides are (160, 8, 32, -1), expected none below 0"),
     (dict(y_strides=(160, 1, 32, 4)), "y has columns 4 elements apart, expected 1"),
-    (dict(has_mask=True), "operand mask (number 3) is missing")], ids=lambda v: next(iter(v)) if isinstance(v, dict) else "")
+    (dict(has_mask=True), "operand mask (number 3) is missing"),
+    (dict(has_factor=True), "operand factor (number 3) is missing")], ids=lambda v: next(iter(v)) if isinstance(v, dict) else "")
 def test_the_kernel_refuses_what_does_not_fit(wrong, sentence):
     strides = dict.fromkeys(("q_strides", "k_strides", "v_strides", "y_strides"), (160, 8, 32, 1))
-    right = dict(batch=[2, 4], rows=5, keys=5, inner=8, columns=8, scale=1.0, fill=0.0, has_bias=False, has_mask=False)
+    right = dict(batch=[2, 4], rows=5, keys=5, inner=8, columns=8, scale=1.0, fill=0.0, has_bias=False, has_mask=False, has_factor=False)
     with pytest.raises(Exception) as caught:
         ffi.call("jaxfuse_attention_fwd", [jax.ShapeDtypeStruct(Q.shape, Q.dtype)], Q, K, V, **right | strides | wrong)
     assert sentence in str(caught.value)

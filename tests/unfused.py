@@ -115,14 +115,14 @@ def _gru(x, w_x, w_h, bias=None, bias_n=None, h0=None, *, gate_order="rzn", rese
     return hs, h
 
 
-def _attention(q, k, v, bias=None, mask=None, *, scale=None):
+def _attention(q, k, v, bias=None, mask=None, factor=1, *, scale=None):
     """As `jax.nn.dot_product_attention` does it: scores and softmax in at least float32."""
     k, v = (jnp.repeat(a, q.shape[2] // a.shape[2], 2) for a in (k, v))
     scores = jnp.einsum("btnd,bsnd->bnts", q, k, preferred_element_type=jnp.promote_types(q.dtype, jnp.float32))
     scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores if bias is None else scores + bias
     scores = scores if mask is None else jnp.where(mask, scores, -1e30)
-    return (jnp.einsum("bnts,bsnd->btnd", jax.nn.softmax(scores).astype(q.dtype), v),)
+    return (jnp.einsum("bnts,bsnd->btnd", (jax.nn.softmax(scores) * factor).astype(q.dtype), v),)
 
 
 UNFUSED = dict(attention=_attention, conv=_conv, batch_norm=_batch_norm, dense=_dense, gru=_gru, group_norm=_group_norm,

@@ -1,4 +1,4 @@
-// jaxfuse_attention_fwd: y = softmax(scale·q·kᵀ + bias)·v in one pass, after Dao et al. 2022: of every row only its largest
+// jaxfuse_attention_fwd: y = (softmax(scale·q·kᵀ + bias)·factor)·v in one pass, after Dao et al. 2022: of every row only its largest
 // score and the sums so far are kept while blocks of keys go by, and a tile of scores never leaves the cache.
 #include "attention.h"
 
@@ -117,8 +117,12 @@ Problem::Problem(const Call& call)
     call.expect_dtype(t, {DType::PRED});
     mask = matrix(call, t, "mask_strides", {rows, keys});
   }
-  for (const auto& m : {bias, mask}) {
-    if (m && m->strides.back() != 1) call.refuse("bias or mask has keys ", m->strides.back(), " elements apart, expected 1");
+  if (call.attr<bool>("has_factor")) {
+    factor = operand(3 + has_bias + has_mask, "factor", "factor_strides", {rows, keys});
+    call.expect_dtype(call.operand(3 + has_bias + has_mask, "factor"), {DType::F32});
+  }
+  for (const auto& m : {bias, mask, factor}) {
+    if (m && m->strides.back() != 1) call.refuse("bias, mask or factor has keys ", m->strides.back(), " elements apart, expected 1");
   }
 }
 
@@ -140,7 +144,7 @@ Matrix Problem::matrix(const Call& call, const Tensor& t, const char* strides, c
 }
 
 Scores Problem::scores(int64_t item, int64_t row, int64_t count, int64_t key, int64_t width, float* s, int64_t stride) const {
-  Scores scores{s, count, width, stride, scale, fill, Element::f32, nullptr, nullptr, 0, 0};
+  Scores scores{s, count, width, stride, scale, fill, Element::f32, nullptr, nullptr, 0, 0, nullptr, 0};
   if (bias) {
     const Matrix m = bias->item(batch, item).from(0, row).from(1, key);
     scores.bias_element = element_of(m.dtype), scores.bias = m.data, scores.bias_row = m.strides[0];
@@ -148,6 +152,10 @@ Scores Problem::scores(int64_t item, int64_t row, int64_t count, int64_t key, in
   if (mask) {
     const Matrix m = mask->item(batch, item).from(0, row).from(1, key);
     scores.mask = static_cast<const uint8_t*>(m.data), scores.mask_row = m.strides[0];
+  }
+  if (factor) {
+    const Matrix m = factor->item(batch, item).from(0, row).from(1, key);
+    scores.factor = static_cast<const float*>(m.data), scores.factor_row = m.strides[0];
   }
   return scores;
 }

@@ -20,20 +20,20 @@ constexpr int64_t kRows = product::kRows, kColumns = product::kColumns;
 inline int64_t parts(int64_t extent, int64_t size) { return (extent + size - 1) / size; }
 inline int64_t padded(int64_t extent, int64_t unit) { return parts(extent, unit) * unit; }
 
-// y = softmax(scale·q·kᵀ + bias)·v for each of the batch: q is [rows, inner], k [keys, inner], v [keys, columns],
-// y [rows, columns]. Where the mask is 0 a score is `fill`.
+// y = (softmax(scale·q·kᵀ + bias)·factor)·v for each of the batch: q is [rows, inner], k [keys, inner], v [keys, columns],
+// y [rows, columns]; the factor, if there is one, is elementwise. Where the mask is 0 a score is `fill`.
 struct Problem {
   Shape batch;
   int64_t rows, keys, inner, columns;
   float scale, fill;
   Matrix q, k, v;
-  std::optional<Matrix> bias, mask;
+  std::optional<Matrix> bias, mask, factor;
 
-  // From the operands q, k, v, then bias and mask where attributes say so.
+  // From the operands q, k, v, then bias, mask and factor where attributes say so.
   explicit Problem(const Call&);
 
   int64_t items() const { return size_of(batch); }
-  size_t operands() const { return 3 + bias.has_value() + mask.has_value(); }
+  size_t operands() const { return 3 + bias.has_value() + mask.has_value() + factor.has_value(); }
   // The tensor's matrices, [extents...] each, laid as the attribute says.
   Matrix matrix(const Call&, const Tensor&, const char* strides, const Shape& extents) const;
   Scores scores(int64_t item, int64_t row, int64_t rows, int64_t key, int64_t keys, float* s, int64_t stride) const;

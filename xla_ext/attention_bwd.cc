@@ -1,7 +1,7 @@
 // jaxfuse_attention_bwd: the gradients of attention, the softmax computed again tile by tile from what the forward pass kept of
 // each row (Dao et al. 2022):
 //
-//     p = e^(s - largest)·inverse,  dv = pᵀ·dy,  ds = p·(dy·vᵀ - Σ dy·y),  dq = scale·ds·k,  dk = scale·dsᵀ·q
+//     p = e^(s - largest)·inverse,  dv = (p·f)ᵀ·dy,  ds = p·(f·(dy·vᵀ) - Σ dy·y),  dq = scale·ds·k,  dk = scale·dsᵀ·q,  f the factor
 #include <algorithm>
 
 #include "attention.h"

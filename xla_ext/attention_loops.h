@@ -38,16 +38,17 @@ Ints mask_of(const uint8_t* p, Lanes lanes) {
 }
 
 // What the softmax is taken of, of one row: score(c, lanes).
-template <class T, bool has_bias, bool has_mask>
+template <class T, bool has_bias, bool has_mask, bool has_factor>
 struct Row {
   const Scores& scores;
   const float* s;
   const T* bias;
   const uint8_t* mask;
+  const float* factor;
 
   Row(const Scores& of, int64_t row)
       : scores(of), s(of.s + row * of.stride), bias(static_cast<const T*>(of.bias) + (has_bias ? row * of.bias_row : 0)),
-        mask(of.mask + (has_mask ? row * of.mask_row : 0)) {}
+        mask(of.mask + (has_mask ? row * of.mask_row : 0)), factor(of.factor + (has_factor ? row * of.factor_row : 0)) {}
 
   template <class Lanes>
   Floats score(int64_t c, Lanes lanes) const {
@@ -61,17 +62,26 @@ struct Row {
     if constexpr (has_mask) return mask_of(mask + c, lanes) ? v : Floats{};
     return v;
   }
+  template <class Lanes>
+  Floats kept(int64_t c, Floats v, Lanes lanes) const {
+    if constexpr (has_factor) return v * load(factor + c, lanes);
+    return v;
+  }
 };
 
 // f(row) for each of the rows, with what they have known to the compiler.
 template <class F>
 void for_rows(const Scores& scores, F f) {
-  const auto each = [&](auto type, auto has_bias, auto has_mask) {
-    for (int64_t i = 0; i < scores.rows; ++i) f(Row<decltype(type), has_bias.value, has_mask.value>(scores, i), i);
+  const auto each = [&](auto type, auto has_bias, auto has_mask, auto has_factor) {
+    for (int64_t i = 0; i < scores.rows; ++i) {
+      f(Row<decltype(type), has_bias.value, has_mask.value, has_factor.value>(scores, i), i);
+    }
   };
-  with_bool(scores.mask != nullptr, [&](auto has_mask) {
-    if (!scores.bias) return each(float{}, Constant<false>{}, has_mask);
-    with_element(scores.bias_element, [&](auto type) { each(type, Constant<true>{}, has_mask); });
+  with_bool(scores.factor != nullptr, [&](auto has_factor) {
+    with_bool(scores.mask != nullptr, [&](auto has_mask) {
+      if (!scores.bias) return each(float{}, Constant<false>{}, has_mask, has_factor);
+      with_element(scores.bias_element, [&](auto type) { each(type, Constant<true>{}, has_mask, has_factor); });
+    });
   });
 }
 
@@ -92,7 +102,7 @@ void softmax(const Scores& scores, const Softmax& state, bool first) {
     Floats sum{};
     for_vectors(0, scores.keys, [&](int64_t c, auto lanes) {
       const Floats e = exp(load(s + c, lanes) - shift);
-      store(s + c, e, lanes);
+      store(s + c, row.kept(c, e, lanes), lanes);
       sum += only(e, lanes);
     });
     state.largest[i] = largest;
@@ -136,11 +146,13 @@ void gradient(const Scores& scores, const Gradient& g) {
     for_vectors(0, scores.keys, [&](int64_t c, auto lanes) {
       const Floats p = exp(row.score(c, lanes) - largest) * inverse;
       store(s + c, p, lanes);
-      sum += only(p * load(dp + c, lanes), lanes);
+      sum += only(p * row.kept(c, load(dp + c, lanes), lanes), lanes);
     });
     const Floats delta = broadcast(g.delta ? g.delta[i] : total(sum));
     for_vectors(0, scores.keys, [&](int64_t c, auto lanes) {
-      const Floats dscore = row.unmasked(c, load(s + c, lanes) * (load(dp + c, lanes) - delta), lanes);
+      const Floats p = load(s + c, lanes);
+      const Floats dscore = row.unmasked(c, p * (row.kept(c, load(dp + c, lanes), lanes) - delta), lanes);
+      store(s + c, row.kept(c, p, lanes), lanes);
       store(dp + c, dscore * scores.scale, lanes);
       if (dscores) store(dscores + c, dscore, lanes);
     });

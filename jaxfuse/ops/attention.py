@@ -1,8 +1,8 @@
-"""attention: y = softmax(scale·q·kᵀ + bias)·v as one op, and its gradients.
+"""attention: y = (f·softmax(scale·q·kᵀ + bias))·v as one op, and its gradients.
 
-With p = softmax(s) and s = scale·q·kᵀ + bias, of the cotangent dy:
+With p = softmax(s), s = scale·q·kᵀ + bias and a factor f for each p (dropout's), of the cotangent dy:
 
-    dv = pᵀ·dy,  dp = dy·vᵀ,  ds = p·(dp - Σ p·dp),  Σ p·dp = Σ dy·y,  dq = scale·ds·k,  dk = scale·dsᵀ·q,  dbias = ds
+    dv = (f·p)ᵀ·dy,  dp = f·(dy·vᵀ),  ds = p·(dp - Σ p·dp),  Σ p·dp = Σ dy·y,  dq = scale·ds·k,  dk = scale·dsᵀ·q,  dbias = ds
 
 Scores are never in memory: of each row its largest score and the sum of its exponentials are kept, and the backward pass
 computes them again (Dao et al. 2022).
@@ -24,9 +24,9 @@ from jaxfuse.ops.errors import Arguments, Array
 MASKED = -1e30  # the score where a mask is False: less than any that a network makes, and a row of nothing else is no NaN
 
 
-def attention(q: Array, k: Array, v: Array, bias: Array | None = None, mask: Array | None = None, *,
-              scale: float | None = None) -> jax.Array:
-    """Attention of several heads: y = softmax(scale · q·kᵀ + bias) · v      (Vaswani et al. 2017)
+def attention(q: Array, k: Array, v: Array, bias: Array | None = None, mask: Array | None = None,
+              factor: Array | None = None, *, scale: float | None = None) -> jax.Array:
+    """Attention of several heads: y = (factor · softmax(scale · q·kᵀ + bias)) · v      (Vaswani et al. 2017)
 
     Args:
       q: queries `[batch, rows, heads, features]`, float.
@@ -34,13 +34,15 @@ def attention(q: Array, k: Array, v: Array, bias: Array | None = None, mask: Arr
         fewer heads than q, by a whole factor n: then n heads of q after one another share one of them (grouped queries).
       bias: added to the scores; broadcast to `[batch, heads, rows, keys]`. Float.
       mask: bool, broadcast like bias: a score where it is False is -1e30, and gives 0 unless the whole row is masked.
+      factor: of each number that the softmax gives, broadcast like bias: dropout's 0 or 1/(1 - rate). Float.
       scale: of the product, by default 1/sqrt(features).
 
     Returns: `[batch, rows, heads, features of v]` in q's dtype. Scores, softmax and sums are float32.
     Raises: OpError (a ValueError), at trace time, for shapes, dtypes or options that do not fit.
     """
     arguments = Arguments("attention")
-    arguments.floats(q=q, k=k, v=v, **({} if bias is None else dict(bias=bias)))
+    added = dict(bias=bias, mask=mask, factor=factor)
+    arguments.floats(q=q, k=k, v=v, **{name: a for name, a in added.items() if a is not None and name != "mask"})
     for name, array in dict(q=q, k=k, v=v).items():
         arguments.check(array.ndim == 4, name, f"of rank {array.ndim}", "rank 4: (batch, rows, heads, features)", "reshape it")
         arguments.check(array.dtype == q.dtype, name, str(array.dtype), f"{q.dtype}, as q is", "cast one of them")
@@ -54,7 +56,7 @@ def attention(q: Array, k: Array, v: Array, bias: Array | None = None, mask: Arr
         "btngd", "bsnd", "bsne", "btnge", out_dtype=str(q.dtype), fill=MASKED,
         scale=1 / math.sqrt(max(1, features)) if scale is None else arguments.number("scale", scale))
     operands = [q.reshape(batch, rows, shared, groups, features), k, v]
-    for name, array in dict(bias=bias, mask=mask).items():
+    for name, array in added.items():
         if array is not None:
             spec, laid = _broadcast(arguments, name, array, (batch, shared, groups, rows, keys))
             config = dataclasses.replace(config, **{name: spec})
@@ -63,7 +65,7 @@ def attention(q: Array, k: Array, v: Array, bias: Array | None = None, mask: Arr
 
 
 def _broadcast(arguments, name: str, array, sizes):
-    """The letters of those axes of the scores along which a bias or a mask is not repeated, and the array with these alone."""
+    """The letters of those axes of the scores along which this is not repeated, and the array with these alone."""
     batch, shared, groups, rows, keys = sizes
     wanted = batch, shared * groups, rows, keys
     if name == "mask":
@@ -94,14 +96,18 @@ def _scores(config: AttentionConfig, q, k, bias, mask):
     return scores if mask is None else jnp.where(laid(mask, config.mask, config.scores), scores, config.fill)
 
 
+def _times(config: AttentionConfig, scores, factor):
+    return scores if factor is None else scores * laid(factor, config.factor, config.scores).astype(scores.dtype)
+
+
 def _reference(config: AttentionConfig, *args):
-    q, k, v, bias, mask = config.unpack(args)
+    q, k, v, bias, mask, factor = config.unpack(args)
     scores = _scores(config, q, k, bias, mask)
     largest = lax.stop_gradient(scores).max(-1, initial=-jnp.inf)  # the softmax is the same whatever is subtracted
     largest = jnp.where(largest == -jnp.inf, 0, largest)
     e = jnp.exp(scores - largest[..., None])
     inverse = 1 / e.sum(-1)
-    p = (e * inverse[..., None]).astype(v.dtype)
+    p = _times(config, e * inverse[..., None], factor).astype(v.dtype)
     y = _product(f"{config.scores},{config.v}->{config.out}", p, v).astype(config.out_dtype)
     return (y, largest, inverse) if config.saving else (y,)
 
@@ -111,9 +117,9 @@ def _keep(config: AttentionConfig, args, outs):
 
 
 def _tangent(config: AttentionConfig, kept, tangents):
-    q, k, v, bias, mask = config.unpack(kept[:-3])
+    q, k, v, bias, mask, factor = config.unpack(kept[:-3])
     largest, inverse = kept[-2:]
-    dq, dk, dv, dbias, _ = config.unpack(tangents)
+    dq, dk, dv, dbias, _, dfactor = config.unpack(tangents)
     scores = _scores(config, q, k, bias, mask)
     p = jnp.exp(scores - largest[..., None]) * inverse[..., None]
     ds = jnp.zeros_like(scores)
@@ -125,9 +131,11 @@ def _tangent(config: AttentionConfig, kept, tangents):
     if mask is not None:
         ds = jnp.where(laid(mask, config.mask, config.scores), ds, 0)
     mix = f"{config.scores},{config.v}->{config.out}"
-    dy = _product(mix, p * (ds - (p * ds).sum(-1, keepdims=True)), _wide(v))
+    dy = _product(mix, _times(config, p * (ds - (p * ds).sum(-1, keepdims=True)), factor), _wide(v))
     if dv is not None:
-        dy = dy + _product(mix, p, _wide(dv))
+        dy = dy + _product(mix, _times(config, p, factor), _wide(dv))
+    if dfactor is not None:
+        dy = dy + _product(mix, _times(config, p, dfactor), _wide(v))
     return (dy.astype(config.out_dtype),)
 
 
@@ -147,22 +155,25 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def _refuse(config: AttentionConfig, args) -> str | None:
-    q, k, v, bias, mask = config.unpack(args)
+    q, k, v, bias, mask, factor = config.unpack(args)
     dtypes = {str(a.dtype) for a in (q, k, v)}
     if len(dtypes) > 1 or str(q.dtype) not in _DTYPES or config.out_dtype not in (str(q.dtype), "float32"):
         return f"dtypes {q.dtype}, {k.dtype}, {v.dtype} -> {config.out_dtype}: the kernel takes one of {', '.join(_DTYPES)}"
-    if bias is not None and str(bias.dtype) not in _DTYPES:
-        return f"bias of dtype {bias.dtype}: the kernel takes {', '.join(_DTYPES)}"
+    other = next((a.dtype for a in (bias, factor) if a is not None and str(a.dtype) not in _DTYPES), None)
+    if other is not None:
+        return f"bias or factor of dtype {other}: the kernel takes {', '.join(_DTYPES)}"
     empty = next((a for a in (q, k, v) if 0 in a.shape), None)
     return f"empty array of shape {tuple(empty.shape)}" if empty is not None else ffi.unavailable("jaxfuse_attention_fwd")
 
 
 def _refuse_backward(linear: Linear, args) -> str | None:
+    if linear.config.unpack(linear.active)[5]:
+        return "the kernel has no gradient of the factor"
     return _refuse(linear.config, args[: len(linear.types)])
 
 
 def _laid_out(config: AttentionConfig, args, y_shape) -> tuple[dict, list]:
-    """The attributes that both targets are told, and their operands q, k, v, bias, mask: of the last two the keys side by side."""
+    """The attributes that both targets are told, and their operands: q, k, v and, the keys side by side, bias, mask, factor."""
     q, k, v, *added = config.unpack(args)
     sizes, batch = config.sizes(q, k, v), config.batch
     attributes: dict = {name: sizes[letter] for name, letter in dict(rows="t", keys="s", inner="d", columns="e").items()}
@@ -171,12 +182,12 @@ def _laid_out(config: AttentionConfig, args, y_shape) -> tuple[dict, list]:
                                       ("y", config.out, y_shape, "te")):
         attributes[f"{name}_strides"] = strides(spec, shape, batch + matrix)
     operands = [q, k, v]
-    for name, spec, array in zip(("bias", "mask"), (config.bias, config.mask), added):
+    for name, spec, array in zip(("bias", "mask", "factor"), (config.bias, config.mask, config.factor), added):
         attributes[f"has_{name}"] = array is not None
         if array is not None:
             array = jnp.moveaxis(array, spec.index("s"), -1) if "s" in spec else jnp.repeat(array[..., None], sizes["s"], -1)
             attributes[f"{name}_strides"] = strides(spec.replace("s", "") + "s", array.shape, config.scores)
-            operands.append(array)
+            operands.append(array.astype(jnp.float32) if name == "factor" else array)
     return attributes, operands
 
 

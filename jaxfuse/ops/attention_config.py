@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
-    """Everything static about an attention: out = softmax(scale · q·k + bias) · v, with `fill` for the scores where the mask is
-    False. A letter that an array lacks is an axis along which it is repeated; `out` has all letters of the batch."""
+    """Everything static about an attention: out = (softmax(scale · q·k + bias) · factor) · v, with `fill` for the scores where the
+    mask is False. A letter that an array lacks is an axis along which it is repeated; `out` has all letters of the batch."""
 
     q: str
     k: str
@@ -18,6 +18,7 @@ class AttentionConfig:
     out: str
     bias: str | None = None
     mask: str | None = None
+    factor: str | None = None
     scale: float = 1.0
     fill: float = 0.0
     out_dtype: str = "float32"
@@ -36,19 +37,19 @@ class AttentionConfig:
         return self.batch + "ts"
 
     def unpack(self, args):
-        """(q, k, v, bias, mask) from the op's argument list, None for what is absent."""
+        """(q, k, v, bias, mask, factor) from the op's argument list, None for what is absent."""
         q, k, v, *rest = args
         rest = iter(rest)
-        return q, k, v, *[next(rest) if has else None for has in (self.bias is not None, self.mask is not None)]
+        return q, k, v, *[None if spec is None else next(rest) for spec in (self.bias, self.mask, self.factor)]
 
     def sizes(self, q, k, v) -> dict[str, int]:
         """How long each letter's axis is."""
         return {letter: n for spec, a in ((self.q, q), (self.k, k), (self.v, v)) for letter, n in zip(spec, a.shape)}
 
     def item_axes(self) -> tuple[int | None, ...]:
-        """The axis of q, k, v, bias, mask (those there are), out and a row's statistics along which items of the batch lie."""
+        """The axis of q, k, v, bias, mask, factor (those there are), out and a row's statistics along which items of the batch lie."""
         item = next((letter for letter in self.batch if all(letter in spec for spec in (self.q, self.k, self.v))), None)
-        specs = self.q, self.k, self.v, self.bias, self.mask, self.out, self.scores
+        specs = self.q, self.k, self.v, self.bias, self.mask, self.factor, self.out, self.scores
         return tuple(spec.index(item) if item is not None and item in spec else None for spec in specs if spec is not None)
 
 

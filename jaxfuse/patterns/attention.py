@@ -46,19 +46,19 @@ def match(graph, node: Node, claimed: set[int], measured):
 
 class _Site:
     """An attention as it will run. `inputs` are q, k, v and the biases as its nodes read them, `moving` the same before the first three
-    were widened, if all were; `fixed` what has no gradient: masks and factors."""
+    were widened, if all were; `fixed` what has no gradient: masks, factors and dropout."""
 
     def __init__(self, graph: Graph, part, node: Node, form: Form):
         self.graph, self.part, self.node, self.form, self.end = graph, part, node, form, part.original(form.end)
         self.inputs = [part.original(v) for v in (form.q, form.k, form.v, *[o.value for o in form.biases])]
-        self.fixed = [part.original(o.value) for o in (*form.masks, *form.factors)]
+        self.fixed = [part.original(o.value) for o in (*form.masks, *form.factors, *form.dropped)]
         narrow = [unwidened(v) for v in self.inputs[:3]]
         self.moving = [*narrow, *self.inputs[3:]] if len({v.dtype for v in narrow}) == 1 else self.inputs
-        self.label = "attention" + "+bias" * bool(form.biases) + "+mask" * bool(form.masks)
+        self.label = "attention" + "+bias" * bool(form.biases) + "+mask" * bool(form.masks) + "+dropout" * bool(form.dropped)
         self.config = AttentionConfig(*form.specs, form.out.replace("e", "") + "e", scale=form.scale, fill=form.fill,
                                       out_dtype=str(self.end.dtype))
         spec: dict = {name: "".join(a for a in self.config.scores if any(a in o.spec for o in found)) if found else None
-                for name, found in (("bias", form.biases), ("mask", form.masks))}
+                for name, found in (("bias", form.biases), ("mask", form.masks), ("factor", form.dropped))}
         self.config = dataclasses.replace(self.config, **spec)
 
     def matches(self, measured) -> list[Match] | str:
@@ -94,13 +94,20 @@ class _Site:
         return ""
 
     def _operands(self, moving, fixed) -> list:
-        """The op's arguments: all biases as one, all masks as one, and the values times their factors."""
+        """The op's arguments: all biases as one, all masks as one, what is dropped as one, and the values times their factors."""
         form, config = self.form, self.config
         q, k, v, *biases = moving
-        masks = [jnp.logical_not(a) if o.inverted else a for a, o in zip(fixed, form.masks)]
-        for operand, array in zip(form.factors, fixed[len(masks) :]):
+        signed = [jnp.logical_not(a) if o.inverted else a for a, o in zip(fixed, (*form.masks, *form.factors, *form.dropped))]
+        masks, signed = signed[: len(form.masks)], signed[len(form.masks) :]
+        factors, dropped = signed[: len(form.factors)], signed[len(form.factors) :]
+        for operand, array in zip(form.factors, factors):
             v = (v * _laid(operand, array, config.v)).astype(v.dtype)
-        joined = (form.biases, biases, config.bias, jnp.add), (form.masks, masks, config.mask, jnp.logical_and)
+        if dropped:
+            dropped = [dropped[0] * jnp.float32(form.rest), *dropped[1:]]
+        elif form.rest != 1:
+            v = v * jnp.asarray(form.rest, v.dtype)
+        joined = ((form.biases, biases, config.bias, jnp.add), (form.masks, masks, config.mask, jnp.logical_and),
+                  (form.dropped, dropped, config.factor, jnp.multiply))
         return [q, k, v, *[functools.reduce(join, [_laid(o, a, spec) for o, a in zip(found, arrays)])
                            for found, arrays, spec, join in joined if found]]
 
@@ -142,7 +149,8 @@ class _Site:
     def _backward(self, gradient: "_Gradient", types, saved: tuple[Value, ...]) -> Match | str:
         """The match of the gradients, or why not."""
         wants_bias = max(gradient.of) > 2
-        active = (*[i in gradient.of for i in range(3)], *[wants_bias] * bool(self.form.biases), *[False] * bool(self.form.masks))
+        active = (*[i in gradient.of for i in range(3)], *[wants_bias] * bool(self.form.biases),
+                  *[False] * (bool(self.form.masks) + bool(self.form.dropped)))
         linear = Linear(dataclasses.replace(self.config, saving=True), active, types, len(types) + 3)
         kept = tuple(v.aval for v in saved)
         kernel, reason = OP.backward.kernel(linear, (*types, *kept, kept[0]))

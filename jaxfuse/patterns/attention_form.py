@@ -13,8 +13,8 @@ LETTERS = "bcfghijklmnopqruvwxyz"  # less those with a meaning: t, s, d, e
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """softmax(scale·q·k + biases, `fill` where a mask is False)·v, v times its `factors`. `end` is the result after the transposes
-    that follow."""
+    """(`rest`·softmax(scale·q·k + biases, `fill` where a mask is False)·dropped)·v, v times its `factors`. `end` is the result after
+    the transposes that follow."""
 
     q: Value
     k: Value
@@ -25,6 +25,8 @@ class Form:
     masks: tuple[Operand, ...]
     fill: float
     factors: tuple[Operand, ...]
+    dropped: tuple[Operand, ...]  # arrays, or masks: 0 where they are False
+    rest: float
     end: Value
     out: str  # the letters of `end`, those of axes of length 1 that it lacks before them
     nodes: tuple[Node, ...]
@@ -44,10 +46,11 @@ class _Reader:
     def __init__(self, part, node: Node, dead):
         self.part, self.node, self.dead = part, node, dead
         self.nodes, self.value = [node], node.out
-        self.scale, self.fill = 1.0, 0.0
+        self.scale, self.fill, self.rest = 1.0, 0.0, 1.0
         self.biases: list[Operand] = []
         self.masks: list[Operand] = []
         self.factors: list[Operand] = []
+        self.dropped: list[Operand] = []
         self.key_axis: str | None = None
         (left, right), (left_batch, right_batch) = node.params["dimension_numbers"]
         self.fresh = iter(LETTERS)
@@ -178,7 +181,7 @@ class _Reader:
                 return self._read_elsewhere()
             if node.primitive == "dot_general" and node.params["dimension_numbers"][0][0]:
                 return self._mixed(node)
-            if not self._moved(node) and not self._factor(node):
+            if not self._moved(node) and not self._factor(node) and not self._dropout(node):
                 return f"{node} is between the softmax and the product with the values"
         return "it is far from the softmax to the product with the values"
 
@@ -203,6 +206,25 @@ class _Reader:
             return False
         self.factors.append(found)
         self._take(node, after)
+        return True
+
+    def _dropout(self, node: Node) -> bool:
+        """Takes what multiplies the softmax: a number, an array, or a mask outside of which it is 0."""
+        if len(node.outputs) != 1 or node.out.shape != self.value.shape:
+            return False
+        number = scale_factor(node, self.value)
+        if number is not None:
+            self.rest *= number
+        elif node.primitive == "mul" and node.inputs[0] is not node.inputs[1]:
+            other = node.inputs[1] if node.inputs[0] is self.value else node.inputs[0]
+            self.dropped.append(origin(other, aligned(other, self.value, self.labels)))
+        elif node.primitive == "select_n" and len(node.inputs) == 3 and 0 in map(constant, node.inputs[1:]):
+            which, first, _ = node.inputs
+            found = origin(which, aligned(which, self.value, self.labels))
+            self.dropped.append(dataclasses.replace(found, inverted=first is self.value))
+        else:
+            return False
+        self._take(node)
         return True
 
     def _mixed(self, node: Node) -> Form | str:
@@ -248,8 +270,9 @@ class _Reader:
         if any(None in spec for spec in specs) or any(sizes[a] > 1 for a in self.sides[1 - keys] if renamed.get(a, a) in lost):
             return f"{self.node} and the product with the values do not have the same axes"
         of_q, of_k, of_v = ("".join(filter(None, spec)) for spec in specs)
-        return Form(q, k, v, (of_q, of_k, of_v), self.scale, operands(self.biases), operands(self.masks), self.fill,
-                    tuple(self.factors), self.value, "".join((*lost, *filter(None, named(self.labels)))), tuple(self.nodes))
+        out = "".join((*lost, *filter(None, named(self.labels))))
+        return Form(q, k, v, (of_q, of_k, of_v), self.scale, operands(self.biases), operands(self.masks), self.fill, tuple(self.factors),
+                    operands(self.dropped), self.rest, self.value, out, tuple(self.nodes))
 
 
 def _maximum_of(value: Value) -> Node | None:

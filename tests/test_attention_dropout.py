@@ -1,0 +1,123 @@
+"""Dropout on attention's softmax, in every framework's spelling, forward and with its gradients; and a factor that is learnt."""
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxfuse
+from compare import distance, pairs
+from jaxfuse import ops
+from recognition import FUSED, randn, rows, scalar
+
+keras = pytest.importorskip("keras")
+X, KEY, RATE = randn(2, 5, 8), jax.random.key(3), 0.3
+CAUSAL = jnp.tril(jnp.ones((5, 5), bool))
+
+
+def product(q, k):
+    return jnp.einsum("btnd,bsnd->bnts", q, k) / 2
+
+
+def mixed(p, v):
+    return jnp.einsum("bnts,bsnd->btnd", p, v)
+
+
+def linen(broadcast):
+    model = nn.MultiHeadDotProductAttention(2, dropout_rate=RATE, broadcast_dropout=broadcast, deterministic=False)
+    variables = model.init(dict(params=jax.random.key(0), dropout=KEY), X)
+    return lambda v, x: model.apply(v, x, rngs=dict(dropout=KEY), mask=nn.make_causal_mask(x[..., 0])), variables
+
+
+class Layer(nn.Module):
+    """With the softmax dropped by `nn.Dropout`, as Hugging Face's models have it."""
+
+    @nn.compact
+    def __call__(self, x):
+        q, k, v = (nn.DenseGeneral((2, 4))(x) for _ in range(3))
+        p = nn.Dropout(RATE, deterministic=False)(nn.softmax(product(q, k)))
+        return nn.DenseGeneral(8, axis=(-2, -1))(mixed(p, v))
+
+
+def linen_layer():
+    variables = Layer().init(dict(params=jax.random.key(0), dropout=KEY), X)
+    return lambda v, x: Layer().apply(v, x, rngs=dict(dropout=KEY)), variables
+
+
+def nnx_layer():
+    layer = nnx.MultiHeadAttention(2, 8, dropout_rate=RATE, deterministic=False, decode=False, rngs=nnx.Rngs(0))
+    graph, weights, others = nnx.split(layer, nnx.Param, ...)
+    return lambda weights, x: nnx.merge(graph, weights, others)(x, rngs=nnx.Rngs(3)), weights
+
+
+def haiku():
+    def layer(x):
+        q, k, v = (hk.Linear(8)(x).reshape(2, 5, 2, 4) for _ in range(3))
+        p = hk.dropout(hk.next_rng_key(), RATE, jax.nn.softmax(product(q, k)))
+        return hk.Linear(8)(mixed(p, v).reshape(2, 5, 8))
+
+    net = hk.transform(layer)
+    return lambda weights, x: net.apply(weights, KEY, x), net.init(jax.random.key(0), X)
+
+
+def equinox():
+    arrays, rest = eqx.partition(eqx.nn.MultiheadAttention(2, 8, dropout_p=RATE, key=jax.random.key(0)), eqx.is_array)
+
+    def apply(arrays, x):
+        return jax.vmap(lambda x, key: eqx.combine(arrays, rest)(x, x, x, CAUSAL, key=key))(x, jax.random.split(KEY, 2))
+
+    return apply, arrays
+
+
+def keras_layer():
+    layer = keras.layers.MultiHeadAttention(2, 4, dropout=RATE)
+    layer.build(X.shape, X.shape)
+    state = [v.value for v in layer.non_trainable_variables]
+    return (lambda w, x: layer.stateless_call(w, state, x, x, training=True)[0]), [v.value for v in layer.trainable_variables]
+
+
+LAYERS = {
+    "attention+mask+dropout, linen": lambda: linen(False),
+    "attention+mask+dropout, linen, one mask for all": lambda: linen(True),
+    "attention+dropout, linen's Dropout": linen_layer,
+    "attention+dropout, nnx": nnx_layer,
+    "attention+dropout, haiku": haiku,
+    "attention+mask+dropout, equinox": equinox,
+    "attention+dropout, keras": keras_layer,
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layer_of_a_framework(name):
+    kind, (apply, weights) = name.split(",")[0], LAYERS[name]()
+    step = jax.grad(scalar(apply), (0, 1))
+    assert [row for row in rows(apply, weights, X) if "attention" in row[0]] == [(kind, FUSED)]
+    assert [row for row in rows(step, weights, X) if "attention" in row[0]] == [(kind, FUSED), (f"backward {kind}", FUSED)]
+    of_fused = jax.grad(scalar(jaxfuse.fuse(apply, policy="always")), (0, 1))
+    for made in (jaxfuse.fuse(step, policy="always"), of_fused):
+        for value, wanted in pairs(jax.jit(made)(weights, X), jax.jit(step)(weights, X)):
+            np.testing.assert_allclose(value, wanted, rtol=1e-4, atol=1e-5)  # the gradient of the keys' bias is 0
+
+
+def test_a_factor_that_is_learnt():
+    """Its gradient is JAX's own: no kernel has it, and none claims the attention of a program that computes it."""
+    q, k, v, factor = *(randn(2, 5, 2, 4, seed=i) for i in range(3)), randn(2, 5, 5)
+
+    def plain(q, k, v, factor):
+        return mixed(jax.nn.softmax(product(q, k)) * factor, v)
+
+    def fused(q, k, v, factor):
+        return ops.attention(q, k, v, factor=factor)
+
+    wanted = jax.grad(scalar(plain), (0, 1, 2, 3))(q, k, v, factor)
+    for function in (fused, jaxfuse.fuse(plain, policy="always")):
+        for value, true in pairs(jax.jit(jax.grad(scalar(function), (0, 1, 2, 3)))(q, k, v, factor), wanted):
+            assert distance(value, true) < 1e-5
+    step = jax.grad(scalar(plain), (0, 1, 2, 3))
+    assert "is read by" in dict(rows(step, q, k, v, factor))["attention"]
+    for value, true in pairs(jax.jit(jaxfuse.fuse(step, policy="always"))(q, k, v, factor), wanted):
+        assert distance(value, true) < 1e-5
