@@ -210,7 +210,7 @@ def test_autodiff_keeps_inputs_statistics_and_outputs(name, kernel):
     if case.op == "max_pool":
         allowed += [y.size]
     if case.op == "attention":  # two numbers of each row, too
-        allowed = [a.nbytes for a in (*arrays.values(), y, *[case.options[n] for n in case.options if n == "mask"])]
+        allowed = [a.nbytes for a in (*arrays.values(), y, *[case.options[n] for n in ("mask", "factor") if n in case.options])]
         allowed += [4 * y.size // y.shape[-1]] * 2
     if case.op in RECURRENT:  # also h, c and the gates of every step, and the first states
         gates, states = 3 if case.options.get("reset_after") is False else 4, 2 if case.op == "lstm" else 1
