@@ -119,7 +119,7 @@ void gru_fwd(const Call& call) {
   a.h0 = sequence.of_state(h0);
   a.bias = sequence.of_bias(call.operand(2, "bias"), 3 + after);
   a.hs = sequence.of_steps(call.result(0, "hs"), sequence.state_type, 1);
-  if (save) a.gates = sequence.of_steps(call.result(1, "gates"), DType::F32, 3 + after);
+  if (save) a.gates = sequence.of_steps(call.result(1, "gates"), sequence.gate_type, 3 + after);
   sequence.run(kernels().gru_forward);
 }
 
@@ -132,7 +132,7 @@ void gru_bwd(const Call& call) {
   a.reset_after = after;
   a.h0 = sequence.of_state(h0);
   a.hs = sequence.of_steps(call.operand(2, "hs"), sequence.state_type, 1);
-  a.gates = sequence.of_steps(call.operand(3, "gates"), DType::F32, 3 + after);
+  a.gates = sequence.of_steps(call.operand(3, "gates"), sequence.gate_type, 3 + after);
   a.dhs = sequence.of_steps(call.operand(4, "dhs"), sequence.state_type, 1);
   a.dgx = sequence.of_steps(call.result(0, "dgx"), sequence.gate_type, 3);
   a.dbias = sequence.of_bias(call.result(1, "dbias"), 3 + after);

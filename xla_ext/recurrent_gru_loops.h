@@ -3,9 +3,6 @@
 //   r = σ(gx_r + b_r + h·Wr);  z = σ(gx_z + b_z + h·Wz);  h' = (1 - z)·n + z·h
 //   n = tanh(gx_n + b_n + r·m), m = h·Wn + b_m    reset after the product
 //   n = tanh(gx_n + b_n + (r·h)·Wn)               reset before it
-//
-// r, z, n and m are kept in f32: the gradients are made of 1 - z, 1 - n² and h - n, and those of the bias would err by twice as
-// much if bf16 were kept.
 #pragma once
 
 #include "recurrent_share.h"
@@ -19,7 +16,7 @@ void gru_forward_after(const Args& a, const Team& team) {
   const int64_t n = a.hidden;
   const OwnGates<G, 3> own(share, 3 * n);
   const auto gx = steps<const G>(a, a.gx, 3 * n);
-  const auto gates = steps<float>(a, a.gates, 4 * n);
+  const auto gates = steps<G>(a, a.gates, 4 * n);
   const auto hs = steps<S>(a, a.hs, n, a.h0);
   share.template exchange_initial<G, S>();
   for (int64_t s = 0; s < a.length; ++s) {
@@ -35,7 +32,7 @@ void gru_forward_after(const Args& a, const Team& team) {
       store(zs, x + r * m);
       store(zs + kLanes, z);
       if (a.gates != nullptr) {
-        float* kept = gates.at(t, row) + unit;
+        G* kept = gates.at(t, row) + unit;
         keep(kept, n, lanes, r, z), keep(kept + 3 * n, n, lanes, m);
       }
     };
@@ -59,7 +56,7 @@ void gru_forward_before(const Args& a, const Team& team) {
   const OwnColumns<G> candidates{share, static_cast<G*>(a.packed) + 2 * share.blocks * n * kLanes, n};
   candidates.pack_columns(a.wh, 3 * n, 2 * n);
   const auto gx = steps<const G>(a, a.gx, 3 * n);
-  const auto gates = steps<float>(a, a.gates, 3 * n);
+  const auto gates = steps<G>(a, a.gates, 3 * n);
   const auto hs = steps<S>(a, a.hs, n, a.h0);
   float* reset = a.exchanged + 2 * a.batch * n;  // r·h of all threads
   share.template exchange_initial<G, S>();
@@ -96,7 +93,7 @@ void gru_backward_after(const Args& a, const Team& team) {
   const int64_t n = a.hidden;
   const OwnColumns<G> transposed{share, static_cast<G*>(a.packed), 3 * n};
   transposed.pack_rows(a.wh, 3 * n, 0);
-  const auto gates = steps<const float>(a, a.gates, 4 * n);
+  const auto gates = steps<const G>(a, a.gates, 4 * n);
   const auto dgx = steps<G>(a, a.dgx, 3 * n), dm = steps<G>(a, a.dm, n);
   const auto hs = steps<const S>(a, a.hs, n, a.h0), dhs = steps<const S>(a, a.dhs, n);
   share.clear_sums(4);
@@ -104,7 +101,7 @@ void gru_backward_after(const Args& a, const Team& team) {
     const int64_t t = share.step(s);
     float* exchanged = a.exchanged + s % 2 * a.batch * 3 * n;
     share.for_units([&](int64_t row, int64_t unit, auto lanes) {
-      const float* kept = gates.at(t, row) + unit;
+      const G* kept = gates.at(t, row) + unit;
       const Floats r = load(kept, lanes), z = load(kept + n, lanes), candidate = load(kept + 2 * n, lanes),
                    m = load(kept + 3 * n, lanes);
       float* own = a.own_h + row * n + unit;
@@ -136,7 +133,7 @@ void gru_backward_before(const Args& a, const Team& team) {
   const OwnColumns<G> of_candidate{share, of_gates.at(share.blocks), n};
   of_gates.pack_rows(a.wh, 3 * n, 0);
   of_candidate.pack_rows(a.wh, 3 * n, 2 * n);
-  const auto gates = steps<const float>(a, a.gates, 3 * n);
+  const auto gates = steps<const G>(a, a.gates, 3 * n);
   const auto dgx = steps<G>(a, a.dgx, 3 * n);
   const auto hs = steps<const S>(a, a.hs, n, a.h0), dhs = steps<const S>(a, a.dhs, n);
   share.clear_sums(3);
@@ -145,7 +142,7 @@ void gru_backward_before(const Args& a, const Team& team) {
     float* dns = a.exchanged + s % 2 * a.batch * 3 * n;
     float* drzs = dns + a.batch * n;
     share.for_units([&](int64_t row, int64_t unit, auto lanes) {
-      const float* kept = gates.at(t, row) + unit;
+      const G* kept = gates.at(t, row) + unit;
       const Floats z = load(kept + n, lanes), candidate = load(kept + 2 * n, lanes);
       float* own = a.own_h + row * n + unit;
       const Floats dh = load(own, lanes) + load(dhs.at(t, row) + unit, lanes);

@@ -9,8 +9,8 @@
 namespace jaxfuse::recurrent {
 
 // Tensors are row-major. What has steps has them first: hs (length, batch, hidden), gx (length, batch, gates·hidden).
-// bias (batch, gates·hidden) is added to gx at every step. gx, wh, bias, an LSTM's gates and their gradients are of the gates' type;
-// h, c and their gradients of the state's; a GRU's gates f32.
+// bias (batch, gates·hidden) is added to gx at every step. gx, wh, bias, gates and their gradients are of the gates' type; h, c
+// and their gradients of the state's.
 struct Args {
   Element gate_type, state_type;  // the state's is the gates' or f32
   bool reverse;      // the last step comes first

@@ -45,8 +45,7 @@ def gru(
       reverse: whether the last step comes first.
 
     Returns: `(hs, h)` in h0's dtype: h after every step, `[length, batch, hidden]`, at the place of its x; h after all of
-    them. Inside, sums and gates are float32. Autodiff keeps x, the weights, h of every step, and the gates
-    in float32.
+    them. Inside, sums and gates are float32. Autodiff keeps x, the weights, h of every step, and the gates.
     Raises: OpError (a ValueError), at trace time, for shapes, dtypes or options that do not fit.
     """
     arguments = Arguments("gru")
@@ -87,7 +86,7 @@ def _reference(config: GRUConfig, gx, wh, bias, h0):
             candidate = jnp.tanh(x[..., 2 * n :] + times(r * h, slice(2 * n, None)))
             gates = [r, z, candidate]
         h = ((1 - z) * candidate + z * h).astype(h0.dtype)
-        return h, (h, *[jnp.concatenate(gates, -1)] * config.saves)
+        return h, (h, *[jnp.concatenate(gates, -1).astype(gx.dtype)] * config.saves)
 
     return scan_steps(step, h0, gx, config.reverse)
 
@@ -147,21 +146,21 @@ def _run_forward(config: GRUConfig, args, mesh_axes):
 
 def _refuse_backward(linear: Linear, args) -> str | None:
     wh, h0, hs, gates, dhs = args
-    return refuse("jaxfuse_gru_bwd", (wh,), (h0, hs, dhs))
+    return refuse("jaxfuse_gru_bwd", (wh, gates), (h0, hs, dhs))
 
 
 def _run_backward(linear: Linear, args, mesh_axes):
     wh, h0, hs, gates, dhs = args
     config, n = linear.config, h0.shape[-1]
     shapes = [(*hs.shape[:-1], 3 * n), gates.shape[1:]]
-    types = [*[jax.ShapeDtypeStruct(shape, wh.dtype) for shape in shapes], jax.ShapeDtypeStruct(h0.shape, h0.dtype)]
-    types += [jax.ShapeDtypeStruct(hs.shape, wh.dtype)] * config.reset_after
+    types = [*[jax.ShapeDtypeStruct(shape, gates.dtype) for shape in shapes], jax.ShapeDtypeStruct(h0.shape, h0.dtype)]
+    types += [jax.ShapeDtypeStruct(hs.shape, gates.dtype)] * config.reset_after
     dgx, dbias, dh0, *of_product = ffi.call("jaxfuse_gru_bwd", types, wh, h0, hs, gates, dhs, reverse=config.reverse,
                                 reset_after=config.reset_after)
     dwh = None
     if linear.active[1]:
         h = before(h0, hs, config.reverse)
-        of_candidate = (h, of_product[0]) if config.reset_after else ((gates[..., :n] * wide(h)).astype(wh.dtype), dgx[..., 2 * n :])
+        of_candidate = (h, of_product[0]) if config.reset_after else (gates[..., :n] * h.astype(gates.dtype), dgx[..., 2 * n :])
         dwh = jnp.concatenate([weight_gradient(h, dgx[..., : 2 * n], wh.dtype), weight_gradient(*of_candidate, wh.dtype)], -1)
     return complete(linear, (dgx, dwh, dbias, dh0), OP.forward.batch_axes, mesh_axes)
 
