@@ -6,6 +6,7 @@ import pytest
 from jax import lax
 
 import jaxfuse
+from compare import distance
 from recognition import randn, rows, scalar
 from test_recognition_recurrent import NATIVE, SEQUENCE, C, H, U, W, XS, gru, lstm, same_as_unfused, sequence
 
@@ -169,3 +170,22 @@ def test_a_product_with_its_weights_on_the_left_is_left_to_xla():
 
     text = str(jax.make_jaxpr(jaxfuse.fuse(sequence(columns), policy="always"))(XS, H, C, W, U))
     assert not NATIVE or ("jaxfuse_lstm" in text and "jaxfuse_dense" not in text)
+
+
+@pytest.mark.skipif(not NATIVE, reason="no sequence is fused")
+def test_the_gradient_of_a_bias_is_summed_in_float32():
+    """Over all steps and rows; XLA rounds its sum to bfloat16 at every step of them."""
+    def loss(bias, xs, h, w, u):
+        def step(state, x):
+            h, c = lstm_of_gates(jnp.split((x @ w + bias) + state[0] @ u, 4, -1), state[1])
+            return (h, c), h
+
+        return jnp.sum(lax.scan(step, (h, h), xs)[1] * 2)
+
+    args = randn(64), randn(48, 16, 8), randn(16, 16), randn(8, 64) / 3, randn(16, 64) / 4
+    low = [a.astype(jnp.bfloat16) for a in args]
+    true = jax.jit(jax.grad(loss))(*[a.astype(jnp.float32) for a in low])
+    plain = distance(jax.jit(jax.grad(loss))(*low), true)
+    for fused in (jaxfuse.fuse(jax.grad(loss), policy="always"), jax.grad(jaxfuse.fuse(loss, policy="always"))):
+        assert "jaxfuse_lstm_bwd" in jax.jit(fused).lower(*low).as_text()
+        assert distance(jax.jit(fused)(*low), true) < min(plain, 6e-3)

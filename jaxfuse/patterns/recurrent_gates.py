@@ -128,7 +128,7 @@ class Follower:
         if depends == FIXED:
             return Affine(constant=self.loop.compute_fixed(value), batch=0)
         if depends == STEPS:
-            return Affine(varying=self._of_steps(value), batch=0)
+            return self._of_steps(value)
         node = value.producer
         if node is None:
             raise Unfit(f"its gates read {value!r}, which is carried from step to step and is not its state")
@@ -137,13 +137,19 @@ class Follower:
             raise Unfit(f"{node} comes between the state and its gates")
         return rule(node, node.outputs.index(value))
 
-    def _of_steps(self, value: Value):
-        """It at all steps; pieces of one value by its last axis as columns of that."""
+    def _of_steps(self, value: Value) -> Affine:
+        """It at all steps; pieces of one value by its last axis as columns of that, and what is added at every step, a bias, apart:
+        the kernel adds it, and up its gradient, in float32."""
         node = value.producer
-        if node is None or node.primitive != "split" or node.params["axis"] != value.ndim - 1:
-            return self.loop.compute([value])[0]
-        position, sizes = node.outputs.index(value), node.params["sizes"]
-        return Columns(plain(self.follow(node.inputs[0]).varying), -1, sum(sizes[:position]), sizes[position])
+        if node is not None and node.primitive == "split" and node.params["axis"] == value.ndim - 1:
+            return self._split(node, node.outputs.index(value))
+        if node is not None and node.primitive in ADD:
+            for bias, steps in (node.inputs, node.inputs[::-1]):
+                if self.loop.depends(bias) == FIXED:
+                    form = self.follow(steps)
+                    added = self.loop.compute_fixed(bias)
+                    return form._replace(constant=added if form.constant is None else plain(form.constant) + added)
+        return Affine(varying=self.loop.compute([value])[0], batch=0)
 
     def _convert_element_type(self, node: Node, _):
         form, (value,) = self.follow(node.inputs[0]), node.inputs
