@@ -301,13 +301,16 @@ def test_scores_near_misses():
     (dict(k_strides=(160, 8, 32)), "k_strides are 3, expected 4"),
     (dict(v_strides=(160, 8, 32, -1)), "v_strides are (160, 8, 32, -1), expected none below 0"),
     (dict(y_strides=(160, 1, 32, 4)), "y has columns 4 elements apart, expected 1"),
+    (dict(y_strides=(0, 8, 32, 1), y=(5, 4, 8)), "y has shape (5, 4, 8), expected one matrix for each item of the batch"),
     (dict(has_mask=True), "operand mask (number 3) is missing"),
     (dict(has_factor=True), "operand factor (number 3) is missing")], ids=lambda v: next(iter(v)) if isinstance(v, dict) else "")
 def test_the_kernel_refuses_what_does_not_fit(wrong, sentence):
     strides = dict.fromkeys(("q_strides", "k_strides", "v_strides", "y_strides"), (160, 8, 32, 1))
     right = dict(batch=[2, 4], rows=5, keys=5, inner=8, columns=8, scale=1.0, fill=0.0, has_bias=False, has_mask=False, has_factor=False)
+    attributes = right | strides | wrong
+    result = jax.ShapeDtypeStruct(attributes.pop("y", Q.shape), Q.dtype)
     with pytest.raises(Exception) as caught:
-        ffi.call("jaxfuse_attention_fwd", [jax.ShapeDtypeStruct(Q.shape, Q.dtype)], Q, K, V, **right | strides | wrong)
+        ffi.call("jaxfuse_attention_fwd", [result], Q, K, V, **attributes)
     assert sentence in str(caught.value)
 
 

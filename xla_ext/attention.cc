@@ -22,11 +22,10 @@ struct Forward {
 
   explicit Forward(const Call& call)
       : problem(call), y(call.result(0, "y")),
-        out(problem.matrix(call, y, "y_strides", {problem.rows, problem.columns})) {
+        out(problem.written(call, y, "y_strides", {problem.rows, problem.columns})) {
     const bool saving = call.results() == 3;
     call.expect_counts(problem.operands(), saving ? 3 : 1);
     call.expect_dtype(y, {DType::F32, problem.v.dtype});
-    if (out.strides.back() != 1) call.refuse("y has columns ", out.strides.back(), " elements apart, expected 1");
     Shape shape = problem.batch;
     shape.push_back(problem.rows);
     for (size_t i = 1; saving && i < 3; ++i) {
@@ -139,6 +138,15 @@ Matrix Problem::matrix(const Call& call, const Tensor& t, const char* strides, c
   if (last != t.size() - 1) {
     call.refuse(t.name, " has shape ", to_string(t.shape), ", expected the elements of ", to_string(shape), " at ", strides, " ",
                 to_string(m.strides));
+  }
+  return m;
+}
+
+Matrix Problem::written(const Call& call, const Tensor& t, const char* strides, const Shape& extents) const {
+  const Matrix m = matrix(call, t, strides, extents);
+  if (m.strides.back() != 1) call.refuse(t.name, " has columns ", m.strides.back(), " elements apart, expected 1");
+  if (t.size() != items() * size_of(extents)) {
+    call.refuse(t.name, " has shape ", to_string(t.shape), ", expected one matrix for each item of the batch");
   }
   return m;
 }

@@ -36,6 +36,8 @@ struct Problem {
   size_t operands() const { return 3 + bias.has_value() + mask.has_value() + factor.has_value(); }
   // The tensor's matrices, [extents...] each, laid as the attribute says.
   Matrix matrix(const Call&, const Tensor&, const char* strides, const Shape& extents) const;
+  // The same, to be written: one matrix for each item of the batch, the columns side by side.
+  Matrix written(const Call&, const Tensor&, const char* strides, const Shape& extents) const;
   Scores scores(int64_t item, int64_t row, int64_t rows, int64_t key, int64_t keys, float* s, int64_t stride) const;
 };
 

@@ -39,21 +39,13 @@ struct Backward {
   }
 
  private:
-  // Of the batch, the columns side by side.
   Matrix matrix(const Call& call, const Tensor& t, const char* strides, const Shape& extents) const {
     call.expect_dtype(t, {DType::F32, problem.q.dtype});
-    const Matrix m = problem.matrix(call, t, strides, extents);
-    if (m.strides.back() != 1) call.refuse(t.name, " has columns ", m.strides.back(), " elements apart, expected 1");
-    return m;
+    return problem.written(call, t, strides, extents);
   }
   Matrix of_y(const Call& call, const Tensor& t) const { return matrix(call, t, "y_strides", {problem.rows, problem.columns}); }
   Matrix gradient(const Call& call, size_t i, const char* name, const char* strides, const Shape& extents) const {
-    const Tensor t = call.result(i, name);
-    const Matrix m = matrix(call, t, strides, extents);
-    if (t.size() != problem.items() * size_of(extents)) {
-      call.refuse(name, " has shape ", to_string(t.shape), ", expected one matrix for each item of the batch");
-    }
-    return m;
+    return matrix(call, call.result(i, name), strides, extents);
   }
   const float* statistic(const Call& call, size_t i, const char* name) const {
     Shape shape = problem.batch;
