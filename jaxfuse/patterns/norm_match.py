@@ -105,8 +105,12 @@ class _Site:
         nodes = (*self.norm.nodes, *self.chain.nodes)
         mine = {n.index for n in nodes} | gone
         for value in {id(v): v for n in nodes for v in map(self.part.original, n.outputs)}.values():
+            if value is self.end or _is_cast_of(value, self.x) or _is_before(value, self.x):
+                continue
+            if self.graph.is_returned(value):  # as a loop's body does with what its backward loop reads
+                return no_kernel(f"{value!r} is returned by the program")
             reader = next((n for n in value.users if n.index not in mine), None)
-            if value is not self.end and reader is not None and not _is_cast_of(value, self.x) and not _is_before(value, self.x):
+            if reader is not None:
                 backward = reader.index >= 0 and not self.part.twin(reader)  # a fused op says its direction itself
                 return no_kernel(f"{value!r} is read by {reader} too{', in the backward pass' * backward}")
         return ""
