@@ -55,6 +55,7 @@ class _Site:
     def __init__(self, graph, part, node: Node, norm, form, chain, before: Node | None, name: str):
         self.graph, self.part, self.node, self.norm, self.form, self.chain, self.before = graph, part, node, norm, form, chain, before
         self.x, self.end = part.original(norm.x), part.original(chain.end)
+        self.dtype = jnp.promote_types(self.x.dtype, self.end.dtype)  # of the kernel: x is not rounded before its statistics are taken
         self.label = f"{'add+' * (before is not None)}{name}{_steps(chain)}"
         self.parameters = [part.original(v) for v in form.used()]
         self.backward: list[Match] = []
@@ -70,14 +71,14 @@ class _Site:
             return reason
         config = dataclasses.replace(config, wants_sum=before is not None and (gradient is not None or self._reads_sum()))
         batch = x.shape[: form.first] or (1,)
-        type_of_x = jax.ShapeDtypeStruct((*batch, *x.shape[form.first :]), end.dtype)
+        type_of_x = jax.ShapeDtypeStruct((*batch, *x.shape[form.first :]), self.dtype)
         vector = jax.ShapeDtypeStruct(config.parameter_shape, jnp.float32)
         types = (*[type_of_x] * len(full), vector, vector)
         kernel, reason = OP.forward.kernel(config, types)
         reason = reason or measured("norm", config, types)
         if gradient and not reason:
             result = norm_grad.fused(self.graph, self.label, self.node, gradient, form, self.chain, x, self.norm.end.shape,
-                                     config, self.parameters, end.dtype)
+                                     config, self.parameters, self.dtype)
             self.backward, reason = ([], result) if isinstance(result, str) else ([result], "")
         if reason:
             return reason
@@ -91,11 +92,11 @@ class _Site:
         x, end, layout, like = self.x, self.end, self.chain.layout, self.norm.end.shape
 
         def run(read):
-            arrays = [reshaped(read(v).astype(end.dtype), x.shape) for v in full]
+            arrays = [reshaped(read(v).astype(self.dtype), x.shape) for v in full]
             gamma, beta = self.form.arrays(lambda v: read(self.part.original(v)))
             outs = normalised(config, *arrays, gamma, beta)
             y, *others = outs if isinstance(outs, tuple) else (outs,)
-            yield end, reshaped(layout.place(reshaped(y, like)), end.shape)
+            yield end, reshaped(layout.place(reshaped(y, like)), end.shape).astype(end.dtype)
             yield from zip((*[x] * config.wants_sum, *saved), others, strict=True)
 
         return Emission((*full, *self.parameters), (end, *[x] * config.wants_sum, *saved), run)
