@@ -47,3 +47,36 @@ def test_gradient_of_a_norm_of_a_norm():
     made, plain = (jax.jit(f)(X, GAMMA, BETA) for f in (jaxfuse.fuse(gradient, policy="always"), gradient))
     for value, expected in zip(made, plain):
         np.testing.assert_allclose(value, expected, 1e-4, 1e-4 * np.abs(expected).max())
+
+
+def test_what_a_loop_keeps_of_a_norm_for_its_backward_loop():
+    """Of relu as a maximum that is whether z equals max(z, 0): both by XLA, or both by the kernel."""
+
+    def fn(x, g):
+        def part(x):
+            centred = x - x.sum(-1, keepdims=True) / 8
+            return jax.jit(lambda z: jnp.maximum(z, 0.0))(g * (centred * ((centred**2).sum(-1, keepdims=True) / 8 + 1e-3) ** -0.5))
+
+        return jax.lax.map(part, x)
+
+    gradient = jax.grad(scalar(fn), (0, 1))
+    made, plain = (jax.jit(f)(X, GAMMA) for f in (jaxfuse.fuse(gradient, policy="always"), gradient))
+    for value, expected in zip(made, plain):
+        np.testing.assert_allclose(value, expected, 1e-4, 1e-4 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_a_narrow_result_of_a_wide_input(dtype):
+    """Its mean is 300 times its deviation: rounded before that is taken off, a third of it would be lost."""
+
+    def fn(x, g, b):
+        return layer_norm(300 + x, g, b).astype(dtype)
+
+    assert norms(fn, X, GAMMA, BETA) == ["layer_norm"]
+    made = jaxfuse.fuse(fn, policy="always")(X, GAMMA, BETA)
+    assert made.dtype == dtype
+    np.testing.assert_allclose(np.float32(made), np.float32(fn(X, GAMMA, BETA)), 2e-2, 2e-2)
+    gradient = jax.grad(lambda *args: scalar(fn)(*args).astype(jnp.float32), (0, 1, 2))
+    found, plain = (jax.jit(f)(X, GAMMA, BETA) for f in (jaxfuse.fuse(gradient, policy="always"), gradient))
+    for value, expected in zip(found, plain):
+        np.testing.assert_allclose(value, expected, 2e-2, 2e-2 * np.abs(expected).max())
