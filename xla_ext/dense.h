@@ -1,4 +1,5 @@
-// A dense layer as both directions need it: read from the attributes and checked against the buffers.
+// A dense layer as both directions need it: read from the attributes and checked against the buffers; and our own product with what
+// follows it, which 1×1 convolutions have too.
 #pragma once
 
 #include <optional>

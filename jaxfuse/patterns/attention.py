@@ -97,9 +97,9 @@ class _Site:
         """The op's arguments: all biases as one, all masks as one, what is dropped as one, and the values times their factors."""
         form, config = self.form, self.config
         q, k, v, *biases = moving
-        signed = [jnp.logical_not(a) if o.inverted else a for a, o in zip(fixed, (*form.masks, *form.factors, *form.dropped))]
-        masks, signed = signed[: len(form.masks)], signed[len(form.masks) :]
-        factors, dropped = signed[: len(form.factors)], signed[len(form.factors) :]
+        arrays = iter(fixed)
+        masks, factors, dropped = ([jnp.logical_not(a) if o.inverted else a for o, a in zip(found, arrays)]
+                                   for found in (form.masks, form.factors, form.dropped))
         for operand, array in zip(form.factors, factors):
             v = (v * _laid(operand, array, config.v)).astype(v.dtype)
         if dropped:
