@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfuse.graph import INLINED, Node
+from jaxfuse.private import name_of, params_of
 
 # Dense where activations bend; the ties 0, ±1, ±3, 6 exactly; far out; then the values that must survive.
 FINITE = np.concatenate([np.linspace(-9, 9, 289), [-2.5, 2.5, 5.999, 6.001, -1e-3, 1e-3, -40.0, 40.0]])
@@ -33,6 +34,22 @@ def _cast(params, x):
     if not jnp.issubdtype(dtype, jnp.inexact):
         return x if x.dtype == bool else x != 0 if dtype.kind == "b" else np.trunc(x)
     return (x.astype(dtype) if dtype.itemsize == 1 else x).astype(np.float64)
+
+
+def _bits(params, x):
+    """A float32 as the bits of it, or back: JAX 0.12 splits x² so in the derivatives of erf and erfc."""
+    to = np.dtype(params["new_dtype"])
+    if to == np.uint32:
+        return np.asarray(x, np.float32).view(np.uint32)
+    if to == np.float32 and np.asarray(x).dtype.kind == "u":
+        return np.asarray(x, np.uint32).view(np.float32).astype(np.float64)
+    raise KeyError(f"bits of {to}")
+
+
+def _and(params, x, y):
+    if np.asarray(x).dtype.kind == "u":
+        return np.bitwise_and(x, np.asarray(y).astype(x.dtype))
+    return np.logical_and(x, y)
 
 
 # primitive -> numpy function of (params, *operands)
@@ -70,7 +87,9 @@ RULES: dict[str, Callable] = {
     "le": lambda p, x, y: x <= y,
     "gt": lambda p, x, y: x > y,
     "ge": lambda p, x, y: x >= y,
-    "and": lambda p, x, y: np.logical_and(x, y),
+    "and": _and,
+    "bitcast_convert_type": _bits,
+    "polynomial": lambda p, x, *coefficients: np.polynomial.polynomial.polyval(x, coefficients),
     "or": lambda p, x, y: np.logical_or(x, y),
     "not": lambda p, x: np.logical_not(x),
     "is_finite": lambda p, x: np.isfinite(x),
@@ -88,14 +107,15 @@ def is_elementwise(node: Node) -> bool:
 
 
 def _is_elementwise(eqn) -> bool:
-    if eqn.primitive.name == "broadcast_in_dim":
+    name = name_of(eqn)
+    if name == "broadcast_in_dim":
         return np.ndim(eqn.invars[0].aval) == 0
-    if eqn.primitive.name == "custom_vjp_call":  # the user's own derivative: not ours to replace
+    if name == "custom_vjp_call":  # the user's own derivative: not ours to replace
         return False
-    if eqn.primitive.name in CALLS:
+    if name in CALLS:
         return all(map(_is_elementwise, _body(eqn).jaxpr.eqns))
     shapes = {v.aval.shape for v in (*eqn.invars, *eqn.outvars)} - {()}
-    return eqn.primitive.name in RULES and len(shapes) <= 1
+    return name in RULES and len(shapes) <= 1
 
 
 def table_of(function, like) -> np.ndarray | None:
@@ -135,7 +155,8 @@ def same_limits(table: np.ndarray, known: np.ndarray, tolerance: float) -> bool:
 
 
 def _body(eqn):
-    return eqn.params.get("call_jaxpr") or eqn.params.get("jaxpr")
+    params = params_of(eqn)
+    return params.get("call_jaxpr") or params.get("jaxpr")
 
 
 def _interpret(closed, arguments):
@@ -153,11 +174,12 @@ def _interpret(closed, arguments):
     )
     for eqn in closed.jaxpr.eqns:
         inputs = [read(v) for v in eqn.invars]
-        if eqn.primitive.name in CALLS:
+        name = name_of(eqn)
+        if name in CALLS:
             outputs = _interpret(_body(eqn), inputs)
-        elif eqn.primitive.name == "reshard":  # of a tangent, under a mesh
+        elif name == "reshard":  # of a tangent, under a mesh
             outputs = inputs
         else:
-            outputs = [RULES[eqn.primitive.name](eqn.params, *inputs)]
+            outputs = [RULES[name](eqn.params, *inputs)]
         environment.update(zip(eqn.outvars, outputs))
     return [read(v) for v in closed.jaxpr.outvars]

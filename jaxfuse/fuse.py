@@ -7,7 +7,7 @@ from typing import NamedTuple, ParamSpec, TypeVar
 import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from jaxfuse import loops, patterns, platforms, policy as policies, report as reports
+from jaxfuse import loops, patterns, platforms, policy as policies, private, report as reports
 from jaxfuse.graph import RULED, Emission, Graph, Node, evaluate, inside, programs, retraced, subprograms
 from jaxfuse.live import accept, circular
 from jaxfuse.match import Match, Refusal
@@ -122,7 +122,7 @@ def _enter(graph: Graph, node: Node, bodies: dict, judge) -> tuple[Emission | No
         return None, _refused(f"the body of {node} cannot be rewritten: {error}".splitlines()[0], found)
     if all(params[name] is body for name, body in bodies.items()):
         return None, found
-    changed = Node(node.eqn.replace(params=node.params | params), node.index, [], node.name_stack)
+    changed = Node(private.with_params(node.eqn, params), node.index, [], node.name_stack)
 
     def run(read):
         return zip(node.outputs, changed.replay([read(v) for v in node.inputs]))

@@ -14,9 +14,10 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from jaxfuse.private import name_of, params_of
 from jaxfuse.source import user_line
 
-INLINED = ("jit", "pjit", "closed_call", "core_call")
+INLINED = ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr")
 CONTROL = ("scan", "while", "cond", "checkpoint", "remat2", "shard_map")
 RULED = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")  # the user's own rules, which their bodies belong to
 
@@ -39,19 +40,17 @@ class Value:
 
 
 class Node:
-    """One equation: `primitive` by name, its inputs and outputs as Values."""
+    """One equation: `primitive` by name, its parameters, its inputs and outputs as Values."""
 
-    __slots__ = ("eqn", "index", "inputs", "outputs", "name_stack", "callers")
+    __slots__ = ("eqn", "primitive", "params", "index", "inputs", "outputs", "name_stack", "callers")
 
     def __init__(self, eqn, index: int, inputs: list[Value], name_stack, callers=()):
         self.eqn, self.index, self.inputs, self.name_stack = eqn, index, inputs, name_stack
+        self.primitive, self.params = name_of(eqn), params_of(eqn)
         self.callers = callers  # the equations of the inlined jits that this one stood in, innermost first
         self.outputs = [Value(v.aval, self) for v in eqn.outvars]
         for value in dict.fromkeys(inputs):
             value.users.append(self)
-
-    primitive = property(lambda self: self.eqn.primitive.name)
-    params = property(lambda self: self.eqn.params)
 
     @property
     def out(self) -> Value:
@@ -165,7 +164,7 @@ class Graph:
     def known(self, eqn, inputs: list[Value]) -> Node | None:
         """The node that computes this equation of these values."""
         known = None if eqn.effects else self._seen.get(key_of(eqn, inputs))
-        return known if known is None or eqn.primitive.name not in RULED or _same_rule(known.eqn, eqn) else None
+        return known if known is None or known.primitive not in RULED or _same_rule(known.eqn, eqn) else None
 
 
 LONGEST_RULED = 32  # equations of a function with a rule of its own that are read to find its equal
@@ -174,9 +173,9 @@ LONGEST_RULED = 32  # equations of a function with a rule of its own that are re
 def key_of(eqn, inputs: list[Value]):
     """What is the same for equations that compute the same; None: nothing is known to be. A function with a derivative
     rule is made anew at every call: it is known by its text, its rule is then to be compared."""
-    params = eqn.params
-    if eqn.primitive.name in RULED:
-        if eqn.primitive.name != "custom_jvp_call" or len(params["call_jaxpr"].eqns) > LONGEST_RULED:
+    name, params = name_of(eqn), params_of(eqn)
+    if name in RULED:
+        if name != "custom_jvp_call" or len(params["call_jaxpr"].eqns) > LONGEST_RULED:
             return None
         params = dict(text=str(params["call_jaxpr"].jaxpr))
     key = (
@@ -199,7 +198,7 @@ def _same_rule(one, other) -> bool:
         types = tuple(v.aval for v in eqn.invars)
         bind = functools.partial(eqn.primitive.bind, **eqn.primitive.get_bind_params(eqn.params))
         traced = jax.make_jaxpr(lambda primals, tangents: jax.jvp(bind, primals, tangents))(types, types)
-        closed = traced.consts or eqn.params["call_jaxpr"].consts
+        closed = traced.consts or params_of(eqn)["call_jaxpr"].consts
         return object() if closed or any(name in str(traced) for name in RULED[1:]) else str(traced)
 
     try:
@@ -305,7 +304,7 @@ def retraced(body: ClosedJaxpr | Jaxpr, function) -> ClosedJaxpr | Jaxpr:
 
 def _inlinable(eqn) -> ClosedJaxpr | None:
     """The body of a plain nested `jit`. One with shardings of its own, or donated arguments, stays as it is."""
-    if eqn.primitive.name not in INLINED or eqn.effects:
+    if name_of(eqn) not in INLINED or eqn.effects:
         return None
     params = eqn.params
     body = params.get("jaxpr") or params.get("call_jaxpr")

@@ -18,6 +18,7 @@ from jaxfuse.layout import RESHAPES
 from jaxfuse.loops import Joint, Loop
 from jaxfuse.match import Match
 from jaxfuse.patterns.autodiff import backward
+from jaxfuse.private import scan_over
 
 REARRANGED = (*RESHAPES, CAST, "transpose", "concatenate", "slice", "split", "stack")
 DEEPEST = 6  # nodes before the loop that a constant of it is followed back over
@@ -92,9 +93,7 @@ def _alone(joint: Joint, leaves: list[Value]) -> Graph:
         return step(*compute(consts, given, {}), *arrays[len(leaves) :])
 
     of_step = jax.make_jaxpr(one)(*[v.aval for v in leaves], *[v.aval for v in body.jaxpr.invars[first.consts :]])
-    params = first.node.params | dict(jaxpr=of_step, num_consts=len(leaves))
-    if "linear" in params:
-        params["linear"] = (False,) * len(of_step.in_avals)
+    params = scan_over(first.node.eqn, of_step, len(leaves), used)
     loop = functools.partial(first.node.eqn.primitive.bind, **params)
     return Graph(jax.make_jaxpr(loop)(*[v.aval for v in (*leaves, *first.node.inputs[first.consts :])]))
 
