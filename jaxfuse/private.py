@@ -1,13 +1,9 @@
 """The private parts of JAX that cannot be avoided. Tried with jax 0.10.2, 0.11.2 and 0.12.0.1."""
 
+import importlib
 from typing import Any
 
 from jax._src import dispatch
-
-try:
-    from jax._src import flattree
-except ImportError:  # before JAX 0.12, whose scans have no such trees
-    flattree = None
 
 # Since JAX 0.12 an equation may hold an object in place of parameters. The classes that stand for equations of old.
 OBJECTS = {"CustomJVPTraced": "custom_jvp_call", "CustomVJPTraced": "custom_vjp_call", "RematTraced": "checkpoint"}
@@ -45,9 +41,10 @@ def scan_over(eqn, body, num_consts: int, used: list[bool]) -> dict[str, Any]:
     """The parameters of a scan like this one over a body with other constants that returns those outputs which are `used`."""
     params = eqn.params | {"jaxpr": body}
     if "ft_in" in params:
+        trees = importlib.import_module("jax._src.flattree")  # since JAX 0.12
         _, carry, xs = params["ft_in"].unpack()
-        pack, nones = flattree.pack, flattree.nones
-        return params | {"ft_in": pack((nones(num_consts), carry, xs)), "ft_out": params["ft_out"].filter_with_mask(used)}
+        ft_in = trees.pack((trees.nones(num_consts), carry, xs))
+        return params | {"ft_in": ft_in, "ft_out": params["ft_out"].filter_with_mask(used)}
     linear = {"linear": (False,) * len(body.in_avals)} if "linear" in params else {}
     return params | {"num_consts": num_consts} | linear
 
