@@ -7,7 +7,7 @@ from typing import NamedTuple, ParamSpec, TypeVar
 import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from jaxfuse import loops, patterns, platforms, policy as policies, private, report as reports
+from jaxfuse import loops, patterns, platforms, policy as policies, private, report as reports, versions
 from jaxfuse.graph import RULED, Emission, Graph, Node, evaluate, inside, programs, retraced, subprograms
 from jaxfuse.live import accept, circular
 from jaxfuse.match import Match, Refusal
@@ -37,6 +37,7 @@ class Plan(NamedTuple):
 
 def plan(closed: ClosedJaxpr, judge, outer: tuple[Graph, Node] | None = None) -> Plan:
     """Finds every site of the program, the bodies of its loops and branches included; `outer` as in `Graph`."""
+    versions.warn_if_newer()
     graph = Graph(closed, outer)
     replacements: dict[int, Emission] = {}
     found: list = []
@@ -49,7 +50,7 @@ def plan(closed: ClosedJaxpr, judge, outer: tuple[Graph, Node] | None = None) ->
         for anchor in pattern.anchors(graph):
             if anchor.index in claimed:
                 continue
-            for result in pattern.match(graph, anchor, claimed, judge):
+            for result in _matches(pattern, graph, anchor, claimed, judge):
                 found.append(result)
                 claimed |= {node.index for node in result.nodes}
                 if isinstance(result, Match):
@@ -78,6 +79,15 @@ def plan(closed: ClosedJaxpr, judge, outer: tuple[Graph, Node] | None = None) ->
             found[found.index(back)] = Refusal(back.pattern, back.anchor, back.operands, CIRCULAR, back.direction)
     found.sort(key=lambda result: result.anchor.index)
     return Plan(closed, graph, replacements, found)
+
+
+def _matches(pattern, graph: Graph, anchor: Node, claimed: set[int], judge):
+    """What the pattern finds at the anchor. A program that it cannot read must not fail for that."""
+    try:
+        yield from pattern.match(graph, anchor, claimed, judge)
+    except Exception as error:
+        name = pattern.__name__.rpartition(".")[2]
+        yield Refusal(name, anchor, (), versions.unread(f"what follows {anchor}", error))
 
 
 def _fed_by(match: Match, found: list) -> list[Match]:
