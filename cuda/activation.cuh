@@ -133,8 +133,19 @@ HOST_DEVICE float pulled_back_by_value(Activation activation, float g, float y, 
     case Activation::tanh: return g * (1.0f - y * y);
     case Activation::hard_sigmoid: return y > 0.0f && y < 1.0f ? g / 6.0f : 0.0f;
     case Activation::softplus: return g * -expm1f(-y);
-    default: return g;
+    case Activation::none:
+    case Activation::maximum0:
+    case Activation::clip6:
+    case Activation::clip:
+    case Activation::silu:
+    case Activation::gelu:
+    case Activation::gelu_tanh:
+    case Activation::mish:
+    case Activation::hard_swish:
+    case Activation::hard_tanh:
+    case Activation::relu_squared: break;
   }
+  return g;
 }
 
 }  // namespace jaxfuse::cuda

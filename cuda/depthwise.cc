@@ -82,11 +82,7 @@ void backward_handler(const Call& call, cudaStream_t stream) {
   call.expect_counts(3 + activated, 4 + activated);
   Reader reader(call);
   Args& args = reader.args;
-  args.by_value = call.attr<bool>("by_value");
-  if (args.by_value && !is_told_by_value(args.activation)) {
-    call.refuse("attribute by_value is true but the derivative of activation ", call.attr<std::string_view>("activation"),
-                " is no function of its value");
-  }
+  args.by_value = by_value_attr(call, args.activation);
   args.dy = reader.of_y(call.operand(2, "dy"));
   args.dx = reader.full(call.result(0, "dx"));
   args.dw = reader.filter(call.result(1, "dw"));

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 import jaxfuse
+from jaxfuse import ffi
+from jaxfuse.ops import matrices
 from compare import as_float64, distance, pairs
 from recognition import randn, rows, scalar
 
@@ -121,3 +123,10 @@ def test_no_contraction_is_computed_twice(name):
 def test_products_that_are_computed_in_parts(x, w):
     """Rows, items and sums, more than the kernel works on at a time."""
     compare(jnp.matmul, (randn(*x), randn(*w, seed=1)))
+
+
+def test_a_gradient_from_a_value_that_does_not_tell_it_is_refused():
+    attrs = matrices.matrices((5, 8), (8, 16), (((1,), (0,)), ((), ()))).attributes()
+    attrs |= dict(activation="silu", alpha=0.0, by_value=True, want_dx=False, want_dw=True, want_db=False, want_dresidual=False)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="silu is not a function of its value"):
+        ffi.call("jaxfuse_dense_bwd", [W], X[0], R[0], R[0], **attrs)[0].block_until_ready()

@@ -36,4 +36,13 @@ Activation activation_attr(const Call& call) {
   call.refuse("attribute activation is \"", name, "\", expected one of ", known);
 }
 
+bool by_value_attr(const Call& call, Activation activation) {
+  const bool by_value = call.attr<bool>("by_value");
+  if (by_value && !is_told_by_value(activation)) {
+    call.refuse("attribute by_value is true but the derivative of activation ", call.attr<std::string_view>("activation"),
+                " is not a function of its value");
+  }
+  return by_value;
+}
+
 }  // namespace jaxfuse

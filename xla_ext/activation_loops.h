@@ -32,6 +32,8 @@ inline Floats clamped(Floats z, Floats low, Floats high) {
   return z >= high ? high : z;
 }
 
+// An activation that one of these switches lacks has no value to return: -Werror=return-type, for -Wswitch does not look at
+// switches over a template's argument.
 template <Activation activation>
 Floats activated(Floats z, float alpha) {
   switch (activation) {
@@ -121,6 +123,7 @@ Floats pulled_back(Floats g, Floats z, float alpha) {
 template <Activation activation>
 Floats pulled_back_by_value(Floats g, Floats y, float alpha) {
   switch (activation) {
+    case Activation::none: return g;
     case Activation::relu: return y > 0.0f ? g : Floats{};
     case Activation::relu6: return (y > 0.0f) & (y < 6.0f) ? g : Floats{};
     case Activation::leaky_relu: return y >= 0.0f ? g : alpha * g;
@@ -131,7 +134,6 @@ Floats pulled_back_by_value(Floats g, Floats y, float alpha) {
     case Activation::tanh: return g * (1.0f - y * y);
     case Activation::hard_sigmoid: return (y > 0.0f) & (y < 1.0f) ? g / 6.0f : Floats{};
     case Activation::softplus: return g * -expm1_of_negative(-y);
-    default: return g;
   }
 }
 
@@ -141,8 +143,10 @@ Floats gradient_vector(const GradientArgs& args, int64_t at, Lanes lanes) {
   const Floats dy = load(static_cast<const T*>(args.dy) + at, lanes);
   if constexpr (activation == Activation::none) return dy;
   const Floats told = load(static_cast<const T*>(args.told) + at, lanes);
-  return round_to<T>(args.by_value ? pulled_back_by_value<activation>(dy, told, args.alpha)
-                                   : pulled_back<activation>(dy, told, args.alpha));
+  if constexpr (is_told_by_value(activation)) {
+    if (args.by_value) return round_to<T>(pulled_back_by_value<activation>(dy, told, args.alpha));
+  }
+  return round_to<T>(pulled_back<activation>(dy, told, args.alpha));
 }
 
 // f(Constant<activation>)

@@ -105,8 +105,22 @@ bool better_apart(const Forward& f) {
     case Activation::mish:
     case Activation::softplus:  // oneDNN is off by 1e-6, which is all of a small value, but does not show in bf16
       return f32;
-    default: return false;
+    case Activation::relu:
+    case Activation::maximum0:
+    case Activation::relu6:
+    case Activation::clip6:
+    case Activation::clip:
+    case Activation::leaky_relu:
+    case Activation::sigmoid:
+    case Activation::tanh:
+    case Activation::silu:
+    case Activation::gelu_tanh:
+    case Activation::hard_swish:
+    case Activation::hard_sigmoid:
+    case Activation::hard_tanh:
+    case Activation::relu_squared: break;
   }
+  return false;
 }
 
 void run_fused(const Forward& f) {

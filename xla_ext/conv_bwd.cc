@@ -57,8 +57,7 @@ Backward checked(const Call& call) {
   const bool want_dx = call.attr<bool>("want_dx"), want_dw = call.attr<bool>("want_dw"),
              want_db = call.attr<bool>("want_db"), want_dresidual = call.attr<bool>("want_dresidual");
   const Activation activation = activation_attr(call);
-  const bool by_value = call.attr<bool>("by_value");
-  if (by_value && !is_told_by_value(activation)) call.refuse("activation's derivative is not a function of its value");
+  const bool by_value = by_value_attr(call, activation);
   call.expect_counts(want_dw + want_dx + 1 + (activation != Activation::none),
                      want_dx + want_dw + want_db + want_dresidual);
   size_t operand = 0, result = 0;

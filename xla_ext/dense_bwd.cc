@@ -42,8 +42,8 @@ void check(const Call& call, const Backward& b) {
 Backward checked(const Call& call) {
   const bool want_dx = call.attr<bool>("want_dx"), want_dw = call.attr<bool>("want_dw"),
              want_db = call.attr<bool>("want_db"), want_dresidual = call.attr<bool>("want_dresidual");
-  Backward b{Sizes(call), activation_attr(call), call.attr<float>("alpha"), call.attr<bool>("by_value"),
-             {}, {}, {}, {}, {}, {}, {}, {}};
+  const Activation activation = activation_attr(call);
+  Backward b{Sizes(call), activation, call.attr<float>("alpha"), by_value_attr(call, activation), {}, {}, {}, {}, {}, {}, {}, {}};
   const bool told = b.activation != Activation::none;
   call.expect_counts(want_dw + want_dx + 1 + told, want_dx + want_dw + want_db + want_dresidual);
   size_t operand = 0, result = 0;
