@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from common import arguments, batches, closing, console, digits, train
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxfuse
 
@@ -50,7 +50,7 @@ ARRAYS, STATIC = eqx.partition(Network(jax.random.key(0)), eqx.is_array)
 
 def main():
     given, data = arguments(__doc__), digits()
-    mesh = jax.make_mesh((jax.device_count(),), ("batch",))
+    mesh = jax.make_mesh((jax.device_count(),), ("batch",), axis_types=(AxisType.Auto,))
     shared, whole = NamedSharding(mesh, PartitionSpec("batch")), NamedSharding(mesh, PartitionSpec())
     state = jax.device_put((ARRAYS, OPTIMIZER.init(ARRAYS)), whole)
     parts = [jax.device_put(batch, shared) for batch in batches(data, 64, given.steps)]

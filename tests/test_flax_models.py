@@ -85,7 +85,8 @@ class Coder(nn.Module):
     activation: Callable = lambda x: nn.relu(x)  # a function that is no method
 
     def setup(self):
-        self.conv = nn.Conv(self.features, (3, 3))  # called twice
+        # called twice; the gradient of a bias would be rounding alone, for a batch norm follows
+        self.conv = nn.Conv(self.features, (3, 3), use_bias=False)
         self.norms = [nn.BatchNorm(use_running_average=False) for _ in range(2)]
         self.dropout = nn.Dropout(0.5, deterministic=False)
 
