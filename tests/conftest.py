@@ -3,6 +3,8 @@
 
 import collections
 import os
+import pathlib
+import subprocess
 import zlib
 
 import jax
@@ -18,6 +20,16 @@ MANY, VERY_MANY = 12, 24  # cases of one test
 
 def pytest_addoption(parser):
     parser.addoption("--complete", action="store_true", help="all cases of every test")
+    parser.addoption("--salt", default=commit(), help="chooses which share of the cases is taken; default: the commit")
+
+
+def commit() -> str:
+    """The commit that is tested, so that every commit takes other cases and the same one always the same; "" without git."""
+    command = ["git", "-C", str(pathlib.Path(__file__).parent), "rev-parse", "--short=10", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def shared(config) -> bool:
@@ -30,20 +42,21 @@ def shared(config) -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node):
-    node.workerinput["shared"] = shared(node.config)
+    node.workerinput |= {"shared": shared(node.config), "salt": node.config.option.salt}
 
 
 def pytest_report_header(config):
-    shares = f"a third of the cases of tests with more than {MANY}, a sixth with more than {VERY_MANY}; all: --complete"
-    return shares if shared(config) else "all cases"
+    shares = f"a third of the cases of tests with more than {MANY}, a sixth with more than {VERY_MANY}"
+    return f"{shares}, those of --salt {config.option.salt!r}; all: --complete" if shared(config) else "all cases"
 
 
 def pytest_collection_modifyitems(config, items):
-    """By the checksum of their names: the same everywhere, and spread over what the cases differ in."""
+    """By the checksum of their names and the salt: spread over what the cases differ in, and over time all of them."""
     if shared(config):
+        salt = getattr(config, "workerinput", {}).get("salt", config.option.salt)
         cases = collections.Counter(item.nodeid.split("[")[0] for item in items)
         of = {name: 1 if n <= MANY else 3 if n <= VERY_MANY else 6 for name, n in cases.items()}
-        items[:] = [i for i in items if zlib.crc32(i.nodeid.encode()) % of[i.nodeid.split("[")[0]] == 0]
+        items[:] = [i for i in items if zlib.crc32((salt + i.nodeid).encode()) % of[i.nodeid.split("[")[0]] == 0]
 
 
 @pytest.fixture(autouse=True, scope="session")
