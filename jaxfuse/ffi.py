@@ -1,6 +1,5 @@
 """The native module, found, loaded, registered with XLA, and called. The only importer of ``jaxfuse._native``."""
 
-import ctypes
 import functools
 import importlib.machinery
 import importlib.metadata
@@ -37,7 +36,7 @@ TARGETS = (
     "jaxfuse_attention_bwd",
 )
 
-_ONEDNN_PACKAGE = "onednn-cpu-gomp"
+_ONEDNN = "_native_onednn.so"  # our own copy of the library, beside the module
 REINSTALL = "reinstall jaxfuse with its dependencies: from its source tree, python -m pip install --force-reinstall ."
 _loading = threading.RLock()
 
@@ -87,15 +86,15 @@ def _native() -> ModuleType | None:
     if path is None:
         return None
     try:
-        _load_onednn()
         spec = importlib.util.spec_from_file_location("jaxfuse._native", path)
         if spec is None or spec.loader is None:
             raise ImportError("Python has no loader for a file of this name")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-    except (ImportError, OSError) as error:
+        module.load_onednn(str(path.with_name(_ONEDNN)))
+        check_api(module.info()["ffi_api"], path)
+    except (ImportError, OSError, AttributeError) as error:  # the last: it comes from another version
         raise RuntimeError(f"jaxfuse: the native module {path} does not load: {error}; {REINSTALL}") from error
-    check_api(module.info()["ffi_api"], path)
     sys.modules["jaxfuse._native"] = module
     return module
 
@@ -133,14 +132,6 @@ def _native_path() -> pathlib.Path | None:
     names = {"_native" + suffix for suffix in importlib.machinery.EXTENSION_SUFFIXES}
     beside = (path for path in pathlib.Path(__file__).parent.iterdir() if path.name in names)
     return next(beside, None) or installed_file("jaxfuse", names)
-
-
-def _load_onednn() -> None:
-    """Loads libdnnl.so.3 from the installed oneDNN package, so that the native module needs no search path for it: the
-    dynamic linker takes a library that is loaded already. Where the package is not installed, the linker may find one
-    elsewhere, or the native module was built without."""
-    if library := installed_file(_ONEDNN_PACKAGE, {"libdnnl.so.3"}):
-        ctypes.CDLL(str(library))
 
 
 def installed_file(package: str, names: set[str]) -> pathlib.Path | None:

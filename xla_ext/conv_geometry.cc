@@ -167,17 +167,7 @@ bool is_channels_last(const Spec& spec) {
   return last;
 }
 
-bool has_kernels(DType dtype) {
-  if (dtype == DType::F32) return true;
-  switch (dnnl::get_effective_cpu_isa()) {
-    case dnnl::cpu_isa::sse41:
-    case dnnl::cpu_isa::avx:
-    case dnnl::cpu_isa::avx2:
-    case dnnl::cpu_isa::avx2_vnni:
-    case dnnl::cpu_isa::avx2_vnni_2: return false;
-    default: return true;
-  }
-}
+bool has_kernels(DType dtype) { return dtype == DType::F32 || onednn::has_bf16(); }
 
 dnnl::memory::desc any_layout(const dnnl::memory::desc& md, ElementType type) {
   return {md.get_dims(), type, dnnl::memory::format_tag::any};

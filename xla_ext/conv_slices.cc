@@ -7,7 +7,7 @@ namespace {
 
 // Products in one sum, near XLA's error: with AVX-512 that is 3.8e-7, and 4.8e-7, four units of f32, is not passed; without,
 // XLA's sums are longer. More slices are closer and slower, see the tables in README.md.
-int64_t longest_sum() { return has_kernels(DType::BF16) ? 640 : 1200; }
+int64_t longest_sum() { return onednn::has_avx512() ? 640 : 1200; }
 constexpr int64_t kLongestGradientSum = 1024;  // of the filter
 constexpr int64_t kFeatureStep = 16, kFewestFeatures = 32;  // whole vectors, and enough of them
 

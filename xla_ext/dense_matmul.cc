@@ -107,7 +107,8 @@ Shape dense_strides(const Shape& shape) {
 }
 
 bool by_onednn(DType dtype) {
-  return dtype != DType::F16 && simd_level() == SimdLevel::avx512 && conv::has_kernels(DType::BF16);
+  if (simd_level() != SimdLevel::avx512) return false;
+  return dtype == DType::F32 ? onednn::has_avx512() : dtype == DType::BF16 && onednn::has_bf16();
 }
 
 void matmul(const Shape& batch, int64_t m, int64_t k, int64_t n, const Matrix& a, const Matrix& b, const Matrix& c) {

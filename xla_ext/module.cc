@@ -4,17 +4,39 @@
 
 #include "handler.h"
 #include "parallel.h"
+#ifndef JAXFUSE_NO_ONEDNN
+#include "onednn.h"
+#include "onednn_library.h"
+#endif
 
 namespace py = pybind11;
 
 namespace jaxfuse {
 namespace {
 
+#ifdef JAXFUSE_NO_ONEDNN
+bool has_onednn() { return false; }
+const char* onednn_isa() { return nullptr; }
+std::string load_onednn(const std::string&) { return JAXFUSE_NO_ONEDNN; }
+#else
+bool has_onednn() { return onednn::is_loaded(); }
+const char* onednn_isa() { return onednn::isa(); }
+std::string load_onednn(const std::string& path) { return onednn::load(path); }
+#endif
+
+void use_onednn(const std::string& path) {
+  const std::string why_not = load_onednn(path);
+  if (why_not.empty()) {
+    facts().erase("no_onednn");
+  } else {
+    facts()["no_onednn"] = why_not;
+  }
+}
+
 py::dict registrations() {
   py::dict capsules;
-  const bool no_onednn = facts().count("no_onednn");
   for (const auto& [name, handler] : handlers()) {
-    if (no_onednn && name.rfind("jaxfuse_conv", 0) == 0) continue;
+    if (!has_onednn() && name.rfind("jaxfuse_conv", 0) == 0) continue;
     capsules[name.c_str()] = py::capsule(reinterpret_cast<void*>(handler));
   }
   return capsules;
@@ -23,15 +45,12 @@ py::dict registrations() {
 py::dict info() {
   py::dict result;
   result["onednn"] = py::none();
-  result["isa"] = py::none();
+  result["isa"] = onednn_isa();
   result["simd"] = "portable";
   result["threads"] = max_threads();
   result["compiler"] = JAXFUSE_COMPILER;
   result["ffi_api"] = std::to_string(XLA_FFI_API_MAJOR) + "." + std::to_string(XLA_FFI_API_MINOR);
   for (const auto& [name, value] : facts()) result[name.c_str()] = value;
-#ifdef JAXFUSE_NO_ONEDNN
-  result["no_onednn"] = JAXFUSE_NO_ONEDNN;
-#endif
   result["no_cuda"] = JAXFUSE_NO_CUDA;  // empty: libjaxfuse_cuda.so was built with it
   return result;
 }
@@ -41,6 +60,9 @@ py::dict info() {
 
 PYBIND11_MODULE(_native, module) {
   module.doc() = "CPU kernels of jaxfuse as XLA FFI handlers; use them through jaxfuse.ffi.";
+  module.def("load_onednn", &jaxfuse::use_onednn,
+             "Opens oneDNN, the file beside this module. Before `registrations`: convolutions are offered with it only. Where it "
+             "cannot be used, `info` has `no_onednn`, the reason.");
   module.def("registrations", &jaxfuse::registrations, "FFI target name -> handler capsule, for platform cpu.");
   module.def("info", &jaxfuse::info, "What was built, and what it runs with on this machine.");
 }

@@ -8,7 +8,7 @@
 #include <optional>
 #include <string>
 
-#include "handler.h"
+#include "onednn_library.h"
 
 namespace jaxfuse::onednn {
 namespace {
@@ -40,12 +40,10 @@ std::optional<SharedPrimitive> find(const Key& key) {
   return found->second->second;
 }
 
-std::string version() {
-  const dnnl_version_t* v = dnnl_version();
-  return std::to_string(v->major) + "." + std::to_string(v->minor) + "." + std::to_string(v->patch);
-}
+}  // namespace
 
-std::string isa() {
+const char* isa() {
+  if (!is_loaded()) return nullptr;
   switch (dnnl::get_effective_cpu_isa()) {
     case dnnl::cpu_isa::sse41: return "sse41";
     case dnnl::cpu_isa::avx: return "avx";
@@ -61,9 +59,23 @@ std::string isa() {
   }
 }
 
-const bool facts_stated = facts().emplace("onednn", version()).second && facts().emplace("isa", isa()).second;
+bool has_avx512() {
+  if (!is_loaded()) return false;
+  switch (dnnl::get_effective_cpu_isa()) {
+    case dnnl::cpu_isa::sse41:
+    case dnnl::cpu_isa::avx:
+    case dnnl::cpu_isa::avx2:
+    case dnnl::cpu_isa::avx2_vnni:
+    case dnnl::cpu_isa::avx2_vnni_2: return false;
+    default: return true;
+  }
+}
 
-}  // namespace
+bool has_bf16() {
+  if (!has_avx512()) return false;
+  const dnnl::cpu_isa isa = dnnl::get_effective_cpu_isa();
+  return isa != dnnl::cpu_isa::avx512_core && isa != dnnl::cpu_isa::avx512_core_vnni;
+}
 
 const dnnl::engine& engine() {
   static const dnnl::engine& instance = *new dnnl::engine(dnnl::engine::kind::cpu, 0);

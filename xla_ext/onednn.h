@@ -16,6 +16,14 @@ namespace jaxfuse::onednn {
 
 const dnnl::engine& engine();
 
+// The instruction set that oneDNN uses here, which ONEDNN_MAX_CPU_ISA may lower; null where there is no oneDNN.
+const char* isa();
+
+// Two questions: Skylake, Cascade Lake and Ice Lake have AVX-512 without instructions for bf16, and what oneDNN does for bf16
+// there is slower than ours. False where there is no oneDNN.
+bool has_avx512();
+bool has_bf16();
+
 using jaxfuse::Scratch;
 
 // A oneDNN primitive, with a reorder for each argument whose layout in the user's buffer is not the primitive's.

@@ -1,8 +1,8 @@
 // Puts oneDNN on our threads. Its PyPI build calls an OpenMP runtime, through a table of addresses that the dynamic linker
 // filled in (the entries of its procedure linkage table, R_X86_64_JUMP_SLOT). Here the ten entries that belong to OpenMP
-// are pointed at ThreadPool instead: in this copy of the library only, no other user of OpenMP in the process is touched.
-// Where that cannot be done the convolution targets are not offered (see thread_pool.h for what OpenMP would cost, and
-// nan_watch.h for why the threads must be known).
+// are pointed at ThreadPool instead: in our copy of the library only, no other user of OpenMP in the process is touched.
+// Where that cannot be done oneDNN is not used (see thread_pool.h for what OpenMP would cost, and nan_watch.h for why the
+// threads must be known).
 #include <dlfcn.h>
 #include <elf.h>
 #include <link.h>
@@ -11,12 +11,12 @@
 
 #include <algorithm>
 #include <cstring>
-#include <oneapi/dnnl/dnnl.h>
+#include <iterator>
 
-#include "handler.h"
+#include "onednn_library.h"
 #include "thread_pool.h"
 
-namespace jaxfuse {
+namespace jaxfuse::onednn {
 namespace {
 
 // --- The OpenMP entry points that oneDNN uses, as GCC calls them
@@ -101,40 +101,48 @@ Table table_of(uintptr_t base, const Elf64_Dyn* dynamic) {
   return table;
 }
 
-bool point(void** slot, void* target) {
-  const uintptr_t page = sysconf(_SC_PAGESIZE), start = reinterpret_cast<uintptr_t>(slot) / page * page;
-  // After the linker is done the table is read-only; it is again when we are.
-  if (mprotect(reinterpret_cast<void*>(start), page, PROT_READ | PROT_WRITE)) return false;
-  *slot = target;
-  return mprotect(reinterpret_cast<void*>(start), page, PROT_READ) == 0;
-}
+// The slot of each entry, or null.
+struct Slots {
+  void** of[std::size(kEntries)] = {};
+  bool complete() const { return std::all_of(std::begin(of), std::end(of), [](void** slot) { return slot; }); }
+};
 
-// Null, or why oneDNN cannot be put on our threads.
-const char* take_over() {
-  Dl_info info;
-  link_map* library = nullptr;
-  if (!dladdr1(address(dnnl_version), &info, reinterpret_cast<void**>(&library), RTLD_DL_LINKMAP) || !library) {
-    return "the oneDNN library cannot be found in memory";
-  }
-  const Table table = table_of(library->l_addr, library->l_ld);
-  if (!table.slots || !table.symbols || !table.names) return "the oneDNN library has no linkage table";
-  size_t pointed = 0;
+Slots slots_of(const Table& table) {
+  Slots slots;
   for (size_t i = 0; i < table.n_slots; ++i) {
     const Elf64_Rela& slot = table.slots[i];
     const char* name = table.names + table.symbols[ELF64_R_SYM(slot.r_info)].st_name;
-    for (const Entry& entry : kEntries) {
-      if (std::strcmp(name, entry.name)) continue;
-      if (!point(reinterpret_cast<void**>(table.base + slot.r_offset), entry.ours)) return "its linkage table is locked";
-      ++pointed;
+    for (size_t entry = 0; entry < std::size(kEntries); ++entry) {
+      if (!std::strcmp(name, kEntries[entry].name)) slots.of[entry] = reinterpret_cast<void**>(table.base + slot.r_offset);
     }
   }
-  return pointed == std::size(kEntries) ? nullptr : "the oneDNN library is not the OpenMP build that this was made for";
+  return slots;
 }
 
-const bool taken_over = [] {
-  if (const char* why_not = take_over()) facts()["no_onednn"] = why_not;
-  return true;
-}();
+// After the linker is done the table is read-only; it is again when we are.
+bool protect(void** slot, int protection) {
+  const uintptr_t page = sysconf(_SC_PAGESIZE), start = reinterpret_cast<uintptr_t>(slot) / page * page;
+  return mprotect(reinterpret_cast<void*>(start), page, protection) == 0;
+}
 
 }  // namespace
-}  // namespace jaxfuse
+
+std::string take_over(const link_map& library) {
+  const Table table = table_of(library.l_addr, library.l_ld);
+  if (!table.slots || !table.symbols || !table.names) return "it has no linkage table";
+  const Slots slots = slots_of(table);
+  if (!slots.complete()) return "it is not the OpenMP build that this was made for";
+  // All pages are opened before the first slot is written: nothing is to be undone where one stays closed.
+  const auto all = [&](int protection) {
+    return std::all_of(std::begin(slots.of), std::end(slots.of), [&](void** slot) { return protect(slot, protection); });
+  };
+  if (!all(PROT_READ | PROT_WRITE)) {
+    all(PROT_READ);
+    return "its linkage table is locked";
+  }
+  for (size_t entry = 0; entry < std::size(kEntries); ++entry) *slots.of[entry] = kEntries[entry].ours;
+  all(PROT_READ);
+  return "";
+}
+
+}  // namespace jaxfuse::onednn

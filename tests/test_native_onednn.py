@@ -1,0 +1,168 @@
+"""Which oneDNN is used: our own copy, whatever other libraries the process has or lacks; and which of its kernels."""
+
+import importlib.util
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from jaxfuse import ffi
+
+ROOT = pathlib.Path(__file__).parent.parent
+CC = shutil.which("gcc") or shutil.which("clang")
+needs_onednn = pytest.mark.skipif(ffi.unavailable("jaxfuse_conv_fwd") is not None, reason=str(ffi.unavailable("jaxfuse_conv_fwd")))
+needs_compiler = pytest.mark.skipif(CC is None, reason="no C compiler")
+
+FOREIGN = r"""
+typedef struct { int major, minor, patch; const char *hash; unsigned cpu, gpu; } version;
+static version ours = {VERSION, "", 0, 0};
+const version *dnnl_version(void) { return &ours; }
+int omp_get_max_threads(void);
+int threads(void) { return omp_get_max_threads(); }
+"""
+PROGRAM = """
+import ctypes, sys
+import jax, jax.numpy as jnp, numpy as np
+from jax import lax
+from jaxfuse import ffi, ops
+
+def check_dense(dtype):
+    x, w = (jnp.asarray(np.random.default_rng(0).standard_normal(s), dtype) for s in ((40, 96), (96, 48)))
+    y = ops.dense(x, w, activation="relu")
+    wide = np.maximum(np.float64(x) @ np.float64(w), 0)
+    assert y.dtype == dtype and np.abs(np.float64(y) - wide).max() <= (0.2 if dtype == jnp.bfloat16 else 1e-4)
+
+def check_conv(dtype=jnp.float32):
+    x, w = (jnp.asarray(np.random.default_rng(0).standard_normal(s), dtype) for s in ((2, 9, 9, 16), (3, 3, 16, 32)))
+    y = ops.conv(x, w, padding="SAME")
+    wide = lax.conv_general_dilated(*map(jnp.float32, (x, w)), (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    assert y.dtype == dtype and jnp.abs(y - wide).max() < (0.2 if dtype == jnp.bfloat16 else 1e-4)
+"""
+
+
+def run(program: str, *args, **environment) -> str:
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | dict(PYTHONPATH=paths, JAX_PLATFORMS="cpu") | environment
+    done = subprocess.run([sys.executable, "-c", program, *map(str, args)], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def private_copy() -> pathlib.Path:
+    return pathlib.Path(ffi.native().__file__).with_name("_native_onednn.so")
+
+
+def script():
+    spec = importlib.util.spec_from_file_location("private_onednn", ROOT / "xla_ext/private_onednn.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def exported(library: pathlib.Path) -> list[str]:
+    """Names of the functions and objects that the library offers to others."""
+    tool = script()
+    elf = tool.Elf(library.read_bytes())
+    start = elf.value(tool.DT_SYMTAB)
+    rows = [tool.SYMBOL.unpack_from(elf.data, at) for at in range(start, elf.strings, tool.SYMBOL.size)]
+    return [elf.text(name).decode() for name, _, _, section, _, _ in rows if section]
+
+
+def compiled(folder: pathlib.Path, name: str, source: str, *flags: str) -> pathlib.Path:
+    """A library of that name, also its SONAME."""
+    (folder / "source.c").write_text(source)
+    path = folder / name
+    subprocess.run([CC, "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", str(path), str(folder / "source.c"), *flags], check=True)
+    return path
+
+
+def openmp(folder: pathlib.Path) -> pathlib.Path:
+    return compiled(folder, "libgomp.so.1", "int omp_get_max_threads(void) { return 77; }")
+
+
+def foreign(folder: pathlib.Path, gomp: pathlib.Path, version: str, traps=()) -> pathlib.Path:
+    """A libdnnl.so.3 that ends the process where one of the functions `traps` is called, and asks `gomp` for threads."""
+    folder.mkdir(exist_ok=True)
+    ends = "".join(f'asm(".globl {name}\\n.type {name}, @function\\n{name}: ud2");\n' for name in traps)
+    return compiled(folder, "libdnnl.so.3", ends + FOREIGN.replace("VERSION", version), str(gomp))
+
+
+@needs_onednn
+@needs_compiler
+def test_a_foreign_onednn_that_was_loaded_first_is_not_met(tmp_path):
+    """It has every name that ours has, for everybody in the process, and each would end the process."""
+    names = [name for name in exported(private_copy()) if re.fullmatch(r"\w+", name) and name not in ("dnnl_version", "_init", "_fini")]
+    assert len(names) > 300
+    gomp = openmp(tmp_path)
+    library = foreign(tmp_path / "foreign", gomp, "9, 9, 9", [n for n in names if n.startswith("dnnl_") or "4dnnl" in n])
+    run(PROGRAM + """
+gomp, foreign = (ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL) for path in sys.argv[1:])
+check_conv(), check_dense(jnp.float32), check_dense(jnp.bfloat16)
+assert ffi.native().info()["onednn"] == "3.2.0"
+assert foreign.threads() == 77
+""", gomp, library)
+
+
+@needs_onednn
+@needs_compiler
+def test_a_library_that_is_not_ours_is_refused_untouched(tmp_path):
+    """Of another version; of ours, but with one of the OpenMP functions only. Then dense layers run by our own loops."""
+    gomp = openmp(tmp_path)
+    names = re.findall(r"F\((dnnl_\w+)\)", (ROOT / "xla_ext/onednn_library.cc").read_text())
+    traps = [name for name in names if name != "dnnl_version"]
+    other, partial = (foreign(tmp_path / v.replace(", ", ""), gomp, v, traps) for v in ("9, 9, 9", "3, 2, 0"))
+    run(PROGRAM + """
+ctypes.CDLL(sys.argv.pop(1), mode=ctypes.RTLD_GLOBAL)
+ffi._ONEDNN = "_native_missing.so"
+assert "_native_missing.so" in ffi.unavailable("jaxfuse_conv_fwd"), ffi.unavailable("jaxfuse_conv_fwd")
+for path, words in zip(sys.argv[1:], ["its version is 9.9.9, and this was built and tested with 3.2.0", "not the OpenMP build"]):
+    ffi.native().load_onednn(path)
+    assert words in ffi.native().info()["no_onednn"], ffi.native().info()
+    assert ctypes.CDLL(path).threads() == 77
+    assert not any("conv" in name for name in ffi.native().registrations())
+    check_dense(jnp.float32), check_dense(jnp.bfloat16)
+""", gomp, other, partial)
+
+
+@needs_onednn
+def test_libgomp_is_not_needed():
+    text = private_copy().read_bytes()
+    assert b"libgomp" not in text and b"GOMP_parallel_start" in text
+    path = ffi.native().__file__
+    maps = run(f"""
+import importlib.util
+spec = importlib.util.spec_from_file_location("jaxfuse._native", {path!r})
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+module.load_onednn({str(private_copy())!r})
+assert module.info()["onednn"] and "no_onednn" not in module.info(), module.info()
+print(open("/proc/self/maps").read())
+""")
+    assert "_native_onednn" in maps and "gomp" not in maps
+
+
+@needs_onednn
+@pytest.mark.parametrize("ours, onednns, kernels", [
+    ("avx512", "AVX512_CORE_BF16", {"matmul f32", "matmul bf16", "convolution f32", "convolution bf16"}),
+    ("avx512", "AVX512_CORE", {"matmul f32", "convolution f32"}),
+    ("avx2", "AVX2", {"convolution f32"})])
+def test_which_kernels_an_instruction_set_has(ours, onednns, kernels):
+    """AVX-512 and its bf16 are two questions: on processors with the one alone bf16 is widened, by us."""
+    levels = ["portable", "avx2", "avx512"]
+    native = ffi.native().info()
+    lacks_bf16 = native["isa"] in ("avx512_core", "avx512_core_vnni")
+    if levels.index(ours) > levels.index(native["simd"]) or onednns.endswith("BF16") and lacks_bf16:
+        pytest.skip(f"this CPU has {native['simd']}, oneDNN uses {native['isa']}")
+    text = run(PROGRAM + """
+for dtype in (jnp.float32, jnp.bfloat16):
+    check_dense(dtype)
+    check_conv(dtype)
+print(ffi.native().info()["isa"])
+""", ONEDNN_MAX_CPU_ISA=onednns, JAXFUSE_SIMD=ours, ONEDNN_VERBOSE="1")
+    found = re.findall(r"^onednn_verbose,exec,cpu,(matmul|convolution),.*?,src_(\w+)::", text, re.M)
+    assert {" ".join(pair) for pair in found} == kernels
+    assert text.splitlines()[-1] == onednns.lower()
