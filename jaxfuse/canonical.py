@@ -206,7 +206,7 @@ def held(value: Value):
 
 def filled(value: Value, number):
     """The number in the value's shape and type, sharded along explicit axes of a mesh and varying over those of a `shard_map`."""
-    sharding = value.aval.sharding if any(value.aval.sharding.spec) else None
+    sharding = value.aval.sharding if any(value.spec) else None
     varying = tuple(value.aval.manual_axis_type.varying)
     full = jax.lax.broadcast_in_dim(jnp.asarray(number, value.dtype), value.shape, (), out_sharding=sharding)
     return jax.lax.pcast(full, varying, to="varying") if varying else full

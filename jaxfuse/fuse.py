@@ -14,10 +14,12 @@ from jaxfuse.match import Match, Refusal
 from jaxfuse.ops.errors import one_of
 from jaxfuse.patterns import autodiff
 from jaxfuse.reasons import lacks_kernel
+from jaxfuse.settings import ours, unwatched
 from jaxfuse.signature import Call, Untraceable, compiled, is_part_of_a_program
 
 P = ParamSpec("P")
 R = TypeVar("R")
+PARTIAL = "a sum over mesh axes is still to be taken of its values or of their gradients: no kernel can follow"
 CIRCULAR = "what it needs is computed from what it gives by another fused site"
 
 
@@ -29,19 +31,22 @@ class Plan(NamedTuple):
     replacements: dict[int, Emission]
     found: list
 
+    @ours
     def __call__(self, arguments: list) -> list:
         if not self.replacements:  # with its nested jits, which need not be traced and compiled anew
             return jaxpr_as_fun(self.closed)(*arguments)
         return evaluate(self.graph, arguments, self.replacements)
 
 
+@unwatched
 def plan(closed: ClosedJaxpr, judge, outer: tuple[Graph, Node] | None = None) -> Plan:
     """Finds every site of the program, the bodies of its loops and branches included; `outer` as in `Graph`."""
     versions.warn_if_newer()
     graph = Graph(closed, outer)
     replacements: dict[int, Emission] = {}
-    found: list = []
-    claimed: set[int] = set()
+    partial = [node for node in graph.nodes if any(value.is_partial for value in (*node.inputs, *node.outputs))]
+    found: list = [Refusal("program", partial[0], (), PARTIAL)] if partial else []
+    claimed = {node.index for node in partial}
     symbolic = graph.symbolic()
     if symbolic:
         reason = f"{symbolic} gives {symbolic.out!r}, a symbolic shape: kernels are chosen for known ones"
@@ -214,6 +219,8 @@ def explain(fn: Callable, *args, policy: str = "measured", platform: str | None 
 
 def _run(fn, judge, strict: bool, /, *args, **kwargs):
     """Under `jax.jit`: traces fn, plans, and computes the rewritten program."""
+    if _is_looked_into((args, kwargs)):
+        return fn(*args, **kwargs)
     call = Call(args, kwargs, concrete=True)
     closed, out_tree = call.trace(fn)
     program = plan(closed, judge)
@@ -223,6 +230,14 @@ def _run(fn, judge, strict: bool, /, *args, **kwargs):
     if strict and missed:
         raise reports.FusionError(f"{len(missed)} sites stay unfused\n{report}")
     return jax.tree.unflatten(out_tree, program(call.leaves))
+
+
+def _is_looked_into(arguments) -> bool:
+    """Whether JAX runs what was jitted line by line: the user looks for a place in their own code."""
+    config = jax.config
+    if not (config.jax_debug_nans or config.jax_debug_infs):
+        return config.jax_disable_jit
+    return not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments))
 
 
 def _untraceable(failure: Untraceable) -> reports.FusionReport:

@@ -35,6 +35,17 @@ class Value:
     dtype = property(lambda self: self.aval.dtype)
     ndim = property(lambda self: len(self.aval.shape))
 
+    @property
+    def spec(self) -> tuple:
+        """The mesh axes that each dimension is divided over, where the type says so."""
+        return tuple(self.aval.sharding.spec.update(unreduced=frozenset(), reduced=frozenset()))
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether a sum over mesh axes is still to be taken, of it or of its gradient."""
+        spec = getattr(getattr(self.aval, "sharding", None), "spec", None)
+        return spec is not None and bool(spec.unreduced or spec.reduced)
+
     def __repr__(self):
         return f"{self.dtype}{list(self.shape)}"
 

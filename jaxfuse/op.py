@@ -24,8 +24,10 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
 
 from jaxfuse import platforms, private
-from jaxfuse.batch import BatchAxes, equally_varying, merge, sharded, split
+from jaxfuse.batch import BatchAxes, equally_varying, merge, split
+from jaxfuse.partition import sharded
 from jaxfuse.reasons import no_kernel
+from jaxfuse.settings import ours
 
 Arrays = tuple[jax.Array, ...]
 
@@ -66,15 +68,14 @@ class Stage:
         self.name, self.reference, self.kernels, self.batch_axes = name, reference, kernels, batch_axes
         self.primitive = p = Primitive(name)
         p.multiple_results = True
-        p.def_impl(lambda *args, config: _jitted(self, config)(*args))
+        private.run_alone(p)
         p.def_abstract_eval(self._abstract_eval)
         ad.primitive_jvps[p] = self._jvp
+        ad.primitive_transposes[p] = self._transpose
         batching.primitive_batchers[p] = self._batch
-        mlir.register_lowering(p, _lowering(lambda *args, config: reference(config, *args)))
-        if kernels:
-            private.needs_devices(p)
+        mlir.register_lowering(p, lowered_by(lambda ctx: (ctx, self._as_defined)))
         for platform in {kernel.platform for kernel in kernels}:
-            mlir.register_lowering(p, _lowering(self._partitioned_on(platform)), platform=platform)
+            mlir.register_lowering(p, lowered_by(functools.partial(self._for, platform)), platform=platform)
 
     def __call__(self, config, *args) -> list[jax.Array]:
         return self.primitive.bind(*equally_varying(args), config=config)
@@ -100,13 +101,25 @@ class Stage:
             raise NotImplementedError(f"{self.name}: no kernel for {args} on a shard")
         return self.reference(config, *args)
 
+    @ours
     def _abstract_eval(self, *avals, config):
         return _out_types(self, config, tuple(map(type_of, avals)))
 
+    @ours
     def _jvp(self, primals, tangents, *, config):
         """Derivatives of the reference (for `forward`, FusedOp replaces this rule by a better one)."""
         return jvp_of(functools.partial(self.reference, config), primals, tangents)
 
+    @ours
+    def _transpose(self, cotangents, *args, config):
+        """That of the reference, where it is linear in those arguments (for `tangent`, FusedOp's own)."""
+        linear = [i for i, a in enumerate(args) if ad.is_undefined_primal(a)]
+        types = [type_of(args[i].aval) for i in linear]
+        given = tuple(ad.instantiate_zeros(ct) for ct in cotangents)
+        found = jax.linear_transpose(_of_some(functools.partial(self.reference, config), args, linear), *types)(given)
+        return [found[linear.index(i)] if i in linear else None for i in range(len(args))]
+
+    @ours
     def _batch(self, args, dims, *, config):
         """vmap: into the batch axis where every output has one, else one call per item."""
         axes = self.batch_axes(config, [jnp.ndim(a) - (d is not None) for a, d in zip(args, dims)])
@@ -137,22 +150,34 @@ class Stage:
         kernel, _ = self.kernel(config, item)
         return (lambda *args: self.run(config, args, kernel.platform)) if kernel is not None and kernel.is_plain else None
 
-    def _partitioned_on(self, platform: str):
-        """`run` on every shard of the batch: no all-gather of what is sharded along the batch axis."""
+    def _for(self, platform: str, ctx):
+        """What is lowered for this platform, and in which context: `run`, on every shard of the batch where XLA divides the
+        program among devices. It asks how while it compiles; of a program that is exported nobody will be there to be asked."""
+        n, devices = private.divided_among(ctx), tuple(jax.devices())
 
-        def partitioned(*args, config):
+        def whole(*args, config):
+            return self.run(config, args, platform)
+
+        def divided(*args, config):
             axes = self.batch_axes(config, [jnp.ndim(a) for a in args])
             kernel, _ = self.kernel(config, args, platform)
             if kernel is None or kernel.run is None or not any(ax is not None for ax in axes.inputs):
-                return self.run(config, args, platform)
+                return whole(*args, config=config)
             outs = _out_types(self, config, tuple(type_of(jax.typeof(a)) for a in args))
 
             def run(shards, mesh_axes=()):
                 return self.run(config, shards, platform, mesh_axes)
 
-            return sharded(run, axes, args, [len(o.shape) for o in outs])
+            return sharded(run, axes, args, [len(o.shape) for o in outs], devices[:n])
 
-        return partitioned
+        if n == 1:
+            return ctx, whole
+        if private.is_exported(ctx) or len(devices) < n:
+            return ctx, self._as_defined
+        return private.with_devices(ctx, devices[:n]), divided
+
+    def _as_defined(self, *args, config):
+        return self.reference(config, *args)
 
 
 class FusedOp:
@@ -178,6 +203,7 @@ class FusedOp:
         ad.primitive_jvps[self.forward.primitive] = self._linearize
         ad.primitive_transposes[self.tangents.primitive] = self._transpose
 
+    @ours
     def __call__(self, config, *args):
         if self._sharded_beyond_batch(config, args):  # the kernels could not follow; plain JAX, as it was
             return list(self.forward.reference(config, *args))
@@ -186,12 +212,11 @@ class FusedOp:
     def _sharded_beyond_batch(self, config, args) -> bool:
         """Whether the types say so, which they do under a mesh of `explicit` axes."""
         axes = self.forward.batch_axes(config, [jnp.ndim(a) for a in args]).inputs
-        return any(
-            name is not None and d != ax
-            for a, ax in zip(args, axes)
-            for d, name in enumerate(jax.typeof(a).sharding.spec)
-        )
+        specs = [jax.typeof(a).sharding.spec for a in args]
+        return any(spec.reduced or spec.unreduced for spec in specs) or any(
+            name is not None and d != ax for spec, ax in zip(specs, axes) for d, name in enumerate(spec))
 
+    @ours
     def _linearize(self, primals, tangents, *, config):
         saving, primals = self.for_autodiff(config), equally_varying(primals)
         if not self.differentiable(config):
@@ -211,6 +236,7 @@ class FusedOp:
         tangents = [next(given) if a else None for a in linear.active]
         return tuple((tangent or self.tangent)(linear.config, kept, tangents))
 
+    @ours
     def _transpose(self, cotangents, *args, config: "Linear"):
         kept, tangents = args[: config.n_kept], args[config.n_kept :]
         if all(isinstance(ct, ad.Zero) for ct in cotangents):
@@ -266,30 +292,34 @@ class Linear:
 def jvp_of(function, primals, tangents):
     """jax.jvp of a function that returns a tuple, with symbolic zero tangents held fixed."""
     moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
-
-    def of_moving(*moved):
-        args = list(primals)
-        for i, value in zip(moving, moved):
-            args[i] = value
-        return list(function(*args))
-
-    return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
+    of_moving = _of_some(function, primals, moving)
+    outs, out_tangents = jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
+    return list(outs), list(out_tangents)
 
 
-def _lowering(function):
-    """Lowered as with `check_vma=False`: kernels need not say over which mesh axes of a `shard_map` their results vary."""
-    lower = mlir.lower_fun(function, multiple_results=True)
+def _of_some(function, args, positions: list[int]):
+    """`function` of the arguments at these positions; the others as they are."""
 
+    def of_some(*given):
+        whole = list(args)
+        for i, value in zip(positions, given):
+            whole[i] = value
+        return tuple(function(*whole))
+
+    return of_some
+
+
+def lowered_by(choose):
+    """A lowering rule: `choose(ctx)` gives the context to lower in and the function. Lowered as with `check_vma=False`: kernels
+    need not say over which mesh axes of a `shard_map` their results vary."""
+
+    @ours
     def rule(ctx, *values, **params):
         plain = [aval.update(manual_axis_type=ManualAxisType()) for aval in ctx.avals_in]
-        return lower(ctx.replace(avals_in=plain), *values, **params)
+        ctx, function = choose(ctx.replace(avals_in=plain))
+        return mlir.lower_fun(function, multiple_results=True)(ctx, *values, **params)
 
     return rule
-
-
-@functools.lru_cache(maxsize=4096)
-def _jitted(stage: Stage, config):
-    return jax.jit(lambda *args: stage.primitive.bind(*args, config=config))
 
 
 def type_of(aval) -> jax.ShapeDtypeStruct:

@@ -1,5 +1,6 @@
 """The private parts of JAX that cannot be avoided. Tried with jax 0.10.2, 0.11.2 and 0.12.0.1."""
 
+import dataclasses
 import importlib
 from typing import Any
 
@@ -49,9 +50,33 @@ def scan_over(eqn, body, num_consts: int, used: list[bool]) -> dict[str, Any]:
     return params | {"num_consts": num_consts} | linear
 
 
-def needs_devices(primitive) -> None:
-    """Makes the devices of the program known while `primitive` is lowered, as `custom_partitioning` inside it requires."""
-    dispatch.prim_requires_devices_during_lowering.add(primitive)
+def is_exported(ctx) -> bool:
+    """Whether the program that is being lowered is for `jax.export`."""
+    return ctx.module_context.lowering_parameters.for_export
+
+
+def divided_among(ctx) -> int:
+    """How many devices XLA divides the program that is being lowered among; 1 where a `shard_map` has done so."""
+    axes = ctx.module_context.axis_context
+    if hasattr(axes, "manual_axes"):
+        return 1 if set(axes.manual_axes) == set(axes.mesh.axis_names) else axes.mesh.size
+    return getattr(axes, "num_devices", 1)
+
+
+def with_devices(ctx, devices: tuple):
+    """`ctx` with these as the program's, which a `custom_partitioning` asks for. It needs their number alone, where it is not
+    told of a mesh; JAX would have the mesh of the whole program."""
+    axes = ctx.module_context.axis_context
+    if hasattr(axes, "manual_axes"):
+        return ctx
+    known = dataclasses.replace(axes, device_assignment=devices, abstract_mesh=None)
+    return ctx.replace(module_context=ctx.module_context.replace(axis_context=known))
+
+
+def run_alone(primitive) -> None:
+    """Makes it compiled and run by itself where nothing is being traced, as JAX's own are: under `jax.disable_jit()` too, and a
+    NaN under `jax_debug_nans` is an error that names it."""
+    dispatch.simple_impl(primitive)
 
 
 def jit_options(fn) -> dict | None:

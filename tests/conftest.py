@@ -91,5 +91,4 @@ def some_kernel(monkeypatch):
 
 def _forget_compiled():
     """What was compiled holds the kernel that was chosen then."""
-    op._jitted.cache_clear()
     jax.clear_caches()

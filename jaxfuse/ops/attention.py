@@ -20,10 +20,12 @@ from jaxfuse.batch import completed
 from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear
 from jaxfuse.ops.attention_config import AttentionConfig, laid, strides
 from jaxfuse.ops.errors import Arguments, Array
+from jaxfuse.settings import ours
 
 MASKED = -1e30  # the score where a mask is False: less than any that a network makes, and a row of nothing else is no NaN
 
 
+@ours
 def attention(q: Array, k: Array, v: Array, bias: Array | None = None, mask: Array | None = None,
               factor: Array | None = None, *, scale: float | None = None) -> jax.Array:
     """Attention of several heads: y = (factor · softmax(scale · q·kᵀ + bias)) · v      (Vaswani et al. 2017)

@@ -24,6 +24,7 @@ from jaxfuse.ops import batch_norm_grad as passes
 from jaxfuse.ops.activations import TABLE as ACTIVATIONS, Activation
 from jaxfuse.ops.batch_norm_config import BatchNormConfig
 from jaxfuse.ops.errors import Arguments, Array
+from jaxfuse.settings import ours
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Standard:
         return mean, gamma * lax.rsqrt(var + self.epsilon), beta
 
 
+@ours
 def batch_norm(
     x: Array, gamma: Array, beta: Array, residual: Array | None = None, *, activation: str | None = None, alpha: float = 0.0,
     epsilon: float = 1e-5, axis: int = -1, mean: Array | None = None, var: Array | None = None,

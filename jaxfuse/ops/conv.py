@@ -16,7 +16,9 @@ from jaxfuse.ops import conv_channels_last, conv_cudnn, conv_depthwise, pointwis
 from jaxfuse.ops.activations import TABLE as ACTIVATIONS
 from jaxfuse.ops.conv_config import ConvConfig, batch_groups_as_features, convolve, dimension_numbers_of, geometry_of
 from jaxfuse.ops.errors import Arguments, Array
+from jaxfuse.settings import ours
 
+@ours
 def conv(
     x: Array, w: Array, bias: Array | None = None, residual: Array | None = None, *, scale: Array | None = None,
     activation: str | None = None, alpha: float = 0.0, residual_last: bool = False,

@@ -15,6 +15,7 @@ from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear
 from jaxfuse.ops.activations import TABLE as ACTIVATIONS
 from jaxfuse.ops.errors import Arguments, Array
 from jaxfuse.ops.matrices import matrices
+from jaxfuse.settings import ours
 
 Axes = tuple[int, ...]
 
@@ -60,6 +61,7 @@ class DenseConfig:
         return ACTIVATIONS[self.activation].pullback_for(self.alpha) is not None
 
 
+@ours
 def dense(
     x: Array, w: Array, bias: Array | None = None, residual: Array | None = None, *, activation: str | None = None,
     alpha: float = 0.0, dimension_numbers: Any = None, precision: Any = None, preferred_element_type: Any = None) -> jax.Array:

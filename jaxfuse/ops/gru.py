@@ -11,6 +11,7 @@ from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear
 from jaxfuse.ops.errors import Arguments, Array
 from jaxfuse.ops.recurrent import (
     before, complete, drive, initial_state, ordered, refuse, scan_steps, types_of, weight_gradient, wide)
+from jaxfuse.settings import ours
 
 GATES = "rzn"
 
@@ -28,6 +29,7 @@ class GRUConfig:
         return int(self.saving)
 
 
+@ours
 def gru(
     x: Array, w_x: Array, w_h: Array, bias: Array | None = None, bias_n: Array | None = None, h0: Array | None = None, *,
     gate_order: str = GATES, reset_after: bool = True, reverse: bool = False) -> tuple[jax.Array, jax.Array]:

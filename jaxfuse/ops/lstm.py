@@ -11,6 +11,7 @@ from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear
 from jaxfuse.ops.errors import Arguments, Array
 from jaxfuse.ops.recurrent import (
     before, complete, drive, initial_state, ordered, refuse, scan_steps, types_of, weight_gradient, wide)
+from jaxfuse.settings import ours
 
 GATES = "ifgo"
 
@@ -27,6 +28,7 @@ class LSTMConfig:
         return int(self.saving)
 
 
+@ours
 def lstm(
     x: Array, w_x: Array, w_h: Array, bias: Array | None = None, h0: Array | None = None, c0: Array | None = None, *,
     gate_order: str = GATES, forget_bias: float = 0.0, reverse: bool = False) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -15,6 +15,7 @@ from jaxfuse import ffi
 from jaxfuse.op import PLAIN, BatchAxes, FusedOp, Kernel, Linear
 from jaxfuse.ops.errors import Arguments, Array
 from jaxfuse.reasons import no_kernel
+from jaxfuse.settings import ours
 
 Pairs = tuple[tuple[int, int], ...]
 UNROLLED = 64  # positions of a window up to which a program has a line for each
@@ -55,6 +56,7 @@ class MaxPoolConfig:
         return {name: np.asarray(values, np.int64) for name, values in attrs.items()}
 
 
+@ours
 def max_pool(x: Array, window_shape: Sequence[int], *, strides: Sequence[int] | None = None,
              padding: str | Sequence[tuple[int, int]] = "VALID") -> jax.Array:
     """Max pooling, as `flax.linen.max_pool`: y[n, i, c] = max of x[n, i·stride - padding_low + [0, window), c].

@@ -25,8 +25,10 @@ from jaxfuse.op import PLAIN, BatchAxes, FusedOp, Kernel, Linear
 from jaxfuse.ops.activations import TABLE as ACTIVATIONS
 from jaxfuse.ops.errors import Arguments, Array
 from jaxfuse.ops.norm_config import NormConfig
+from jaxfuse.settings import ours
 
 
+@ours
 def layer_norm(x: Array, gamma: Array, beta: Array, residual: Array | None = None, *, activation: str | None = None,
                epsilon: float = 1e-6, return_sum: bool = False) -> Any:
     """Layer normalisation over the last axis, with a residual add before and an activation after.
@@ -47,6 +49,7 @@ def layer_norm(x: Array, gamma: Array, beta: Array, residual: Array | None = Non
     return _over_last_axis("layer_norm", x, gamma, beta, residual, activation, epsilon, return_sum, centered=True)
 
 
+@ours
 def rms_norm(x: Array, gamma: Array, residual: Array | None = None, *, activation: str | None = None,
              epsilon: float = 1e-6, return_sum: bool = False) -> Any:
     """Root mean square normalisation over the last axis: `layer_norm` without mean and beta.
@@ -74,6 +77,7 @@ def _over_last_axis(op, x, gamma, beta, residual, activation, epsilon, return_su
     return normalised(config, x, *added.values(), gamma, jnp.zeros_like(gamma) if beta is None else beta)
 
 
+@ours
 def group_norm(x: Array, gamma: Array, beta: Array, *, groups: int, activation: str | None = None, epsilon: float = 1e-6,
                axis: int = -1) -> jax.Array:
     """Group normalisation: statistics of each example over all places and the channels of each group, and an activation

@@ -156,7 +156,7 @@ class _Site:
         kernel, reason = OP.backward.kernel(linear, (*types, *kept, kept[0]))
         extra = tuple(v for added in gradient.added for v in added)
         needs = (*self.moving, *self.fixed, *saved, gradient.dy, *extra)
-        sharded = next((v for v in needs if v.producer and any(v.aval.sharding.spec[1:])), None)
+        sharded = next((v for v in needs if v.producer and any(v.spec[1:])), None)
         if sharded is not None:
             return f"{sharded!r} is sharded along an explicit axis of the mesh, and not along its first dimension"
         if depends_on(list(needs), set(map(id, gradient.found)), min(v.producer.index for v in gradient.found)):

@@ -66,7 +66,7 @@ def fused(graph: Graph, label: str, anchor: Node, gradient: NormGradient, form, 
     statistics = [v.aval for v in gradient.saved]
     kernel, reason = OP.backward.kernel(linear, (*types, *statistics, *types[:1] * (1 + config.wants_sum)))
     needs = (x, gradient.dy, *gradient.saved, *gradient.added, *parameters, *[v for _, added in gradient.of_parameters for v in added])
-    sharded = next((v for v in needs if v.producer and any(v.aval.sharding.spec[1:])), None)
+    sharded = next((v for v in needs if v.producer and any(v.spec[1:])), None)
     if sharded is not None:
         return f"{sharded!r} is sharded along an explicit axis of the mesh, and not along its first dimension"
     defines = gradient.defines

@@ -19,7 +19,7 @@ from jaxfuse.patterns.recurrent_gates import STATE, Affine, Follower, Loop, Movi
 
 def sequences(node: Node, body: Graph, cells: list, measured) -> Match | str:
     """The scan over these cells, in the order of its body, as fused sequences, or why not."""
-    sharded = next((v for v in node.inputs if any(v.aval.sharding.spec)), None)
+    sharded = next((v for v in node.inputs if any(v.spec)), None)
     if sharded is not None:
         return f"{sharded!r} is sharded along an explicit axis of the mesh: the sequence takes automatic and manual ones"
     types = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in node.inputs]
