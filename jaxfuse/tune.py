@@ -73,7 +73,7 @@ def measure(effort: Effort, console: Console) -> dict[str, tuple[Rule, ...]]:
             for direction in DIRECTIONS if apart else (None,):
                 own = tuple(p for p in rows if direction in (None, p.direction))
                 if own:
-                    found[op] += (Rule(own, direction, dtype, shape, machine="this machine"),)
+                    found[op] += (Rule(own, direction, dtype, shape),)
             bar.advance(task)
     return found
 

@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxfuse.rules.rule import ZEN_3, Ladder, OpRules, Rule, points
+from jaxfuse.rules.rule import ZEN_3, ZEN_4, Ladder, OpRules, Rule, points
 
 
 def size(config, types) -> int:
@@ -44,11 +44,11 @@ RULES = OpRules(
         Rule(points(
             (128, (3.8, 3.22), (8.92, 6.73)),
             (2_048, (13.7, 3.34), (30.2, 15.3)),
-            (100_352, (51, 19.1), (200, 68.4))), dtype="float32"),
+            (100_352, (51, 19.1), (200, 68.4))), dtype="float32", **ZEN_4),
         Rule(points(
             (128, (3.8, 2.88), (6.95, 7.51)),
             (2_048, (7.78, 3.48), (25.1, 12.8)),
-            (100_352, (72, 23.3), (159, 64.1))), dtype="bfloat16"),
+            (100_352, (72, 23.3), (159, 64.1))), dtype="bfloat16", **ZEN_4),
     ),
     dtypes=("float32", "bfloat16", "float16"),
 )  # fmt: skip

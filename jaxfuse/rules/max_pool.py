@@ -4,7 +4,7 @@ import math
 
 from jax import lax
 
-from jaxfuse.rules.rule import ZEN_3, Ladder, OpRules, Rule, points
+from jaxfuse.rules.rule import ZEN_3, ZEN_4, Ladder, OpRules, Rule, points
 
 
 def size(config, types) -> int:
@@ -35,11 +35,11 @@ RULES = OpRules(
         Rule(points(
             (128, (3.64, 2.17), (27.4, 3.96)),
             (1_024, (6.49, 2.56), (32.1, 4.81)),
-            (50_176, (82, 32.3), (531, 66.3))), dtype="float32"),
+            (50_176, (82, 32.3), (531, 66.3))), dtype="float32", **ZEN_4),
         Rule(points(
             (128, (5.26, 2.12), (27.8, 10.7)),
             (1_024, (12.6, 5.13), (38.4, 10.4)),
-            (50_176, (153, 27.5), (521, 77))), dtype="bfloat16"),
+            (50_176, (153, 27.5), (521, 77))), dtype="bfloat16", **ZEN_4),
     ),
     dtypes=("float32", "bfloat16", "float16"),
 )  # fmt: skip

@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxfuse.rules.rule import ZEN_3, Ladder, OpRules, Rule, points
+from jaxfuse.rules.rule import ZEN_3, ZEN_4, Ladder, OpRules, Rule, points
 
 
 def size(config, types) -> int:
@@ -75,20 +75,20 @@ RULES = OpRules(
             (128, (4.95, 2.16), (11.9, 5.29)),
             (2_048, (27.9, 3.53), (40.5, 6.37)),
             (16_384, (25.4, 7.36), (51.5, 23.0)),
-            (98_304, (47.2, 15.3), (175.0, 45.0))), dtype="float32", shape="rows"),
+            (98_304, (47.2, 15.3), (175.0, 45.0))), dtype="float32", shape="rows", **ZEN_4),
         Rule(points(
             (128, (3.46, 2.32), (6.92, 4.53)),
             (2_048, (6.76, 4.9), (25.4, 8.24)),
             (16_384, (25.8, 10.9), (51.5, 23.6)),
-            (98_304, (70.3, 21.6), (182.0, 63.1))), dtype="bfloat16", shape="rows"),
+            (98_304, (70.3, 21.6), (182.0, 63.1))), dtype="bfloat16", shape="rows", **ZEN_4),
         Rule(points(
             (1_024, (28.8, 3.51), (67.2, 8.37)),
             (4_096, (28.7, 4.67), (58.4, 11.7)),
-            (65_536, (100, 47.8), (273, 135))), dtype="float32", shape="places"),
+            (65_536, (100, 47.8), (273, 135))), dtype="float32", shape="places", **ZEN_4),
         Rule(points(
             (1_024, (10.1, 3.82), (20.9, 9.13)),
             (4_096, (29.6, 7.75), (53.7, 20.2)),
-            (65_536, (147, 57.2), (337, 142))), dtype="bfloat16", shape="places"),
+            (65_536, (147, 57.2), (337, 142))), dtype="bfloat16", shape="places", **ZEN_4),
     ),
     dtypes=("float32", "bfloat16", "float16"),
 )  # fmt: skip

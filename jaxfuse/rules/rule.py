@@ -6,7 +6,12 @@ from typing import Any, NamedTuple
 
 NOISE = 1.05  # times as long: nothing to tell two equal ways apart
 DIRECTIONS = ("forward", "backward")
-ZEN_3 = dict(isa="avx2", machine="AMD Zen 3, 2 cores, AVX2")  # of a Rule; oneDNN computes bfloat16 in float32 there
+# Of a Rule: where it was measured, and the instruction set that was meant. A rule of bfloat16 names the one with bf16 where
+# oneDNN computes: without it, as with AMX, other code runs, which nobody measured.
+ZEN_3 = dict(isa="avx2", machine="AMD Zen 3, 2 cores, AVX2")  # oneDNN computes bfloat16 in float32 there
+ZEN_4 = dict(isa="avx512", machine="AMD Zen 4, 2 cores, AVX-512")
+ZEN_4_BUSY = dict(isa="avx512", machine="AMD Zen 4, 2 cores, AVX-512, with other work on them")
+ZEN_4_BF16 = dict(isa="avx512_core_bf16", machine="AMD Zen 4, 2 cores, AVX-512")
 
 
 class Point(NamedTuple):
@@ -20,7 +25,8 @@ class Point(NamedTuple):
 
 class Rule(NamedTuple):
     """For which sites of an op the points speak; None: for any. `direction` "forward" or "backward", `shape` one of the op's
-    shape classes, `isa` a name that `jaxfuse.tuned.isa()` has ("avx2", "avx512", "avx512_core_bf16", "avx512_core_amx").
+    shape classes, `isa` a name that `jaxfuse.tuned.isa()` has ("avx2", "avx512", "avx512_core_bf16", "avx512_core_amx"). Every
+    built-in rule names one; what a user measures holds for that machine alone.
 
     Without a direction the forward and the backward points count together: what is rewritten going forward may be
     differentiated later.
@@ -31,7 +37,7 @@ class Rule(NamedTuple):
     dtype: str | None = None
     shape: str | None = None
     isa: str | None = None
-    machine: str = "AMD Zen 4, 2 cores, AVX-512"
+    machine: str = "this machine"
 
     def fits(self, direction: str, dtype: str, shape: str, isa: tuple[str, ...]) -> bool:
         own = (self.direction, direction), (self.dtype, dtype), (self.shape, shape)
