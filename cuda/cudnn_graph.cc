@@ -25,7 +25,6 @@ struct Device {
   const Descriptor& plan(std::string_view digest, std::string_view text) {
     auto found = plans.find(digest);
     if (found != plans.end()) return *found->second;
-    const cuda::OutsideCapture outside;
     const Api& api = Api::get();
     if (!handle) api.expect_success(api.create(&handle), "cudnnCreate");
     auto plan = std::make_unique<Descriptor>(Kind::execution_plan);
@@ -58,6 +57,7 @@ void run(const Call& call, cudaStream_t stream) {
 
   Device& device = current_device();
   const std::lock_guard<std::mutex> lock(device.busy);
+  const cuda::OutsideCapture outside;  // reading a plan allocates, and running it may load a kernel
   try {
     const Descriptor& plan = device.plan(call.attr<std::string_view>("digest"), call.attr<std::string_view>("plan"));
     const int64_t needed = plan.get_int64(Attribute::plan_workspace);

@@ -3,6 +3,7 @@ kept under all that it depends on, and what does not fit is refused by name. `te
 
 import dataclasses
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -196,6 +197,18 @@ def test_what_cudnn_says_is_the_reason(built, monkeypatch):
 
     monkeypatch.setattr(backend, "build", build)
     assert plans.plan(A, KNOWN["H200"]) == "finalising: CUDNN_STATUS_NOT_SUPPORTED: stride"
+
+
+def test_gpus_of_several_models_get_no_plan(monkeypatch):
+    """Which of them will run the program is not known while it is lowered."""
+    kinds = ["NVIDIA H200", "NVIDIA H200", "NVIDIA L4"]
+    gpus = [types.SimpleNamespace(device_kind=kind, local_hardware_id=i) for i, kind in enumerate(kinds)]
+    monkeypatch.setattr(jax, "local_devices", lambda backend: gpus)
+    monkeypatch.setattr(backend, "properties", lambda ordinal: KNOWN["H200"])
+    monkeypatch.setattr(plans, "at_hand", plans.at_hand.__wrapped__)
+    assert "this machine has NVIDIA H200 and NVIDIA L4" in plans.plan(A)
+    del gpus[2]
+    assert plans.at_hand() == KNOWN["H200"]
 
 
 # --- the kernel ----------------------------------------------------------------------------------------------------

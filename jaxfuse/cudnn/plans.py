@@ -40,12 +40,19 @@ def path(name: str) -> Path:
 
 @functools.cache
 def at_hand() -> str:
-    """The first GPU's properties; without one, to compile for another machine's, an H200's."""
+    """This machine's GPUs' properties; without one, to compile for another machine's, an H200's.
+
+    Raises CudnnError where they are of several models: a program is lowered without knowing which of them will run it.
+    """
     try:
-        gpu, *_ = jax.local_devices(backend="cuda")
+        gpus = jax.local_devices(backend="cuda")
     except RuntimeError:
         return KNOWN["H200"]
-    return backend.properties(gpu.local_hardware_id)
+    models = sorted({gpu.device_kind for gpu in gpus})
+    if len(models) > 1:
+        raise backend.CudnnError(f"a plan is for one model of GPU, and this machine has {' and '.join(models)}; "
+                                 "CUDA_VISIBLE_DEVICES can hide the others")
+    return backend.properties(gpus[0].local_hardware_id)
 
 
 @functools.cache
