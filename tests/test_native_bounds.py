@@ -1,0 +1,87 @@
+"""Kernels read and write nothing outside of their buffers: forbidden pages lie right before them, then right behind."""
+
+import ctypes
+import json
+import mmap
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from conv_oracle import CASES, LONG, backward, forward, random, random_filter
+from jaxfuse import ffi
+from jaxfuse.ops import dense
+
+ODD = ["3x3", "1x1 strided", "depthwise", "stem", "NCHW", "grouped"]  # not sliced
+PRODUCTS = [(16, 5, 16), (7, 16, 48), (32, 33, 16), (13, 272, 16), (1, 64, 208), (80, 48, 1)]  # with every tail of a packed panel
+PAGE = mmap.PAGESIZE
+PROT_NONE = 0
+_mappings = []  # they live as long as the process
+
+
+def guarded(array, behind: bool) -> jax.Array:
+    """The same numbers in memory of the kernel's own choice: JAX takes it as it is where it is aligned to 64 bytes."""
+    array = np.asarray(array)
+    pages = -(-array.nbytes // PAGE) * PAGE
+    memory = mmap.mmap(-1, pages + 2 * PAGE)
+    _mappings.append(memory)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    for page in (start, start + PAGE + pages):
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(page), ctypes.c_size_t(PAGE), PROT_NONE) == 0
+    offset = PAGE + ((pages - array.nbytes) // 64 * 64 if behind else 0)
+    copy = np.frombuffer(memory, array.dtype, array.size, offset).reshape(array.shape)
+    copy[...] = array
+    found = jax.dlpack.from_dlpack(copy)
+    assert found.unsafe_buffer_pointer() == start + offset
+    return found
+
+
+def run_convolution(case, behind):
+    x, w, dy = (guarded(v, behind) for v in (random(case.x), random_filter(case), random(case.y, seed=2)))
+    forward(case, x, w).block_until_ready()
+    jax.block_until_ready(backward(case, x, w, dy, dy, "none"))
+
+
+def run_product(m, k, n, behind):
+    x, w = (guarded(random(shape), behind) for shape in ((m, k), (k, n)))
+    y, pullback = jax.vjp(jax.jit(dense), x, w)
+    jax.block_until_ready(pullback(guarded(y, behind)))
+
+
+def run_all() -> int:
+    count = 0
+    for behind in (True, False):
+        for name in [*LONG, *ODD]:
+            run_convolution(CASES[name], behind)
+            count += 1
+        for sizes in PRODUCTS:
+            run_product(*sizes, behind)
+            count += 1
+    return count
+
+
+def environment(**more):
+    return os.environ | dict(PYTHONPATH=os.pathsep.join(sys.path), JAX_PLATFORMS="cpu") | more
+
+
+@pytest.mark.skipif(ffi.unavailable("jaxfuse_conv_fwd") is not None, reason=str(ffi.unavailable("jaxfuse_conv_fwd")))
+@pytest.mark.parametrize("level", [{}, dict(JAXFUSE_SIMD="avx2", ONEDNN_MAX_CPU_ISA="AVX2")], ids=["highest", "avx2"])
+def test_nothing_is_read_outside(level):
+    run = subprocess.run([sys.executable, __file__], env=environment(**level), capture_output=True, text=True, timeout=500)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert json.loads(run.stdout) == 2 * len([*LONG, *ODD, *PRODUCTS])
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of Linux")
+def test_the_pages_are_forbidden():
+    program = "import sys, test_native_bounds as t, ctypes; x = t.guarded(t.np.ones(16, 'float32'), True); " \
+        "ctypes.c_float.from_address(x.unsafe_buffer_pointer() + 64 * int(sys.argv[1])).value"
+    results = [subprocess.run([sys.executable, "-c", program, n], env=environment(), timeout=100).returncode for n in "01"]
+    assert results[0] == 0 and results[1] != 0
+
+
+if __name__ == "__main__":
+    print(json.dumps(run_all()))
