@@ -51,8 +51,8 @@ inline Floats expm1_of_negative(Floats x) {
 
 inline Floats tanh(Floats x) {
   const Floats e = expm1_of_negative(-2.0f * absolute(x));
-  const Floats magnitude = -e / (e + 2.0f);
-  return x < 0.0f ? -magnitude : magnitude;
+  const Ints magnitude = Ints(absolute(e / (e + 2.0f)));
+  return Floats(magnitude | (Ints(x) & INT32_MIN));  // x's sign, for a zero too
 }
 
 // log(1 + x) for x in [0, 1]: above √2 - 1, log 2 + log(1 + (x - 1)/2).
