@@ -1,6 +1,7 @@
 """What the native module's sources promise the compiler and the linker, tried on a few of them."""
 
 import pathlib
+import platform
 import re
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 FLAGS = ("-std=c++17", "-O0", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-psabi")
 
+needs_x86 = pytest.mark.skipif(COMPILER is None or platform.machine() not in ("x86_64", "AMD64"), reason="no C++ compiler for x86")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 
@@ -50,3 +52,37 @@ def test_the_compiler_names_what_a_new_activation_lacks(tmp_path):
 def function_at(lines: list[str]) -> str:
     """The function that the last of these lines is in."""
     return next(found[1] for line in reversed(lines) if (found := re.match(r"\S.*?\b(\w+)\(.*\{$", line)))
+
+
+def options(sources: str) -> list[str]:
+    """What CMakeLists.txt gives the files of one instruction set."""
+    lists = (ROOT / "CMakeLists.txt").read_text()
+    return re.search(rf"SOURCE \$\{{{sources}\}} APPEND PROPERTY\s+COMPILE_OPTIONS ([^)]*)\)", lists)[1].split()
+
+
+def test_the_cpu_is_asked_for_what_the_compiler_may_use():
+    asked = (ROOT / "xla_ext/simd_level.cc").read_text()
+    for option in options("AVX2_SOURCES") + options("AVX512_SOURCES"):
+        name = option.removeprefix("-m")
+        assert option.startswith("-mno-") or f'"{name}"' in asked or f"bit_{name.upper()}" in asked, option
+
+
+@needs_x86
+@pytest.mark.parametrize("name", ["AVX2", "PORTABLE"])
+def test_compiler_flags_of_the_users_own(name):
+    """CXXFLAGS="-march=native" on a machine with AVX-512 leaves each file its own instruction set."""
+    source = ROOT / f"xla_ext/product_{name.lower()}.cc"
+    subprocess.run([COMPILER, *FLAGS, "-march=skylake-avx512", *options(f"{name}_SOURCES"), "-fsyntax-only", str(source)], check=True)
+
+
+@needs_x86
+def test_no_function_of_an_instruction_set_is_shared(tmp_path):
+    """A weak function would be one for all, perhaps the one with instructions that this CPU lacks. Without optimisation, which
+    would inline some."""
+    files = sorted((ROOT / "xla_ext").glob("*_avx2.cc"))
+    source, target = tmp_path / "all.cc", tmp_path / "all.o"
+    source.write_text("".join(f'#include "{path.name}"\n' for path in files))
+    subprocess.run([COMPILER, *FLAGS, f"-I{ROOT / 'xla_ext'}", *options("AVX2_SOURCES"), "-c", str(source), "-o", str(target)], check=True)
+    symbols = subprocess.run(["nm", "-C", str(target)], capture_output=True, text=True, check=True).stdout
+    assert symbols.count("avx2_kernels") == len(files) > 5
+    assert not re.findall(r"^\w+ [WVuw] .*", symbols, re.M)

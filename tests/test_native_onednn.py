@@ -65,11 +65,8 @@ def script():
 
 def exported(library: pathlib.Path) -> list[str]:
     """Names of the functions and objects that the library offers to others."""
-    tool = script()
-    elf = tool.Elf(library.read_bytes())
-    start = elf.value(tool.DT_SYMTAB)
-    rows = [tool.SYMBOL.unpack_from(elf.data, at) for at in range(start, elf.strings, tool.SYMBOL.size)]
-    return [elf.text(name).decode() for name, _, _, section, _, _ in rows if section]
+    elf = script().Elf(library.read_bytes())
+    return [elf.text(name).decode() for _, name, section in elf.symbols() if section]
 
 
 def compiled(folder: pathlib.Path, name: str, source: str, *flags: str) -> pathlib.Path:

@@ -5,7 +5,8 @@
 namespace jaxfuse {
 
 Activation activation_attr(const Call& call) {
-  static const std::map<std::string_view, Activation> table = {
+  // It lives until the process ends: XLA's threads may still run handlers while static objects are destroyed.
+  static const auto& table = *new const std::map<std::string_view, Activation>{
       {"none", Activation::none},
       {"relu", Activation::relu},
       {"maximum0", Activation::maximum0},

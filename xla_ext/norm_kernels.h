@@ -15,8 +15,9 @@ namespace jaxfuse::norm {
 struct Extent {
   int64_t outer, spatial, groups, length;
 
-  int64_t channels() const { return groups * length; }
-  int64_t item() const { return spatial * channels(); }
+  // No function that the linker might share: this is also included where the compiler may use what a CPU lacks.
+  [[gnu::always_inline]] int64_t channels() const { return groups * length; }
+  [[gnu::always_inline]] int64_t item() const { return spatial * channels(); }
 };
 
 // Σ(s - mean)² / count is the variance; without centering, mean is 0. rstd = 1/sqrt(var + epsilon), or 1/(sqrt(var) + epsilon).

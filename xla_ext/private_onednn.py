@@ -4,6 +4,7 @@ Run by CMakeLists.txt. What the copy differs in:
 
 - Its SONAME. The dynamic linker serves a name once: whoever asks for libdnnl.so.3 later would get this one.
 - It looks for its own functions in itself first (DT_SYMBOLIC). Another libdnnl with global symbols would serve them else.
+- It leaves its static objects alone when the process ends: XLA's threads may still be in a kernel then.
 - It does not need libgomp, which slim images lack. Its OpenMP entry points are weak, so they stay null until
   onednn_threads.cc points them at our threads.
 """
@@ -63,13 +64,25 @@ class Elf:
             before, at = at, at + following
         raise ValueError(f"no versions of {file.decode()} in this library")
 
+    def replace_function(self, old: bytes, new: bytes) -> None:
+        """Calls of one undefined function go to another one that the library uses too."""
+        symbols = {self.text(name): at for at, name, section in self.symbols() if section == 0}
+        name = self._at("<I", symbols[new])
+        struct.pack_into("<I", self.data, symbols[old], name)
+
+    def symbols(self):
+        """(place in the file, place of the name, section) of each; section 0: another library defines it."""
+        start = self.value(DT_SYMTAB)
+        for at in range(start, self.strings - (self.strings - start) % SYMBOL.size, SYMBOL.size):  # the names follow the symbols
+            name, _, _, section, _, _ = SYMBOL.unpack_from(self.data, at)
+            yield at, name, section
+
     def weaken(self, prefixes: tuple[bytes, ...]) -> int:
         """Lets undefined functions with such names be null, of whatever version. Returns how many there are."""
-        symbols, versions, found = self.value(DT_SYMTAB), self.value(DT_VERSYM), 0
-        for i in range((self.strings - symbols) // SYMBOL.size):  # the names follow the symbols
-            name, info, *rest = SYMBOL.unpack_from(self.data, symbols + i * SYMBOL.size)
-            if rest[1] == 0 and self.text(name).startswith(prefixes):
-                SYMBOL.pack_into(self.data, symbols + i * SYMBOL.size, name, WEAK << 4 | info & 15, *rest)
+        versions, found = self.value(DT_VERSYM), 0
+        for i, (at, name, section) in enumerate(self.symbols()):
+            if section == 0 and self.text(name).startswith(prefixes):
+                self.data[at + 4] = WEAK << 4 | self.data[at + 4] & 15
                 struct.pack_into("<H", self.data, versions + 2 * i, ANY_VERSION)
                 found += 1
         return found
@@ -82,6 +95,7 @@ def private(data: bytes) -> bytearray:
     elf.drop_versions_of(GOMP)
     if elf.weaken(ENTRY_POINTS) == 0:
         raise ValueError("the library uses no OpenMP")
+    elf.replace_function(b"__cxa_atexit", b"sched_yield")  # which returns 0 too, and reads no argument
     at = elf.strings + gomp[1]
     elf.data[at : at + len(SONAME)] = SONAME  # in place of libgomp's name, which nothing refers to any more
     elf.set_tag((DT_SONAME, elf.value(DT_SONAME)), DT_SONAME, gomp[1])

@@ -1,5 +1,8 @@
 #include "simd_level.h"
 
+#ifdef __x86_64__
+#include <cpuid.h>
+#endif
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
@@ -11,6 +14,14 @@ namespace {
 
 constexpr const char* kNames[] = {"portable", "avx2", "avx512"};
 
+#ifdef __x86_64__
+// clang's __builtin_cpu_supports does not know its name.
+bool has_f16c() {
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
+
 SimdLevel cpu_level() {
 #ifdef __x86_64__
   __builtin_cpu_init();  // static initialisers may run before the compiler's own call of it
@@ -18,7 +29,7 @@ SimdLevel cpu_level() {
       __builtin_cpu_supports("avx512vl")) {
     return SimdLevel::avx512;
   }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return SimdLevel::avx2;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c()) return SimdLevel::avx2;
 #endif
   return SimdLevel::portable;
 }
