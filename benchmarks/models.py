@@ -79,7 +79,29 @@ class MobileNetV2(nn.Module):
         return nn.Dense(1000, dtype=self.dtype)(x)
 
 
-NETWORKS = {"resnet50": ResNet50, "mobilenet_v2": MobileNetV2}
+class ConvNeXtTiny(nn.Module):
+    """Liu et al. 2022: depthwise 7×7, layer norm, and two dense layers with gelu in every block."""
+
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        del train  # nothing in it differs
+        norm = partial(nn.LayerNorm, epsilon=1e-6, dtype=self.dtype)
+        for stage, (features, blocks) in enumerate(((96, 3), (192, 3), (384, 9), (768, 3))):
+            size = 2 if stage else 4
+            x = norm()(x) if stage else x
+            x = nn.Conv(features, (size, size), (size, size), dtype=self.dtype)(x)
+            x = x if stage else norm()(x)
+            for block in range(blocks):
+                y = norm()(nn.Conv(features, (7, 7), feature_group_count=features, dtype=self.dtype)(x))
+                y = nn.gelu(nn.Dense(4 * features, dtype=self.dtype)(y), approximate=False)
+                scale = self.param(f"scale_{stage}_{block}", nn.initializers.constant(1e-6), (features,))
+                x = x + scale * nn.Dense(features, dtype=self.dtype)(y)
+        return nn.Dense(1000, dtype=self.dtype)(norm()(x.mean(axis=(1, 2))))
+
+
+NETWORKS = {"resnet50": ResNet50, "mobilenet_v2": MobileNetV2, "convnext_tiny": ConvNeXtTiny}
 
 
 class TrainState(NamedTuple):
@@ -96,7 +118,7 @@ def make_train_step(model, fuse, learning_rate=1e-3):
         logits, updates = model.apply(variables, images, train=True, mutable=["batch_stats"])
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
         loss = -jnp.mean(jnp.sum(jax.nn.one_hot(labels, 1000) * jax.nn.log_softmax(logits), axis=-1))
-        return loss, updates["batch_stats"]
+        return loss, updates.get("batch_stats", {})
 
     def train_step(state, images, labels):
         grad_fn = jax.value_and_grad(fuse(loss_fn), has_aux=True)

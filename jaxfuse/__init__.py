@@ -1,11 +1,15 @@
-"""jaxfuse: fused convolutions and batch norms for JAX, found in the program you already have.
+"""jaxfuse: fused layers for JAX, found in the program you already have: convolutions, dense layers, attention, norms, LSTM and GRU.
 
     fast = jaxfuse.fuse(fn)                  same signature, fewer trips to memory
     print(jaxfuse.explain(fn, *args))        what was fused, what was not, and why
+    jaxfuse.retain_memory()                  before the first computation: memory that is freed stays in the process
 """
 
-from jaxfuse import ops
+from jaxfuse import memory, ops
 from jaxfuse.fuse import explain, fuse
+from jaxfuse.memory import retain_memory
 from jaxfuse.report import FusionError, FusionReport, Site
 
-__all__ = ["FusionError", "FusionReport", "Site", "explain", "fuse", "ops"]
+__all__ = ["FusionError", "FusionReport", "Site", "explain", "fuse", "ops", "retain_memory"]
+
+memory.retain_if_asked()

@@ -1,11 +1,14 @@
-"""python -m jaxfuse demo | bench | doctor"""
+"""python -m jaxfuse demo | run | bench | doctor"""
 
 import argparse
 import importlib.util
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+
+from jaxfuse import memory
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 NO_BENCHMARKS = "the benchmarks come with the source repository, not with the installed package: run this from the root of a clone"
@@ -22,7 +25,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m jaxfuse", description="Fused convolutions and batch norms for JAX.")
+    parser = argparse.ArgumentParser("python -m jaxfuse", description=(
+        "Fused layers for JAX: convolutions, dense layers, attention, norms, LSTM and GRU, on the CPU and on NVIDIA GPUs."))
     commands = parser.add_subparsers(metavar="command", required=True)
 
     text = "train and run real networks, unfused and fused: speed and numbers side by side"
@@ -31,6 +35,14 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--quick", action="store_true", help="fewer steps and repetitions: less than half a minute")
     demo.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="where the loss curves go (default: here)")
     demo.set_defaults(run=_demo)
+
+    text = "start a Python script as `python script.py` does, with memory retained (jaxfuse.retain_memory)"
+    more = " `-m module` starts a module. What follows the script belongs to it."
+    run = commands.add_parser("run", help=text, description=f"{text.capitalize()}.{more}", usage="%(prog)s [-m] script [args]")
+    run.add_argument("-m", dest="is_module", action="store_true", help="it is a module, not a file")
+    run.add_argument("script")
+    run.add_argument("rest", nargs=argparse.REMAINDER, metavar="args")
+    run.set_defaults(run=_run)
 
     # No option of its own but --tune, not even --help: whatever follows is the benchmark's. Hence a prefix that no argument has.
     text = "measure ops and models against XLA and PyTorch; what follows goes to python -m benchmarks. --tune: from which size on " \
@@ -52,6 +64,22 @@ def _demo(arguments) -> int:
     from jaxfuse import demo
 
     demo.run(arguments.quick, arguments.out)
+    return 0
+
+
+def _run(arguments) -> int:
+    """The script gets `sys.argv` and `sys.path` as Python would set them; its exit code and its errors are its own."""
+    if not memory.retain_memory():
+        print("jaxfuse: memory cannot be retained here: it takes glibc", file=sys.stderr)
+    sys.argv = [arguments.script, *arguments.rest]
+    if arguments.is_module:
+        sys.path[0] = os.getcwd()
+        runpy.run_module(arguments.script, run_name="__main__", alter_sys=True)
+    elif not Path(arguments.script).exists():
+        return _fail(f"run: there is no file {arguments.script}")
+    else:
+        sys.path[0] = str(Path(arguments.script).resolve().parent)
+        runpy.run_path(arguments.script, run_name="__main__")
     return 0
 
 

@@ -10,8 +10,9 @@ PACKAGE = ROOT / "jaxfuse"
 
 # Who may import whom; what is not listed may import nothing of the package.
 ALLOWED = {
-    "__init__": {"ops", "fuse", "report"},
-    "__main__": {"demo", "doctor", "tune"},
+    "__init__": {"memory", "ops", "fuse", "report"},
+    "__main__": {"demo", "doctor", "memory", "tune"},
+    "memory": set(),
     "fuse": {"live", "loops", "ops", "patterns", "platforms", "reasons", "policy", "report", "graph", "match", "private",
              "settings", "signature", "versions"},
     "settings": set(),

@@ -1,0 +1,78 @@
+"""`retain_memory`, its environment variable, and the launcher: each in a process of its own, for it holds for a whole process."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jaxfuse import memory
+
+pytestmark = pytest.mark.skipif(not memory._is_glibc(), reason="these are settings of glibc's malloc")
+
+# Temporaries of more than 32 MB, which glibc maps anew at every call; prints the page faults of ten calls, once the arena has its size.
+FAULTS = """
+import resource
+import jax, jax.numpy as jnp
+
+@jax.jit
+def f(x):
+    y, w = jax.lax.optimization_barrier(2 * x), x[:, :8]
+    return y.T @ w + jax.lax.optimization_barrier(jnp.cos(y)) @ w + jax.lax.optimization_barrier(jnp.sin(y)).T @ w
+
+x = jnp.ones((2048, 2048))
+for call in range(40):
+    if call == 30:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    f(x).block_until_ready()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def python(*arguments, **environment):
+    kept = {key: value for key, value in os.environ.items() if key not in (memory.ENVIRONMENT, "MALLOC_ARENA_MAX")}
+    return subprocess.run([sys.executable, *arguments], env=kept | environment, capture_output=True, text=True)
+
+
+def test_memory_stays_in_the_process():
+    plain = python("-c", FAULTS)
+    retained = python("-c", "import jaxfuse; assert jaxfuse.retain_memory() and jaxfuse.retain_memory()\n" + FAULTS)
+    assert not retained.returncode, retained.stderr
+    assert int(retained.stdout) < 0.3 * int(plain.stdout)
+
+
+def test_too_late_is_an_error_with_the_remedy():
+    code = "import jax, jaxfuse; jax.devices(); jaxfuse.retain_memory()"
+    assert "RuntimeError: retain_memory: too late" in (error := python("-c", code).stderr) and "python -m jaxfuse run script.py" in error
+
+
+def test_by_the_environment():
+    code = "import jaxfuse, os; print(jaxfuse.memory.is_retained())"
+    assert python("-c", code, JAXFUSE_RETAIN_MEMORY="1").stdout == "True\n"
+    assert python("-c", code, JAXFUSE_RETAIN_MEMORY="0").stdout == "False\n"
+    late = python("-c", "import jax; jax.devices(); " + code, JAXFUSE_RETAIN_MEMORY="1")
+    assert late.stdout == "False\n" and "RuntimeWarning: JAXFUSE_RETAIN_MEMORY: retain_memory: too late" in late.stderr
+
+
+SCRIPT = """
+'''A script.'''
+import sys, helper, jaxfuse.memory
+print(__name__, __doc__, sys.argv[1:], helper.VALUE, jaxfuse.memory.is_retained(), __file__ == sys.argv[0])
+if sys.argv[1:] == ["--fail"]:
+    raise ValueError("of the script")
+sys.exit(len(sys.argv) - 1)
+"""
+
+
+def test_the_launcher_is_python_to_the_script(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "helper.py").write_text("VALUE = 7")
+    script = str(tmp_path / "script.py")
+    done = python("-m", "jaxfuse", "run", script, "-m", "--help")
+    assert done.stdout == "__main__ A script. ['-m', '--help'] 7 True True\n" and done.returncode == 2, done.stderr
+    failed = python("-m", "jaxfuse", "run", script, "--fail")
+    assert failed.returncode == 1 and failed.stderr.rstrip().endswith("ValueError: of the script")
+    missing = python("-m", "jaxfuse", "run", str(tmp_path / "nothing.py"))
+    assert missing.returncode == 1 and "there is no file" in missing.stderr
+    module = python("-m", "jaxfuse", "run", "-m", "timeit", "-n", "1", "-r", "1", "pass")
+    assert module.returncode == 0 and "1 loop" in module.stdout
