@@ -3,11 +3,11 @@
 Whatever autodiff makes of a normalisation has this form in the normalised tensor x and in the cotangent g of the result,
 however the user spelled it: sums over the batch of such values and of their products need only Σg and Σg·x.
 
-x enters as x - mean: where the program subtracts the mean too, nothing is left of it, and nothing cancels.
+x enters as x - mean where it has one: where the program subtracts the mean too, nothing is left of it, and nothing cancels.
 """
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jaxfuse.canonical import (
     ADD, is_float_cast, is_square, per_channel, scaled, size, unwidened, varying_axes)
 from jaxfuse.graph import Node, Value
 from jaxfuse.layout import RESHAPES
-from jaxfuse.moments import Moments, reductions
+from jaxfuse.moments import reductions
 
 MOST_TENSORS = 4  # in one form; what has more is a tensor of its own
 
@@ -89,10 +89,9 @@ class Forms:
     are the indices of the nodes looked through.
     """
 
-    def __init__(self, moments: Moments, cotangents: Iterable[Value] = ()):
-        self.x, self.axis = moments.x, moments.axis
-        self.mean, *_ = moments.means
-        self._means = set(map(id, moments.means))
+    def __init__(self, x: Value, axis: int, means: Sequence[Value] = (), cotangents: Iterable[Value] = ()):
+        self.x, self.axis = x, axis
+        self._means = set(map(id, means))
         self.of: dict[int, tuple[Value, Form | Product]] = {}
         self.sums: list[tuple[Value, Form | Product]] = []
         self.nodes: set[int] = set()
@@ -100,7 +99,7 @@ class Forms:
         self._pending: list[tuple[int, Node]] = []
         for tensor in cotangents:
             self._found(tensor, Form({id(tensor): (tensor, number(1))}))
-        self.offset = vector(self.mean)
+        self.offset = vector(means[0]) if means else None
         self._found(self.x, Form({id(self.x): (self.x, number(1))}, self.offset))
         while self._pending:
             _, node = heapq.heappop(self._pending)
@@ -194,3 +193,38 @@ def _times(left: Form | Product, right: Form | Product) -> Form | Product | None
         if isinstance(other, Form) and not other.terms:
             return one.times(other.offset)
     return Product(left, right) if isinstance(left, Form) and isinstance(right, Form) else None
+
+
+def tensors_of(form: Form | Product) -> list[Value]:
+    sides = (form,) if isinstance(form, Form) else form
+    return [tensor for side in sides for tensor, _ in side.terms.values()]
+
+
+def needs_of(form: Form | Product) -> list[Value]:
+    """What the coefficients are computed from."""
+    sides = (form,) if isinstance(form, Form) else form
+    return [need for side in sides for vector in (*[k for _, k in side.terms.values()], side.offset) if vector
+            for need in vector.needs]
+
+
+def is_sum_of_gradient(form: Form | Product, x: Value) -> bool:
+    """Of one g and x, or of g alone times a form of x: never its square."""
+    if len({id(t) for t in tensors_of(form)} - {id(x)}) != 1:
+        return False
+    if isinstance(form, Form):
+        return True
+    with_g = [side for side in form if set(side.terms) - {id(x)}]
+    return len(with_g) == 1 and len(with_g[0].terms) == 1 and with_g[0].offset is None
+
+
+def batch_sum(form: Form | Product, x: Value, g: Value, sum_g, sum_gx, count: int, read):
+    """The sum over the batch, where Σx is 0: of p·g + q·x + r it is p·Σg + count·r, and of the product of one with g and
+    one without, q·x + r, it is p·q·Σg·x + p·r·Σg."""
+
+    def of(vector):
+        return 0 if vector is None else vector.of(read)
+
+    if isinstance(form, Form):
+        return of(form.coefficient(g)) * sum_g + count * of(form.offset)
+    with_g, without = form if form.left.coefficient(g) else (form.right, form.left)
+    return of(with_g.coefficient(g)) * (of(without.coefficient(x)) * sum_gx + of(without.offset) * sum_g)

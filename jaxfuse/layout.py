@@ -141,6 +141,12 @@ def only_moved(value: Value) -> tuple[Value, tuple[int, ...]]:
     return best
 
 
+def in_place(value: Value) -> Value:
+    """The furthest value whose elements lie as they do in `value`, in the same shape."""
+    source, order = only_moved(value)
+    return source if source.shape == value.shape and order == tuple(sorted(order)) else value
+
+
 def transposed(graph: Graph, value: Value, order: tuple[int, ...]) -> Value:
     """`value` with its axes in that order, as one more value of the program: a match may define it together with `value`;
     where none does, it is computed from `value`. So what one fused op gives channels-last, another reads channels-last."""

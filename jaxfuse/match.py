@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Set as AbstractSet
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from jaxfuse.canonical import ADD, NotPerChannel, Region, constant, is_float_cast, per_channel, regions, repeats, unwidened
 from jaxfuse.elementwise import is_elementwise
@@ -209,15 +210,23 @@ class Walk:
         if left is right:
             return Stop(f"{node} combines the value with itself")
         other = right if left is chain.end else left
-        if other is left and kind in ("sub", "div"):
+        if other is left and kind == "div":
             return Stop(f"{node} has the value on its right side")
+        if other is left and kind == "sub":  # other + (-1)·value
+            if chain.residual is not None:
+                return Stop(f"{node} scales the sum with the residual", "scale")
+            minus_one = Value(node.out.aval.update(shape=()), literal=np.asarray(-1, node.out.dtype))
+            kind, chain = "add", dataclasses.replace(chain, affine=(*chain.affine, ("mul", minus_one)))
         small = per_channel(other, chain.end, chain.layout.axes(self.axis))
         extended = dataclasses.replace(chain, end=node.out, nodes=(*chain.nodes, node))
         if not isinstance(small, NotPerChannel):
             if chain.residual is not None and kind in ("mul", "div"):
                 return Stop(f"{node} scales the sum with the residual", "scale")
             return dataclasses.replace(extended, affine=(*chain.affine, (kind, small)))
-        if kind != "add" or other.shape != chain.end.shape or repeats(other):
+        full_size = other.shape == chain.end.shape and not repeats(other)
+        if kind == "sub" and full_size:
+            return Stop(f"{node} subtracts a full-size value: it would be one more pass to change its sign", "sub")
+        if kind != "add" or not full_size:
             return Stop(small.reason, dict(add="bias", sub="bias").get(kind, "scale"))
         if chain.residual is not None:
             return Stop(f"{node} adds a second full-size value", "add")

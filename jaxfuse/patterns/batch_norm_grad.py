@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfuse.canonical import constant, size, unwidened
-from jaxfuse.forms import Form, Forms, Product, Vector
+from jaxfuse.forms import Form, Forms, Product, Vector, batch_sum, is_sum_of_gradient, needs_of, tensors_of
 from jaxfuse.graph import Emission, Graph, Value
 from jaxfuse.layout import channels_last, inverse, transposed
 from jaxfuse.live import unneeded
@@ -42,6 +42,10 @@ class Gradient(NamedTuple):
     slope: Slope | None = None  # through which g comes from the cotangent of an activation's value
 
     @property
+    def mean(self) -> Value:
+        return self.moments.means[0]
+
+    @property
     def defines(self) -> tuple[Value, ...]:
         return tuple(value for value, _ in (*self.sums, *self.zeros, *self.results))
 
@@ -49,15 +53,15 @@ class Gradient(NamedTuple):
 def find(graph: Graph, moments: Moments) -> Gradient | None:
     """The gradient through the batch statistics of x, if the program computes it."""
     x = moments.x
-    products = [form for _, form in Forms(moments).sums if isinstance(form, Product)]
+    products = [form for _, form in Forms(x, moments.axis, moments.means).sums if isinstance(form, Product)]
     tensors = {id(t): t for p in products for side in p for t, _ in side.terms.values() if t is not x}
     if not tensors:
         return None
-    forms = Forms(moments, sorted(tensors.values(), key=lambda t: t.producer.index if t.producer else -1))
-    sums = _first([(value, form) for value, form in forms.sums if _is_sum_of_gradient(form, x)])
+    forms = Forms(x, moments.axis, moments.means, sorted(tensors.values(), key=lambda t: t.producer.index if t.producer else -1))
+    sums = _first([(value, form) for value, form in forms.sums if is_sum_of_gradient(form, x)])
     zeros = [(value, form) for value, form in forms.sums
              if isinstance(form, Form) and set(form.terms) == {id(x)} and id(value) not in moments.known]
-    cotangents = {id(t): t for _, form in sums for t in _tensors(form) if t is not x}
+    cotangents = {id(t): t for _, form in sums for t in tensors_of(form) if t is not x}
     if len(cotangents) != 1:
         return None
     (g,) = cotangents.values()
@@ -77,27 +81,12 @@ def through_activation(graph: Graph, gradient: Gradient) -> Iterator[Gradient]:
             yield gradient._replace(nodes=frozenset(gone), slope=slope)
 
 
-def _tensors(form: Form | Product) -> list[Value]:
-    sides = (form,) if isinstance(form, Form) else form
-    return [tensor for side in sides for tensor, _ in side.terms.values()]
-
-
-def _is_sum_of_gradient(form: Form | Product, x: Value) -> bool:
-    """Of one g and x, or of g alone times a form of x: never its square."""
-    if len({id(t) for t in _tensors(form)} - {id(x)}) != 1:
-        return False
-    if isinstance(form, Form):
-        return True
-    with_g = [side for side in form if set(side.terms) - {id(x)}]
-    return len(with_g) == 1 and len(with_g[0].terms) == 1 and with_g[0].offset is None
-
-
 def _first(sums: list[tuple[Value, Form | Product]]) -> list[tuple[Value, Form | Product]]:
     """Those that need none of the others: a sum of the result, a bias gradient, is not one of those behind the result."""
     sums = sorted(sums, key=lambda known: known[0].producer.index)
     found: list[tuple[Value, Form | Product]] = []
     for value, form in sums:
-        if not found or not depends_on(_needs(form), {id(v) for v, _ in found}, found[0][0].producer.index):
+        if not found or not depends_on(needs_of(form), {id(v) for v, _ in found}, found[0][0].producer.index):
             found.append((value, form))
     return found
 
@@ -140,17 +129,17 @@ def fused(graph: Graph, gradient: Gradient, label: str, anchor, told: Told | Non
     reason = reason or measured("batch_norm", config, full, "backward")
     if reason:
         return reason
-    factors = [need for _, form in gradient.sums for need in _needs(form)]
+    factors = [need for _, form in gradient.sums for need in needs_of(form)]
 
     def operands(read):
-        return read(dy_last), read(x_last), jnp.asarray(read(gradient.forms.mean)).astype(jnp.float32).reshape(-1)
+        return read(dy_last), read(x_last), jnp.asarray(read(gradient.mean)).astype(jnp.float32).reshape(-1)
 
     def run_sums(read):
         sum_g, sum_gx = SUMS(config, *operands(read), *map(read, masks))
         for value, form in gradient.sums:
-            yield value, _total(form, x, g, sum_g, sum_gx, moments.count, read).astype(value.dtype).reshape(value.shape)
+            yield value, batch_sum(form, x, g, sum_g, sum_gx, moments.count, read).astype(value.dtype).reshape(value.shape)
 
-    full_needs = (dy_last, x_last, gradient.forms.mean, *masks)
+    full_needs = (dy_last, x_last, gradient.mean, *masks)
     emissions = [Emission((*full_needs, *factors), tuple(value for value, _ in gradient.sums), run_sums)]
     emissions += [_zero(moments, *zero) for zero in gradient.zeros]
     emissions += [_result(graph, gradient, config, operands, full_needs, *result, told is not None and i == 0)
@@ -173,7 +162,7 @@ def _result(graph, gradient: Gradient, config, operands, full_needs, value: Valu
     x, g, axis = gradient.moments.x, gradient.g, gradient.moments.axis
     channels, order = x.shape[axis], channels_last(x.ndim, axis)
     others = [(t, k) for t, k in form.terms.values() if t is not x and t is not g]
-    needs = (*full_needs, *[t for t, _ in others], *_needs(form))
+    needs = (*full_needs, *[t for t, _ in others], *needs_of(form))
     if gated and _is_read(graph, gradient, g):
         sums = {id(v) for v, _ in gradient.sums}
         if not depends_on(list(needs[len(full_needs):]), {id(g)}, g.producer.index, behind=sums):
@@ -198,23 +187,3 @@ def _result(graph, gradient: Gradient, config, operands, full_needs, value: Valu
 
 def _is_read(graph: Graph, gradient: Gradient, g: Value) -> bool:
     return graph.is_returned(g) or any(node.index not in gradient.nodes for node in g.users)
-
-
-def _needs(form: Form | Product) -> list[Value]:
-    """What the coefficients are computed from."""
-    sides = (form,) if isinstance(form, Form) else form
-    return [need for side in sides for vector in (*[k for _, k in side.terms.values()], side.offset) if vector
-            for need in vector.needs]
-
-
-def _total(form: Form | Product, x: Value, g: Value, sum_g, sum_gx, count: int, read):
-    """The sum over the batch: Σ(x - mean) = 0, so of a form p·g + q·(x - mean) + r it is p·Σg + count·r, and of the product
-    of one with g and one without, q·(x - mean) + r, it is p·q·Σg·(x - mean) + p·r·Σg."""
-
-    def of(vector):
-        return 0 if vector is None else vector.of(read)
-
-    if isinstance(form, Form):
-        return of(form.coefficient(g)) * sum_g + count * of(form.offset)
-    with_g, without = form if form.left.coefficient(g) else (form.right, form.left)
-    return of(with_g.coefficient(g)) * (of(without.coefficient(x)) * sum_gx + of(without.offset) * sum_g)

@@ -5,6 +5,7 @@ What to look for is asked of JAX itself: the transpose of the very convolution, 
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,12 @@ import numpy as np
 
 from jaxfuse.canonical import constant, regions, size
 from jaxfuse.graph import Emission, Graph, Node, Value
-from jaxfuse.layout import channels_last, inverse, only_moved, transposed
+from jaxfuse.layout import channels_last, in_place, inverse, transposed
 from jaxfuse.live import unneeded
 from jaxfuse.match import Activated, Match, Refusal, Walk, depends_on
 from jaxfuse.op import Linear, type_of
 from jaxfuse.ops.conv import OP, ConvConfig
+from jaxfuse.patterns import conv_scaled
 from jaxfuse.patterns.activation_grad import slopes_at
 from jaxfuse.patterns.activations import is_derivative, name_activation
 from jaxfuse.patterns.autodiff import Part, forward
@@ -35,12 +37,19 @@ class Gradients:
     through: Value | None = None  # where dz comes from this cotangent of an activation's value, through its derivative
     told: Value | None = None  # the activation's value or its argument, which tells that
     activation: Activated = Activated("none", 0.0)
+    scaled: conv_scaled.Scaled | None = None  # where dz is the cotangent of the convolution times a number for each channel
+
+    @property
+    def has_bias(self) -> bool:
+        return bool(self.scaled.sums) if self.scaled else self.db is not None
+
+    @property
+    def sums(self) -> list[Value]:
+        return [value for value, _ in self.scaled.sums] if self.scaled else []
 
     @property
     def dy(self) -> Value:
-        dy = self.dz if self.through is None else self.through
-        source, order = only_moved(dy)
-        return source if source.shape == dy.shape and order == tuple(sorted(order)) else dy
+        return in_place(self.dz if self.through is None else self.through)
 
 
 def anchors(graph: Graph):
@@ -52,13 +61,11 @@ def match(graph: Graph, node: Node, claimed: set[int], measured):
     config = config_of(node)
     if isinstance(config, str) or node.params["batch_group_count"] != 1:
         return
-    for gradients in _gradients(node, claimed):
-        gradients = _with_bias(gradients, config)
-        gradients = _through_slope(graph, node, gradients, config, claimed) or _through_mask(graph, gradients) or gradients
-        result = _fused(graph, node, gradients, config, measured)
-        if isinstance(result, str) and gradients.through is not None:
-            gradients = dataclasses.replace(gradients, through=None, told=None, activation=Activated("none", 0.0))
+    for found in _gradients(node, claimed):
+        for gradients in _ways(graph, node, found, config, claimed):
             result = _fused(graph, node, gradients, config, measured)
+            if isinstance(result, Match):
+                break
         if isinstance(result, Match):
             yield result
             if gradients.dx is not None and (add := _residual_add(graph, gradients.dx.out)):
@@ -66,6 +73,19 @@ def match(graph: Graph, node: Node, claimed: set[int], measured):
                 yield Refusal("conv+residual gradient", node, (gradients.dz, *node.inputs), reason, "backward")
         else:
             yield Refusal(_label(gradients, False), node, (gradients.dz, *node.inputs), result, "backward")
+
+
+def _ways(graph: Graph, node: Node, gradients: Gradients, config: ConvConfig, claimed: set[int]) -> Iterator[Gradients]:
+    """The same gradients from a cotangent behind a scale, and behind an activation, if there is one: the furthest first. To
+    look behind a number that no parameter makes is worth it only where there is an activation behind it."""
+    scaled = list(conv_scaled.ways(graph, node, gradients.dz, config.out_spec[1])) if gradients.dw else []
+    behind = [dataclasses.replace(gradients, dz=way.g, scaled=way) for way in scaled]
+    for way in sorted([*behind, gradients], key=lambda way: 1 if way is gradients else 2 * way.scaled.is_number):
+        way = _with_bias(way, config)
+        yield from filter(None, (_through_slope(graph, node, way, config, claimed) or _through_mask(graph, way),))
+        if way.scaled and not way.scaled.is_number:
+            yield way
+    yield _with_bias(gradients, config)
 
 
 SAME_VALUES = {"maximum0": "relu", "clip6": "relu6"}  # and at ties another derivative
@@ -130,7 +150,9 @@ def _unsharded(node: Node) -> dict:
 
 
 def _with_bias(gradients: Gradients, config: ConvConfig) -> Gradients:
-    """The sum of the cotangent over all but its channels."""
+    """The sum of the cotangent over all but its channels; where the value is scaled, its sums have that."""
+    if gradients.scaled:
+        return gradients
     others = tuple(d for d in range(gradients.dz.ndim) if d != config.out_spec[1])
     sums = [n for n in gradients.dz.users if n.primitive == "reduce_sum" and tuple(sorted(n.params["axes"])) == others]
     return dataclasses.replace(gradients, db=sums[0]) if sums else gradients
@@ -179,23 +201,25 @@ def _regions_of(graph: Graph, mask: Value):
 
 
 def _label(gradients: Gradients, with_add: bool) -> str:
-    parts = ["conv", *["bias"] * (gradients.db is not None), *["add"] * with_add]
+    steps = ["bn" if gradients.has_bias else "scale"] if gradients.scaled else ["bias"] * gradients.has_bias
+    parts = ["conv", *steps, *["add"] * with_add]
     return "+".join([*parts, *[gradients.activation.name] * (gradients.told is not None)])
 
 
 def _fused(graph: Graph, node: Node, gradients: Gradients, config: ConvConfig, measured) -> Match | str:
     """The match, or why not."""
     x, w = node.inputs
-    dx, dw, db, told = gradients.dx, gradients.dw, gradients.db, gradients.told
+    dx, dw, db, told, scaled = gradients.dx, gradients.dw, gradients.db, gradients.told, gradients.scaled
     wanted = [n.out for n in (dx, dw, db) if n is not None]
-    dz_too = told is not None and _is_read_elsewhere(graph, gradients, wanted)
+    dz_too = told is not None and _is_read_elsewhere(graph, gradients, wanted + gradients.sums)
     made = (*wanted, *[gradients.dz] * dz_too)
     inputs = _order(graph, config.lhs_spec, [x, *[n.out for n in (dx,) if n]])
     outputs = _order(graph, config.out_spec, [v for v in (gradients.dz, gradients.dy, told) if v])
     orders = {**dict.fromkeys(map(id, [x, *wanted[: dx is not None]]), inputs),
               **dict.fromkeys(map(id, [gradients.dz, gradients.dy, told]), outputs)}
+    channel_axis, filters = config.out_spec[1], config.rhs_spec[0]
     config = dataclasses.replace(
-        config, lhs_spec=_moved(config.lhs_spec, inputs), out_spec=_moved(config.out_spec, outputs), has_bias=db is not None,
+        config, lhs_spec=_moved(config.lhs_spec, inputs), out_spec=_moved(config.out_spec, outputs), has_bias=gradients.has_bias,
         has_residual=dz_too, activation=gradients.activation.name, alpha=gradients.activation.alpha)
     config = OP.for_autodiff(config)
 
@@ -203,25 +227,35 @@ def _fused(graph: Graph, node: Node, gradients: Gradients, config: ConvConfig, m
         return transposed(graph, value, orders[id(value)]) if id(value) in orders else value
 
     needs = tuple(map(laid, (x, w, *[told] * (told is not None), gradients.dy)))
-    defines = tuple({id(v): v for value in made for v in (laid(value), value)}.values())
-    types = _types(map(laid, (x, w, *[n.out for n in (db,) if n], *[gradients.dz] * dz_too)))
+    defines = tuple({id(v): v for value in (*made, *gradients.sums) for v in (laid(value), value)}.values())
+    bias = _types([db.out]) if db else (jax.ShapeDtypeStruct((node.out.shape[channel_axis],), jnp.float32),) * config.has_bias
+    types = (*_types(map(laid, (x, w))), *bias, *_types([laid(gradients.dz)] * dz_too))
     active = (dx is not None, dw is not None, *[True] * (config.has_bias + config.has_residual))
     linear = Linear(config, active, types, len(needs) - 1)
     kernel, reason = OP.backward.kernel(linear, _types(needs))
     reason = reason or measured("conv", config, types, "backward")
     if reason:
         return reason
-    if depends_on(list(needs), set(map(id, made)), min(v.producer.index for v in made)):
+    factors = scaled.needs if scaled else ()
+    if depends_on([*needs, *factors], set(map(id, defines)), min(v.producer.index for v in (*made, *gradients.sums))):
         return "the convolution's gradients depend on each other"
 
     def run(read):
-        for value, array in zip(made, OP.backward(linear, *map(read, needs))):
+        operands = [*map(read, needs)]
+        if scaled:
+            operands[1] = scaled.times(read, operands[1], filters)
+        arrays = OP.backward(linear, *operands)
+        if scaled:
+            at = int(active[0])  # of the filter's gradient
+            yield from scaled.results(read, read(w), filters, arrays[at], arrays[at + 1] if config.has_bias else None)
+            arrays = [*arrays[:at], scaled.times(read, arrays[at], filters), *arrays[at + 1 + config.has_bias :]]
+        for value, array in zip(made, arrays):
             yield laid(value), array
             if laid(value) is not value:
                 yield value, jnp.transpose(array, inverse(orders[id(value)]))
 
     saved = np.dtype(x.dtype).itemsize * size(gradients.dz) * (config.has_bias + 2 * (told is not None))
-    emission = Emission(needs, defines, run)
+    emission = Emission((*needs, *factors), defines, run)
     return Match(_label(gradients, dz_too), node, (), (emission,), kernel.name, (gradients.dy, x, w), saved, "backward")
 
 
