@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jaxfuse.canonical import (
     ADD, is_float_cast, is_square, per_channel, scaled, size, unwidened, varying_axes)
 from jaxfuse.graph import Node, Value
-from jaxfuse.layout import RESHAPES
-from jaxfuse.moments import reductions
+from jaxfuse.layout import RESHAPES, is_reshape
+from jaxfuse.moments import reductions, views
 
 MOST_TENSORS = 4  # in one form; what has more is a tensor of its own
 
@@ -90,7 +90,8 @@ class Forms:
     """
 
     def __init__(self, x: Value, axis: int, means: Sequence[Value] = (), cotangents: Iterable[Value] = ()):
-        self.x, self.axis = x, axis
+        self.x = x
+        self._axes = {view.shape: channels for view, channels in views(x, axis)}  # of the shapes that x is seen in
         self._means = set(map(id, means))
         self.of: dict[int, tuple[Value, Form | Product]] = {}
         self.sums: list[tuple[Value, Form | Product]] = []
@@ -110,7 +111,7 @@ class Forms:
         self.of[id(value)] = value, form
         for reduction in reductions(value):
             self.nodes.add(reduction.first.index)
-            if reduction.left == (self.axis,) and id(reduction.value) not in self._summed:
+            if reduction.left == (self._axes[value.shape],) and id(reduction.value) not in self._summed:
                 self._summed.add(id(reduction.value))
                 self.sums.append((reduction.value, form.times(number(reduction.weight))))
         for node in value.users:
@@ -118,22 +119,24 @@ class Forms:
                 heapq.heappush(self._pending, (node.index, node))
 
     def _look_through(self, node: Node):
-        form = self._form(node) if node.out.shape == self.x.shape else None
+        form = self._form(node) if node.out.shape in self._axes else None
         if form is not None and (isinstance(form, Product) or len(form.terms) <= MOST_TENSORS):
             self.nodes.add(node.index)
             self._found(node.out, form)
 
     def _form(self, node: Node) -> Form | Product | None:
         name = node.primitive
-        if is_float_cast(node) or name in ("neg", "copy"):
+        if is_float_cast(node) or is_reshape(node) or name == "neg":
             form = self.of[id(node.inputs[0])][1]
             return form.times(number(-1)) if name == "neg" else form
         if is_square(node, node.inputs[0]):
-            form = self._operand(node.inputs[0])
+            form = self._operand(node.inputs[0], node.out)
             return Product(form, form) if isinstance(form, Form) else None
         if name not in (*ADD, "sub", "mul", "div"):
             return None
-        left, right = map(self._operand, node.inputs)
+        left, right = (self._operand(value, node.out) for value in node.inputs)
+        if left is None or right is None:
+            return None
         if name == "mul":
             return _times(left, right)
         if isinstance(right, Product) or name == "div" and right.terms:
@@ -143,27 +146,28 @@ class Forms:
         if isinstance(left, Product):
             return None
         difference = name == "sub"
-        if difference and right.offset is not None and not right.terms and self._is_mean(node.inputs[1]):
+        if difference and right.offset is not None and not right.terms and self._is_mean(*node.inputs[::-1]):
             without = self._without_mean(left)
             if without is not None:
                 return without
         return left + (right.times(number(-1)) if difference else right)
 
-    def _operand(self, value: Value) -> Form | Product:
+    def _operand(self, value: Value, like: Value) -> Form | Product | None:
         known = self.of.get(id(value))
         if known is not None:
             return known[1]
-        if small := self._small(value):
+        if small := self._small(value, like):
             return Form({}, small)
         tensor = unwidened(value)
-        return Form({id(tensor): (tensor, number(1))})
+        return Form({id(tensor): (tensor, number(1))}) if tensor.shape == self.x.shape else None
 
-    def _small(self, value: Value) -> Vector | None:
+    def _small(self, value: Value, like: Value) -> Vector | None:
         """One number per channel, also where it is multiplied by a number after it was broadcast."""
-        if value.ndim not in (0, self.x.ndim) or varying_axes(value) - {self.axis}:
+        axis = self._axes[like.shape]
+        if value.ndim not in (0, like.ndim) or varying_axes(value) - {axis}:
             return None
         factor = 1.0
-        while size(value) not in (1, self.x.shape[self.axis]):
+        while size(value) not in (1, like.shape[axis]):
             node = value.producer
             if node is None:
                 return None
@@ -175,8 +179,8 @@ class Forms:
                 return None
         return vector(value) if factor == 1 else vector(value) * number(factor)
 
-    def _is_mean(self, value: Value) -> bool:
-        small = per_channel(value, self.x, self.axis)
+    def _is_mean(self, value: Value, like: Value) -> bool:
+        small = per_channel(value, like, self._axes[like.shape])
         return id(value) in self._means or id(small) in self._means
 
     def _without_mean(self, form: Form) -> Form | None:

@@ -4,12 +4,12 @@ E[(x-E[x])²]."""
 import dataclasses
 import functools
 import numbers
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from jaxfuse.canonical import CAST, constant, is_float_cast, is_square, lengths, per_channel, scale_factor, size, widens
 from jaxfuse.graph import Node, Value
-from jaxfuse.layout import is_reshape
+from jaxfuse.layout import Layout, is_reshape
 
 
 class Reduction(NamedTuple):
@@ -26,6 +26,22 @@ class Part:
     """An axis along which this is one of several that were stacked: Flax makes one `pmean` of the mean and the mean square."""
 
     index: int
+
+
+def views(value: Value, axis: int) -> Iterator[tuple[Value, int]]:
+    """(view, its axis): the value, and its elements in another shape or a wider dtype, its `axis` one axis still."""
+    stack = [(value, axis)]
+    while stack:
+        value, axis = stack.pop()
+        yield value, axis
+        for node in value.users:
+            if node.primitive == CAST and widens(node):
+                stack.append((node.out, axis))
+            elif is_reshape(node):
+                layout = Layout.of(value.shape).then(node)
+                places = layout.axes(axis) if layout else None
+                if places and len(places) == 1:
+                    stack.append((node.out, places[0]))
 
 
 def reductions(tensor: Value) -> Iterator[Reduction]:
@@ -89,9 +105,10 @@ class Moments:
         self.known: dict[int, tuple[Value, Callable]] = {}
         self.nodes: set[int] = set()
         self._kinds: dict[int, tuple[str, float]] = {}  # id -> what it is the mean of, times what
-        self._sums(x, "x")
-        for full in (x, *self._casts(x)):
-            self._squares(full, "x²")
+        self._views = list(views(x, axis))
+        self._sums(self._views, "x")
+        for view in self._views:
+            self._squares(*view, "x²")
         self._spread()
 
     @property
@@ -102,22 +119,17 @@ class Moments:
     def __bool__(self):
         return {"x", "var"} <= {kind for kind, _ in self._kinds.values()}
 
-    def _casts(self, value):
-        for node in value.users:
-            if node.primitive == CAST and widens(node):
-                yield node.out
-
-    def _sums(self, full, kind) -> bool:
-        """Marks the sums of `full` over the batch."""
-        found = [r for tensor in (full, *self._casts(full)) for r in reductions(tensor) if r.left == (self.axis,)]
+    def _sums(self, tensors: Iterable[tuple[Value, int]], kind) -> bool:
+        """Marks the sums of the tensors over all but an axis."""
+        found = [r for tensor, axis in tensors for r in reductions(tensor) if r.left == (axis,)]
         for reduction in found:
             self._mark(reduction.value, kind, reduction.weight * self.count)
             self.nodes.add(reduction.first.index)
         return bool(found)
 
-    def _squares(self, value, kind) -> None:
+    def _squares(self, value, axis, kind) -> None:
         for node in value.users:
-            if is_square(node, value) and self._sums(node.out, kind):
+            if is_square(node, value) and self._sums(views(node.out, axis), kind):
                 self.nodes.add(node.index)
 
     def _mark(self, value, kind, weight):
@@ -144,13 +156,13 @@ class Moments:
             for node in square.users:
                 if node.primitive == "sub" and node.inputs[1] is square and self._kinds.get(id(node.inputs[0])) == ("x²", 1):
                     self._mark(node.out, "var", 1)
-        for full in (self.x, *self._casts(self.x)):
-            for node in full.users:
-                if node.primitive == "sub" and node.inputs[0] is full and self._is_mean(node.inputs[1]):
-                    self._squares(node.out, "var")
+        for view, axis in self._views:
+            for node in view.users:
+                if node.primitive == "sub" and node.inputs[0] is view and self._is_mean(node.inputs[1], view, axis):
+                    self._squares(node.out, axis, "var")
 
-    def _is_mean(self, value) -> bool:
-        source = per_channel(value, self.x, self.axis)
+    def _is_mean(self, value, view, axis) -> bool:
+        source = per_channel(value, view, axis)
         return isinstance(source, Value) and ("x", 1) in (self._kinds.get(id(source)), self._kinds.get(id(value)))
 
 

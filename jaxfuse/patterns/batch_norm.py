@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxfuse.canonical import ADD, CAST, NotPerChannel, constant, is_square, per_channel, size, unwidened
 from jaxfuse.graph import Emission, Graph, Node, Value, evaluate
-from jaxfuse.layout import Layout, channels_last, laid, transposed
+from jaxfuse.layout import Layout, channels_last, is_reshape, laid, transposed
 from jaxfuse.live import FusedReader
 from jaxfuse.match import Chain, Match, Refusal, Walk, as_vector, depends_on, longest
 from jaxfuse.moments import Moments, reductions, shared_over
@@ -60,7 +60,7 @@ def match(graph, node: Node, claimed: set[int], measured):
     left = min((r.left for r in reductions(node.inputs[0]) if r.first is node and r.left), key=len, default=())
     if len(left) != 1 or left == (0,):  # rows of the batch, or groups: norm.py has them
         return
-    (axis,) = left
+    x, axis = _unflattened(graph, x, *left)
     moments = Moments(x, axis)
     if not moments:
         name = shared_over(node.inputs[0])
@@ -87,6 +87,19 @@ def match(graph, node: Node, claimed: set[int], measured):
         yield Refusal(_label(refused[0]), node, (x,), unscaled)
     elif stop.missed:
         yield Refusal(f"{_label(chain)}+{stop.missed}", node, (x,), stop.reason)
+
+
+def _unflattened(graph, x: Value, axis: int) -> tuple[Value, int]:
+    """What is normalised: where x is that in another shape, which only its statistics are taken of, and its channel axis."""
+    node = x.producer
+    if node is None or not is_reshape(node):
+        return x, axis
+    source, layout = unwidened(node.inputs[0]), Layout.of(node.inputs[0].shape).then(node)
+    own = next((d for d in range(source.ndim) if layout.axes(d) == (axis,)), None)
+    if own is None:
+        return x, axis
+    moments = Moments(source, own)
+    return (source, own) if moments and _first_step(graph, moments, frozenset(moments.nodes))[1] else (x, axis)
 
 
 _UNSCALED = "it is centered, not scaled"

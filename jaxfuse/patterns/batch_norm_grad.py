@@ -95,7 +95,7 @@ def _results(graph: Graph, forms: Forms, x: Value, g: Value) -> list[tuple[Value
     """Values with g and x in their form that are read by something else than more of it."""
     found: list[tuple[Value, Form]] = []
     for value, form in sorted(forms.of.values(), key=lambda known: known[0].producer.index if known[0].producer else -1):
-        if isinstance(form, Product) or not {id(x), id(g)} <= set(form.terms) or value.dtype != x.dtype:
+        if isinstance(form, Product) or not {id(x), id(g)} <= set(form.terms) or value.aval.shape != x.shape or value.dtype != x.dtype:
             continue
         if any(known is operand for known, _ in found for operand in value.producer.inputs):
             continue
