@@ -250,19 +250,30 @@ class Walk:
         return None
 
 
-def longest(chains: list[Chain], dtype, attempt) -> tuple[Match | None, Chain, tuple[Chain, str] | None]:
+def longest(chains: list[Chain], dtype, attempt, also=lambda chain: False) -> tuple[Match | None, Chain, tuple[Chain, str] | None]:
     """(match, its chain, what was refused before it): the longest chain that `attempt` makes a Match of. A refusal is the
     longest chain it gave a reason for instead. A kernel takes and gives one dtype: chains that end in another are passed
-    over."""
+    over, but for those that `also` takes."""
     refused = None
     for chain in reversed(chains):
-        if chain.end.dtype == dtype:
+        if chain.end.dtype == dtype or also(chain):
             result = attempt(chain)
             if isinstance(result, Match):
                 return result, chain, refused
             refused = refused or (chain, result)
     chain = chains[-1]
     return None, chain, refused or (chain, f"the result is {chain.end.dtype}: the kernel takes and gives {dtype}")
+
+
+NARROW = (jnp.bfloat16, jnp.float16)
+
+
+def ends_wide(graph, node: Node, chain: Chain) -> bool:
+    """Whether the chain of a narrow product, cast and computed with in float32, ends in what has to be written in float32. A
+    cast alone, or a value on its way to another step, XLA widens while it reads it: written wide, it would be twice the bytes."""
+    if node.out.dtype not in NARROW or chain.end.dtype != jnp.float32 or is_float_cast(chain.nodes[-1]):
+        return False
+    return bool(chain.activation or chain.residual or chain.affine and graph.is_returned(chain.end))
 
 
 def as_vector(array, channels: int):

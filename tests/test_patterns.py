@@ -144,8 +144,6 @@ CONV_MISSES = {
                                "adds a second full-size value", ["conv+add+relu"]),
     "NaN becomes 0": (lambda x, w, b, r: (lambda z: jnp.where(z > 0, z, 0))(conv(x, w) + b),
                       "conv+bias+relu", "it is [inf  0.  0.], not [inf  0. nan]", ["conv+bias"]),
-    "accumulates in f32": (lambda x, w, b, r: conv(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16),
-                                                   preferred_element_type=jnp.float32), "conv", "dtypes bfloat16", []),
     "transposed and strided": (lambda x, w, b, r: conv(x, w, lhs_dilation=(2, 2), window_strides=(2, 2), padding=((1, 1), (1, 1))),
                                "conv", "window_strides (2, 2) with lhs_dilation (2, 2)", []),
     "transposed, padded beyond the filter": (lambda x, w, b, r: conv(x, w, lhs_dilation=(2, 2), padding=((3, 3), (1, 1))),

@@ -1,5 +1,5 @@
 // jaxfuse_conv_fwd: y = activation(z), z = scale·conv(x, w) + bias + residual, in one pass over y; or the residual is added
-// after the activation. With `save_z` z is a second result.
+// after the activation. With `save_z` z is a second result. y, and with it the residual and z, may be f32 where x is bf16.
 #include <optional>
 
 #include "activation_attr.h"
@@ -21,7 +21,7 @@ Forward checked(const Call& call) {
             activation_attr(call), call.attr<float>("alpha"), call.attr<bool>("residual_last")};
   call.expect_dtype(f.x, {DType::F32, DType::BF16});
   call.expect_dtype(f.w, {f.x.dtype});
-  call.expect_dtype(f.y, {f.x.dtype});
+  call.expect_dtype(f.y, {f.x.dtype, DType::F32});
   f.geometry.check(call, f.x, f.w, f.y);
   const Shape features{f.y.shape[f.geometry.out_spec[1]]};
   size_t next = 2;
@@ -37,7 +37,7 @@ Forward checked(const Call& call) {
   }
   if (has_residual) {
     f.residual = call.operand(next++, "residual");
-    call.expect_dtype(*f.residual, {f.x.dtype});
+    call.expect_dtype(*f.residual, {f.y.dtype});
     call.expect_shape(*f.residual, f.y.shape);
   }
   if (save_z) {
@@ -134,7 +134,14 @@ void run_fused(const Forward& f) {
   restore_not_finite(f.y, f.geometry.out_spec[1], z.data(), f.activation, f.alpha, added);
 }
 
+// In f32 from bf16: nothing is rounded.
+void run_widening(const Forward& f) {
+  convolve(f.geometry, f.x, f.w, f.y);
+  finish(f, f.y.data, DType::F32);
+}
+
 void run_whole(const Forward& f) {
+  if (f.y.dtype != f.x.dtype) return run_widening(f);
   if (depthwise::takes(depthwise::Pass::forward, f.geometry, f.x, f.w, f.y)) return run_depthwise(f);
   if (!has_kernels(f.x.dtype)) return run_bare(f);
   better_apart(f) ? run_apart(f) : run_fused(f);
@@ -158,7 +165,7 @@ void conv_fwd(const Call& call) {
     }
     return finish(f, nullptr, f.y.dtype);
   }
-  if (pointwise::takes(f.geometry, f.x, f.w)) return pointwise::forward(f);
+  if (f.y.dtype == f.x.dtype && pointwise::takes(f.geometry, f.x, f.w)) return pointwise::forward(f);
   f.z ? run_saving(f) : run_whole(f);
 }
 

@@ -54,10 +54,11 @@ struct Request {
 };
 
 // Post-ops in order: what y holds, scale (then the bias, which must come after it), residual, activation; or the residual
-// last. x, w, y and the residual are taken as `type` inside.
+// last. x, w, y and the residual are taken as `type` inside; a y of f32 stays one.
 Request request(const Forward& f, ElementType type) {
   const Geometry& g = f.geometry;
   const auto x = g.data(f.x, g.lhs_spec), w = g.filter(f.w), y = g.data(f.y, g.out_spec);
+  const ElementType out = f.y.dtype == DType::F32 ? ElementType::f32 : type;
   onednn::Primitive::Layouts inputs{{DNNL_ARG_SRC, x}, {DNNL_ARG_WEIGHTS, w}};
   dnnl::post_ops ops;
   if (f.adds) ops.append_sum();
@@ -81,7 +82,7 @@ Request request(const Forward& f, ElementType type) {
   if (f.residual && f.residual_last) binary(algorithm::binary_add, y, channels_last(y, type));
   dnnl::primitive_attr attr = attributes();
   attr.set_post_ops(ops);
-  const auto inner_x = channels_last(x, type), inner_w = any_layout(w, type), inner_y = channels_last(y, type);
+  const auto inner_x = channels_last(x, type), inner_w = any_layout(w, type), inner_y = channels_last(y, out);
   if (g.transposed()) {
     const Geometry a = g.adjoint(f.w);
     return {dnnl::deconvolution_forward::primitive_desc(

@@ -83,8 +83,11 @@ def _per_channel(config: ConvConfig, vector, like):
 
 
 def _reference(config: ConvConfig, *args, convolve=convolve):
-    x, w, scale, bias, residual = config.unpack(args)
-    y = convolve(config, x, w)
+    x, w, *rest = config.unpack(args)
+    return _epilogue(config, convolve(config, x, w), *rest)
+
+
+def _epilogue(config: ConvConfig, y, scale, bias, residual):
     wide = jnp.promote_types(y.dtype, jnp.float32) if scale is not None or bias is not None else y.dtype
     z = y.astype(wide)
     if scale is not None:
@@ -100,9 +103,17 @@ def _reference(config: ConvConfig, *args, convolve=convolve):
 
 
 def _decompose(config: ConvConfig, *args):
-    """The same value by an op that is differentiable: scale, whose gradient needs the product, goes into w
-    (scale·conv(x, w) = conv(x, w·scale))."""
+    """The same value by ops that are differentiable: scale, whose gradient needs the product, goes into w
+    (scale·conv(x, w) = conv(x, w·scale)). Of another dtype than x's, the product is one in that dtype, as JAX differentiates it;
+    or it is by itself, where its cotangent has x's."""
     x, w, scale, bias, residual = config.unpack(args)
+    if config.rounds:
+        alone = dataclasses.replace(config, has_scale=False, has_bias=False, has_residual=False, residual_last=False,
+                                    activation="none", alpha=0.0, out_dtype=None, rounds=False)
+        return _epilogue(config, OP(alone, x, w)[0].astype(config.out_dtype), scale, bias, residual)
+    if config.out_dtype:
+        x, w = x.astype(config.out_dtype), w.astype(config.out_dtype)
+        return OP(dataclasses.replace(config, out_dtype=None), x, w, *args[2:])
     features = [d for d in range(w.ndim) if d != config.rhs_spec[0]]
     w = (w * jnp.expand_dims(scale, features)).astype(w.dtype)
     return OP(dataclasses.replace(config, has_scale=False), x, w, *[a for a in (bias, residual) if a is not None])
@@ -203,7 +214,7 @@ def _run_forward(config: ConvConfig, args, mesh_axes):
         has_scale=config.has_scale, has_bias=config.has_bias, has_residual=config.has_residual,
         residual_last=config.residual_last, save_z=bool(config.saves))
     outs = ffi.call("jaxfuse_conv_fwd", [jax.ShapeDtypeStruct(y.shape, y.dtype)] * (1 + config.saves), *operands, **attrs)
-    return tuple(out.astype(args[0].dtype) for out in outs)
+    return tuple(out.astype(config.out_dtype or args[0].dtype) for out in outs)
 
 
 def _refuse_backward(linear: Linear, args) -> str | None:
@@ -238,7 +249,7 @@ def _plain(name: str, refuse, convolve, refuse_backward=None) -> tuple[Kernel, K
     """(forward, backward): everything as in the reference, but for the convolution itself."""
 
     def refused(config, args, refuse):
-        return refuse(config, *args[:2]) or _refuse_geometry(config, args[1], args[0])
+        return config.refuse_out_dtype() or refuse(config, *args[:2]) or _refuse_geometry(config, args[1], args[0])
 
     def run(config, args, mesh_axes):
         return _reference(config, *args, convolve=convolve)
@@ -271,7 +282,7 @@ OP = FusedOp(
     keep=_keep,
     tangent=_tangent,
     decompose=_decompose,
-    differentiable=lambda config: not config.has_scale,
+    differentiable=lambda config: not (config.has_scale or config.out_dtype),
     for_autodiff=lambda config: dataclasses.replace(config, saves=int(config.derivative == "z")),
     forward_kernels=(
         *(kernels[0] for kernels in _PLAIN),

@@ -32,6 +32,8 @@ class ConvConfig:
     precision: Any = None
     residual_last: bool = False  # added after the activation
     saves: int = 0  # 1: also return z, what the activation is applied to
+    out_dtype: str | None = None  # where it is not x's: nothing is rounded to x's dtype
+    rounds: bool = False  # with out_dtype: the product has x's dtype, and so has its cotangent
 
     @property
     def transposed(self) -> bool:
@@ -47,6 +49,9 @@ class ConvConfig:
             return "none"
         told = ACTIVATIONS[self.activation].pullback_for(self.alpha) and not self.residual_last
         return "y" if told else "z"
+
+    def refuse_out_dtype(self) -> str | None:
+        return f"{self.out_dtype} is wanted: the kernel gives what it takes" if self.out_dtype else None
 
     def unpack(self, args):
         """(x, w, scale, bias, residual) from the op's argument list, None for what is absent."""
@@ -122,4 +127,4 @@ def convolve(config: ConvConfig, x, w):
     dn = lax.ConvDimensionNumbers(config.lhs_spec, config.rhs_spec, config.out_spec)
     return lax.conv_general_dilated(
         x, w, config.window_strides, config.padding, config.lhs_dilation, config.rhs_dilation, dimension_numbers=dn,
-        feature_group_count=config.feature_group_count, precision=config.precision)
+        feature_group_count=config.feature_group_count, precision=config.precision, preferred_element_type=config.out_dtype)

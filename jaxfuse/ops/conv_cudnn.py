@@ -26,6 +26,8 @@ def _refuse(config, args) -> str | None:
 
 def _refuse_arrays(config, args) -> str | None:
     x, w, *_ = args
+    if reason := config.refuse_out_dtype():
+        return reason
     if str(x.dtype) not in _DTYPES:
         return f"dtype {x.dtype}: cuDNN's kernel is used for {' and '.join(_DTYPES)}"
     if any(0 in a.shape for a in args):

@@ -37,7 +37,7 @@ def _refuse(config, x, w) -> str | None:
 
 
 def _refuse_forward(config, args) -> str | None:
-    if reason := _refuse(config, *args[:2]):
+    if reason := config.refuse_out_dtype() or _refuse(config, *args[:2]):
         return reason
     return no_kernel("depthwise + residual") if config.has_residual else cuda.unavailable("jaxfuse_depthwise_fwd")
 

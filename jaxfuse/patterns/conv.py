@@ -2,20 +2,23 @@
 
 import dataclasses
 import functools
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxfuse.canonical import constant, varying_axes
 from jaxfuse.graph import Emission, Node, Value
 from jaxfuse.layout import channels_last, inverse, laid, only_moved, transposed
-from jaxfuse.match import Chain, Match, Refusal, Walk, as_vector, longest
+from jaxfuse.match import NARROW, Chain, Match, Refusal, Walk, as_vector, ends_wide, longest
 from jaxfuse.ops.conv import OP, ConvConfig
 from jaxfuse.ops.conv_config import batch_groups_as_features
 from jaxfuse.patterns import space_to_batch
 from jaxfuse.patterns.activations import name_activation
+from jaxfuse.patterns.autodiff import backward
 from jaxfuse.reasons import no_kernel
 
 BLOCKS = "space_to_batch+conv+batch_to_space"
@@ -33,7 +36,10 @@ def match(graph, node: Node, claimed: set[int], measured):
     if isinstance(config, str):
         yield Refusal("conv", node, tuple(node.inputs), config)
         return
-    spread = space_to_batch.dilated(graph, node, config)
+    if _batch_moved(config) and node.index in backward(graph):
+        yield Refusal("conv", node, tuple(node.inputs), _as_weight_gradient(config))
+        return
+    spread = space_to_batch.dilated(graph, node, config) if not _batch_moved(config) else None
     if isinstance(spread, str):
         yield Refusal(BLOCKS, node, tuple(node.inputs), spread)
     elif spread:
@@ -48,7 +54,8 @@ def match(graph, node: Node, claimed: set[int], measured):
 def _rows(graph, node: Node, head: "Head", claimed: set[int], measured):
     walk = Walk(graph, head.config.out_spec[1], claimed, name_activation, frozenset({_gradient(node)}), adds_last=True)
     chains, stop = walk.chains(head.out)
-    found, chain, refused = longest(chains, node.out.dtype, lambda chain: _fused(graph, node, head, chain, measured))
+    attempt = functools.partial(_fused, graph, node, head, measured=measured)
+    found, chain, refused = longest(chains, node.out.dtype, attempt, also=lambda chain: ends_wide(graph, node, chain))
     if found:
         yield found
         if head.refused:
@@ -63,17 +70,30 @@ def config_of(node: Node) -> ConvConfig | str:
     """The op's config for this convolution, or why the op does not cover it; groups of the batch are groups of features."""
     params = node.params
     x, w = node.inputs
-    if not (x.dtype == w.dtype == node.out.dtype):
-        return f"dtypes {x.dtype}, {w.dtype} -> {node.out.dtype}: the kernel takes and gives one dtype"
+    widened = node.out.dtype == jnp.float32 and x.dtype in NARROW
+    if x.dtype != w.dtype or not (node.out.dtype == x.dtype or widened):
+        return f"dtypes {x.dtype}, {w.dtype} -> {node.out.dtype}: the kernel takes one dtype and gives that or float32"
     dn = params["dimension_numbers"]
     if not 3 <= x.ndim <= 5:
         return f"{x.ndim - 2} spatial axes: the kernel takes 1 to 3"
-    if dn.lhs_spec[0] != 0 or dn.out_spec[0] != 0:
-        return no_kernel(f"batch at axis {dn.lhs_spec[0]} -> {dn.out_spec[0]}, as a weight gradient has it")
+    if _batch_moved(dn) and _places(w, dn.rhs_spec) > _places(node.out, dn.out_spec):
+        return _as_weight_gradient(dn)
     return ConvConfig(
         tuple(params["window_strides"]), tuple(map(tuple, params["padding"])), tuple(params["rhs_dilation"]),
         params["feature_group_count"] * params["batch_group_count"], dn.lhs_spec, dn.rhs_spec, dn.out_spec, tuple(params["lhs_dilation"]),
-        precision=params["precision"])
+        precision=params["precision"], out_dtype=str(node.out.dtype) if widened else None)
+
+
+def _batch_moved(spec: ConvConfig | lax.ConvDimensionNumbers) -> bool:
+    return spec.lhs_spec[0] != 0 or spec.out_spec[0] != 0
+
+
+def _places(value: Value, spec: tuple[int, ...]) -> int:
+    return math.prod(value.shape[d] for d in spec[2:])
+
+
+def _as_weight_gradient(spec: ConvConfig | lax.ConvDimensionNumbers) -> str:
+    return no_kernel(f"batch at axis {spec.lhs_spec[0]} -> {spec.out_spec[0]}, as a weight gradient has it")
 
 
 # --- before it ---------------------------------------------------------------------------------------------------
@@ -200,11 +220,14 @@ def _fused(graph, node: Node, head: Head, chain: Chain, measured) -> Match | str
     saved_z = _read_by_gradient(node, chain)
     if saved_z and (chain.region is None or saved_z != [chain.region.start]):
         return f"{saved_z[0]!r} is read by the convolution's gradient too"
-    if chain.residual is not None and chain.residual.dtype != x.dtype:
+    given_dtype = chain.end.dtype
+    if chain.residual is not None and chain.residual.dtype != given_dtype:
         return f"residual {chain.residual!r} is of another dtype than {node.out!r}"
     channel_axis, has_residual = head.config.out_spec[1], chain.residual is not None
     permutation, twin = _target(graph, chain, channel_axis)
     config = dataclasses.replace(_configured(head.config, chain, permutation), saves=len(saved_z))
+    if given_dtype != node.out.dtype:
+        config = dataclasses.replace(config, out_dtype=str(given_dtype), rounds=True)
     added, undo = laid(graph, chain.residual, chain.residual_layout, permutation) if has_residual else (None, None)
     full = (x, w, added) if has_residual else (x, w)
     smalls = tuple(value for _, value in chain.affine)
@@ -215,7 +238,7 @@ def _fused(graph, node: Node, head: Head, chain: Chain, measured) -> Match | str
     vectors = [jax.ShapeDtypeStruct((channels,), given)] * (config.has_scale + config.has_bias)
     given_x, given_w = (jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (x, w))
     types = [jax.eval_shape(spread_x, given_x), given_w, *vectors]
-    types += [jax.ShapeDtypeStruct([head.out.shape[d] for d in permutation], x.dtype)] * has_residual
+    types += [jax.ShapeDtypeStruct([head.out.shape[d] for d in permutation], given_dtype)] * has_residual
     kernel, reason = OP.forward.kernel(config, tuple(types))
     reason = reason or measured("conv", config, types) or _scaled_residual(graph, chain, kernel)
     if reason:
@@ -236,7 +259,7 @@ def _fused(graph, node: Node, head: Head, chain: Chain, measured) -> Match | str
         yield chain.end, chain.layout.place(y, permutation)
         yield from chain.masks_from(chain.layout.place(y, permutation))
 
-    itemsize = np.dtype(node.out.dtype).itemsize
+    itemsize = np.dtype(given_dtype).itemsize
     saved = 2 * itemsize * int(np.prod(head.out.shape)) * bool(chain.nodes)
     emission = Emission((*full, *smalls), (chain.end, *[twin] * bool(twin), *chain.masks, *saved_z), run)
     return Match(_label(head, chain), node, (node, *head.nodes, *chain.nodes), (emission,), kernel.name, full, saved)

@@ -59,7 +59,7 @@ def anchors(graph: Graph):
 def match(graph: Graph, node: Node, claimed: set[int], measured):
     """Yields a Match or a Refusal for every pair of gradients of this convolution; nothing if it is not differentiated."""
     config = config_of(node)
-    if isinstance(config, str) or node.params["batch_group_count"] != 1:
+    if isinstance(config, str) or config.out_dtype or node.params["batch_group_count"] != 1:
         return
     for found in _gradients(node, claimed):
         for gradients in _ways(graph, node, found, config, claimed):

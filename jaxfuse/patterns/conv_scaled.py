@@ -82,7 +82,7 @@ def _unscaled(graph: Graph, dz: Value, axis: int) -> Iterator[Value]:
             by_parameters = unwidened(value) if constant(factor) is None else by_parameters
         else:
             break
-    return iter(dict.fromkeys(v for v in (by_parameters, unwidened(value)) if v is not dz))
+    return iter(dict.fromkeys(v for v in (by_parameters, unwidened(value)) if v is not dz and v.dtype == dz.dtype))
 
 
 def _factor(node: Node, value: Value, axis: int) -> Value | None:

@@ -12,7 +12,7 @@ from jaxfuse.canonical import constant, size
 from jaxfuse.graph import Emission, Graph, Node
 from jaxfuse.layout import inverse, laid
 from jaxfuse.live import unneeded
-from jaxfuse.match import Chain, Match, Refusal, as_vector
+from jaxfuse.match import Chain, Match, Refusal, as_vector, ends_wide
 from jaxfuse.op import type_of
 from jaxfuse.ops.dense import OP, DenseConfig
 from jaxfuse.patterns.autodiff import Part
@@ -120,7 +120,7 @@ def _site(graph: Graph, part, layer, measured) -> Site | str:
     if isinstance(config, str):
         return config
     for chain in reversed(layer.chains):
-        if chain.end.dtype == layer.node.out.dtype:
+        if chain.end.dtype == layer.node.out.dtype or ends_wide(part, layer.node, chain):
             site = _fused(graph, part, layer, config, chain, measured)
             if isinstance(site, Site):
                 return site
@@ -144,7 +144,8 @@ def _fused(graph: Graph, part, layer, config: DenseConfig, chain: Chain, measure
         return f"the bias is not one number for each of the {channels} outputs"
     name, alpha = chain.activation or ("none", 0.0)
     config = dataclasses.replace(
-        config, has_bias=bool(chain.affine), has_residual=chain.residual is not None, activation=name, alpha=alpha)
+        config, has_bias=bool(chain.affine), has_residual=chain.residual is not None, activation=name, alpha=alpha,
+        out_dtype=str(chain.end.dtype))
     z = _saved(graph, part, layer, chain)
     if isinstance(z, str):
         return z
@@ -186,7 +187,7 @@ def _saved(graph: Graph, part, layer, chain: Chain) -> Chain | str | None:
     before = [c for c in layer.chains if not c.activation and c.affine == chain.affine and c.residual is chain.residual]
     for saved in (None, before[-1]) if chain.activation else (None,):
         gone = unneeded(graph, ends if saved is None else (*ends, part.original(saved.end)))
-        if layer.node.index in gone and (saved is None or saved.end.dtype == layer.node.out.dtype):
+        if layer.node.index in gone and (saved is None or saved.end.dtype == chain.end.dtype):
             return saved
     inside = [part.original(value) for node in _nodes(layer, chain)[:-1] for value in node.outputs]
     reader = next((user for value in inside for user in value.users if user.index not in gone), layer.node)
