@@ -176,10 +176,20 @@ def constant(value: Value, depth: int = 8) -> float | None:
         return None
     if node.primitive in (*RESHAPES, CAST):
         return constant(node.inputs[0], depth - 1)
-    if value.shape or node.primitive not in RULES:
+    if node.primitive == "reduce_sum" and node.inputs[0].literal is None:  # a mask of ones, counted
+        one = constant(node.inputs[0], depth - 1)
+        return None if one is None else one * (size(node.inputs[0]) // max(1, size(value)))
+    if node.primitive not in RULES:
         return None
     operands = [constant(v, depth - 1) for v in node.inputs]
     return None if None in operands else float(RULES[node.primitive](node.params, *operands))
+
+
+def chosen(value: Value) -> Value:
+    """What a select whose condition the program fixes always gives: a mask that masks nothing."""
+    node = value.producer
+    which = constant(node.inputs[0]) if node is not None and node.primitive == "select_n" else None
+    return value if which is None else node.inputs[1 + int(which)]
 
 
 def region_table(region: Region) -> np.ndarray | None:

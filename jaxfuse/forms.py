@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jaxfuse.canonical import (
-    ADD, is_float_cast, is_square, per_channel, scaled, size, unwidened, varying_axes)
+    ADD, chosen, is_float_cast, is_square, per_channel, scaled, size, unwidened, varying_axes)
 from jaxfuse.graph import Node, Value
 from jaxfuse.layout import RESHAPES, is_reshape
 from jaxfuse.moments import reductions, views
@@ -129,6 +129,8 @@ class Forms:
         if is_float_cast(node) or is_reshape(node) or name == "neg":
             form = self.of[id(node.inputs[0])][1]
             return form.times(number(-1)) if name == "neg" else form
+        if name == "select_n" and chosen(node.out) is not node.out:
+            return self._operand(chosen(node.out), node.out)
         if is_square(node, node.inputs[0]):
             form = self._operand(node.inputs[0], node.out)
             return Product(form, form) if isinstance(form, Form) else None
@@ -153,9 +155,9 @@ class Forms:
         return left + (right.times(number(-1)) if difference else right)
 
     def _operand(self, value: Value, like: Value) -> Form | Product | None:
-        known = self.of.get(id(value))
-        if known is not None:
-            return known[1]
+        value = value if id(value) in self.of else chosen(value)
+        if id(value) in self.of:
+            return self.of[id(value)][1]
         if small := self._small(value, like):
             return Form({}, small)
         tensor = unwidened(value)

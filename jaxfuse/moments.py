@@ -7,7 +7,7 @@ import numbers
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from jaxfuse.canonical import CAST, constant, is_float_cast, is_square, lengths, per_channel, scale_factor, size, widens
+from jaxfuse.canonical import CAST, chosen, is_float_cast, is_square, lengths, per_channel, scale_factor, size, widens
 from jaxfuse.graph import Node, Value
 from jaxfuse.layout import Layout, is_reshape
 
@@ -35,7 +35,7 @@ def views(value: Value, axis: int) -> Iterator[tuple[Value, int]]:
         value, axis = stack.pop()
         yield value, axis
         for node in value.users:
-            if node.primitive == CAST and widens(node):
+            if node.primitive == CAST and widens(node) or node.primitive == "select_n" and chosen(node.out) is value:
                 stack.append((node.out, axis))
             elif is_reshape(node):
                 layout = Layout.of(value.shape).then(node)
@@ -141,14 +141,10 @@ class Moments:
         self.known[id(value)] = value, functools.partial(_moment, kind, weight)
         for node in value.users:
             factor = scale_factor(node, value)
-            if is_reshape(node) or is_float_cast(node) or self._always_selects(node, value):
+            if is_reshape(node) or is_float_cast(node) or node.primitive == "select_n" and chosen(node.out) is value:
                 self._mark(node.out, kind, weight)
             elif weight != 1 and factor:
                 self._mark(node.out, kind, weight * factor)
-
-    def _always_selects(self, node, value) -> bool:
-        which = constant(node.inputs[0]) if node.primitive == "select_n" else None
-        return which is not None and node.inputs[1 + int(which)] is value
 
     def _spread(self):
         """What follows from the mean: E[x²] - mean², and E[(x - mean)²]."""

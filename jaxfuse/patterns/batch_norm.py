@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.canonical import ADD, CAST, NotPerChannel, constant, is_square, per_channel, size, unwidened
+from jaxfuse.canonical import ADD, CAST, NotPerChannel, chosen, constant, is_square, per_channel, size, unwidened
 from jaxfuse.graph import Emission, Graph, Node, Value, evaluate
 from jaxfuse.layout import Layout, channels_last, is_reshape, laid, transposed
 from jaxfuse.live import FusedReader
@@ -53,7 +53,7 @@ def anchors(graph):
 
 
 def match(graph, node: Node, claimed: set[int], measured):
-    x = unwidened(node.inputs[0])
+    x = unwidened(chosen(unwidened(node.inputs[0])))
     if _unmasked(x) is not x:
         yield Refusal("bn", node, (x,), no_kernel(f"{x.producer} leaves elements out of the statistics"))
         return

@@ -1,0 +1,71 @@
+"""Convolutions whose batch is not the first axis: HWNC and CHWN, as plain lax writes them; and the weight gradients that look like them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxfuse
+from test_patterns import GAMMA, B, R, W, X, check_values, patterns
+
+ORDERS = {"HWNC": (1, 2, 0, 3), "CHWN": (3, 1, 2, 0)}
+GEOMETRIES = {"plain": {}, "strided": dict(window_strides=(2, 1)), "grouped": dict(feature_group_count=2),
+              "dilated": dict(rhs_dilation=(2, 2)), "depthwise": dict(feature_group_count=4)}
+
+
+def layer(order, activation=jax.nn.relu, **kwargs):
+    """The layer and its arguments in that layout."""
+    options = dict(window_strides=(1, 1), padding="SAME", dimension_numbers=(order, "HWIO", order)) | kwargs
+    groups = kwargs.get("feature_group_count", 1)
+    up = lambda v: jnp.expand_dims(v, [d for d in range(4) if order[d] != "C"])
+
+    def fn(x, w, b, r):
+        y = lax.conv_general_dilated(x, w, **options) * up(GAMMA) + up(b)
+        return activation(y + r if y.shape == r.shape else y)
+
+    return fn, (X.transpose(ORDERS[order]), W[:, :, : 4 // groups], B, R.transpose(ORDERS[order]))
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("order", ORDERS)
+def test_hit(order, geometry):
+    fn, args = layer(order, **GEOMETRIES[geometry])
+    label = "conv+bn+relu" if geometry == "strided" else "conv+bn+add+relu"
+    assert patterns(fn, *args) == ([label], [])
+    made, known = (jax.jit(f)(*args) for f in (jaxfuse.fuse(fn, policy="always"), fn))
+    np.testing.assert_allclose(made, known, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_gradient_of_the_fused_layer(order):
+    fn, args = layer(order, jnp.tanh)
+    check_values(fn, *args, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_in_a_train_step(order):
+    fn, args = layer(order, jax.nn.silu)
+    step = jax.grad(lambda *args: jnp.sum(jnp.sin(fn(*args))), (0, 1, 2, 3))
+    report = jaxfuse.explain(step, *args, policy="always")
+    assert sorted((site.direction, site.pattern) for site in report.fused) == [
+        ("backward", "conv+bn+add+silu"), ("forward", "conv+bn+add+silu")] and not report.skipped
+    made, known = jaxfuse.fuse(step, policy="always")(*args), jax.jit(step)(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), made, known)
+
+
+def test_vmap():
+    fn, args = layer("HWNC")
+    fused = jaxfuse.fuse(fn, policy="always")
+    many = jnp.stack([args[0], 2 * args[0]])
+    np.testing.assert_allclose(jax.vmap(lambda x: fused(x, *args[1:]))(many), jax.vmap(lambda x: fn(x, *args[1:]))(many), 1e-4, 1e-4)
+
+
+def weight_gradient(x, dy):
+    """By hand: the filter is as large as the image."""
+    return lax.conv_general_dilated(x, dy, (1, 1), ((1, 1), (1, 1)), dimension_numbers=("CHWN", "IHWO", "HWNC"))
+
+
+def test_a_weight_gradient_is_not_a_layer():
+    fused, skipped = patterns(weight_gradient, X, R)
+    assert not fused and "as a weight gradient has it" in skipped[0][1]
