@@ -27,63 +27,68 @@ struct MishFactor {
   }
 };
 
-HOST_DEVICE float clamped(float z, float low, float high) {
-  z = z <= low ? low : z;
-  return z >= high ? high : z;
+// One piece of a piecewise linear function, continued to all z.
+HOST_DEVICE float line(const Piecewise& f, int piece, float z) {
+  return f.slopes[piece] == 0.0f ? f.offsets[piece] : f.slopes[piece] * (z - f.center) + f.offsets[piece];
 }
 
-// Whether the derivative is 1 or 0 (or half at a tie), told by z as well once it is rounded to x's dtype: so a mask, y and
-// what is recomputed agree.
+HOST_DEVICE float piecewise(const Piecewise& f, float z) {
+  if (z != z) return f.at_nan;
+  if (f.inward[0] ? z < f.bounds[0] : z <= f.bounds[0]) return line(f, 0, z);
+  return (f.inward[1] ? z > f.bounds[1] : z >= f.bounds[1]) ? line(f, 2, z) : line(f, 1, z);
+}
+
+// The derivative at x; `bounds` are those of x, or, where x is the value, its ends.
+HOST_DEVICE float slope_at(const Piecewise& f, const float (&bounds)[2], float x) {
+  float slope = x < bounds[0] ? f.slopes[0] : x > bounds[1] ? f.slopes[2] : f.slopes[1];
+  if (x == bounds[0]) slope = f.at_bounds[0];
+  if (x == bounds[1]) slope = f.at_bounds[1];
+  return x == x ? slope : f.slope_at_nan;
+}
+
+HOST_DEVICE float piecewise_gradient(const Piecewise& f, const float (&bounds)[2], float g, float x) {
+  const float slope = slope_at(f, bounds, x);
+  return slope == 0.0f ? 0.0f : g * slope;
+}
+
+// Whether the derivative jumps, perhaps from 0 to 1: it is told by z as rounded to x's dtype, so that a mask, y and what is
+// recomputed agree.
 HOST_DEVICE bool is_gate(Activation activation) {
-  return activation == Activation::relu || activation == Activation::maximum0 || activation == Activation::relu6 ||
-         activation == Activation::clip6;
+  return activation == Activation::relu || activation == Activation::piecewise_linear;
 }
 
-HOST_DEVICE float activated(Activation activation, float z, float alpha) {
+HOST_DEVICE float activated(Activation activation, float z, const Parameters& p) {
   switch (activation) {
     case Activation::none: return z;
-    case Activation::relu:
-    case Activation::maximum0: return z <= 0.0f ? 0.0f : z;
-    case Activation::relu6:
-    case Activation::clip6: return clamped(z, 0.0f, 6.0f);
-    case Activation::clip: return clamped(z, 0.0f, alpha);
-    case Activation::leaky_relu: return z < 0.0f ? alpha * z : z;
-    case Activation::elu: return z < 0.0f ? alpha * expm1f(z) : z;
+    case Activation::relu: return z <= 0.0f ? 0.0f : z;
+    case Activation::piecewise_linear: return piecewise(p.pieces, z);
+    case Activation::piecewise_gate: return z * piecewise(p.pieces, z);
+    case Activation::elu: return z < 0.0f ? p.alpha * expm1f(z) : z;
     case Activation::selu: return kSeluScale * (z < 0.0f ? kSeluAlpha * expm1f(z) : z);
-    case Activation::celu: return z < 0.0f ? alpha * expm1f(z / alpha) : z;
+    case Activation::celu: return z < 0.0f ? p.alpha * expm1f(z / p.alpha) : z;
     case Activation::sigmoid: return sigmoid(z);
     case Activation::tanh: return tanhf(z);
     case Activation::silu: return z / (1.0f + expf(-z));
     case Activation::gelu: return z * normal_cdf(z);
     case Activation::gelu_tanh: return z / (1.0f + expf(-2.0f * gelu_u(z)));
     case Activation::mish: return z * MishFactor(z).tanh;
-    case Activation::hard_swish: return z * (clamped(z + 3.0f, 0.0f, 6.0f) / 6.0f);
-    case Activation::hard_sigmoid: return clamped(z + 3.0f, 0.0f, 6.0f) / 6.0f;
-    case Activation::hard_tanh: return clamped(z, -1.0f, 1.0f);
     case Activation::softplus: return (z < 0.0f ? 0.0f : z) + log1pf(expf(z < 0.0f ? z : -z));
     case Activation::relu_squared: return z <= 0.0f ? 0.0f : z * z;
   }
   return z;
 }
 
-// g between the bounds, half of it at a tie, as of min(max(z, 0), high).
-HOST_DEVICE float between(float g, float z, float high) {
-  return z > 0.0f && z < high ? g : z == 0.0f || z == high ? 0.5f * g : 0.0f;
-}
-
 // g·activation'(z)
-HOST_DEVICE float pulled_back(Activation activation, float g, float z, float alpha) {
+HOST_DEVICE float pulled_back(Activation activation, float g, float z, const Parameters& p) {
   switch (activation) {
     case Activation::none: return g;
     case Activation::relu: return z > 0.0f ? g : 0.0f;
-    case Activation::maximum0: return z > 0.0f ? g : z == 0.0f ? 0.5f * g : 0.0f;
-    case Activation::relu6: return z > 0.0f && z < 6.0f ? g : 0.0f;
-    case Activation::clip6: return between(g, z, 6.0f);
-    case Activation::clip: return between(g, z, alpha);
-    case Activation::leaky_relu: return z >= 0.0f ? g : alpha * g;
-    case Activation::elu: return z > 0.0f ? g : g * (alpha * expf(z));
+    case Activation::piecewise_linear: return piecewise_gradient(p.pieces, p.pieces.bounds, g, z);
+    case Activation::piecewise_gate:
+      return g * piecewise(p.pieces, z) + piecewise_gradient(p.pieces, p.pieces.bounds, g * z, z);
+    case Activation::elu: return z > 0.0f ? g : g * (p.alpha * expf(z));
     case Activation::selu: return kSeluScale * (z > 0.0f ? g : g * (kSeluAlpha * expf(z)));
-    case Activation::celu: return z > 0.0f ? g : g * expf(z / alpha);
+    case Activation::celu: return z > 0.0f ? g : g * expf(z / p.alpha);
     case Activation::sigmoid: {
       const float s = sigmoid(z);
       return g * (s * (1.0f - s));
@@ -105,15 +110,6 @@ HOST_DEVICE float pulled_back(Activation activation, float g, float z, float alp
       const MishFactor factor(z);
       return g * (factor.tanh + z * (factor.rest * (1.0f + factor.tanh)) * sigmoid(z));
     }
-    case Activation::hard_swish: {
-      const float u = z + 3.0f;
-      return g * (clamped(u, 0.0f, 6.0f) / 6.0f) + (u > 0.0f && u < 6.0f ? g * z / 6.0f : 0.0f);
-    }
-    case Activation::hard_sigmoid: {
-      const float u = z + 3.0f;
-      return u > 0.0f && u < 6.0f ? g / 6.0f : 0.0f;
-    }
-    case Activation::hard_tanh: return z > 1.0f || z < -1.0f ? 0.0f : g;
     case Activation::softplus: return g * sigmoid(z);
     case Activation::relu_squared: return z > 0.0f ? 2.0f * z * g : 0.0f;
   }
@@ -121,28 +117,22 @@ HOST_DEVICE float pulled_back(Activation activation, float g, float z, float alp
 }
 
 // The same from y = activation(z), where that tells it: is_told_by_value.
-HOST_DEVICE float pulled_back_by_value(Activation activation, float g, float y, float alpha) {
+HOST_DEVICE float pulled_back_by_value(Activation activation, float g, float y, const Parameters& p) {
   switch (activation) {
     case Activation::relu: return y > 0.0f ? g : 0.0f;
-    case Activation::relu6: return y > 0.0f && y < 6.0f ? g : 0.0f;
-    case Activation::leaky_relu: return y >= 0.0f ? g : alpha * g;
-    case Activation::elu: return y > 0.0f ? g : g * (y + alpha);
+    case Activation::piecewise_linear: return piecewise_gradient(p.pieces, p.pieces.ends, g, y);
+    case Activation::elu: return y > 0.0f ? g : g * (y + p.alpha);
     case Activation::selu: return y > 0.0f ? kSeluScale * g : g * (y + kSeluScale * kSeluAlpha);
-    case Activation::celu: return y > 0.0f ? g : g * (y / alpha + 1.0f);
+    case Activation::celu: return y > 0.0f ? g : g * (y / p.alpha + 1.0f);
     case Activation::sigmoid: return g * (y * (1.0f - y));
     case Activation::tanh: return g * (1.0f - y * y);
-    case Activation::hard_sigmoid: return y > 0.0f && y < 1.0f ? g / 6.0f : 0.0f;
     case Activation::softplus: return g * -expm1f(-y);
     case Activation::none:
-    case Activation::maximum0:
-    case Activation::clip6:
-    case Activation::clip:
+    case Activation::piecewise_gate:
     case Activation::silu:
     case Activation::gelu:
     case Activation::gelu_tanh:
     case Activation::mish:
-    case Activation::hard_swish:
-    case Activation::hard_tanh:
     case Activation::relu_squared: break;
   }
   return g;

@@ -45,16 +45,15 @@ void stats_handler(const Call& call, cudaStream_t stream) {
 }
 
 void apply_handler(const Call& call, cudaStream_t stream) {
-  const bool has_residual = call.attr<bool>("has_residual"), save_mask = call.attr<bool>("save_mask");
+  const bool has_residual = call.attr<bool>("has_residual");
+  const Activation activation = activation_attr(call);
+  const Parameters parameters = parameters_attr(call);
+  const bool save_mask = save_mask_attr(call, activation, parameters);
   call.expect_counts(4 + has_residual, 1 + save_mask);
   Reader reader(call, 0);
   Args& args = reader.args;
-  args.activation = activation_attr(call);
-  args.alpha = call.attr<float>("alpha");
-  if (save_mask && !is_told_by_a_bit(args.activation)) {
-    call.refuse("attribute save_mask is true but the derivative of activation ", call.attr<std::string_view>("activation"),
-                " is no mask");
-  }
+  args.activation = activation;
+  args.parameters = parameters;
   reader.affine(1);
   if (has_residual) args.residual = reader.full(call.operand(4, "residual"));
   args.y = reader.full(call.result(0, "y"));
@@ -76,7 +75,7 @@ Reader backward(const Call& call, bool coefficients, size_t results) {
   Reader reader(call, 1);
   Args& args = reader.args;
   args.activation = activation_attr(call);
-  args.alpha = call.attr<float>("alpha");
+  args.parameters = parameters_attr(call);
   if ((deriv == "none") != (args.activation == Activation::none)) {
     call.refuse("attributes activation = \"", call.attr<std::string_view>("activation"), "\" and deriv = \"", deriv,
                 "\" contradict each other: deriv must be none where activation is none, mask or recompute elsewhere");

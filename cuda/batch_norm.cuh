@@ -117,9 +117,9 @@ struct Affine {
   __device__ float operator()(float x, int i) const { return fmaf(x - center[i], scale[i], offset[i]); }
 };
 
-HOST_DEVICE bool passes(Activation activation, float z) {
-  const bool bounded = activation == Activation::relu6 || activation == Activation::clip6;
-  return z > 0.0f && (!bounded || z < 6.0f);
+// Where the derivative is 1, of an activation that has a mask.
+HOST_DEVICE bool passes(Activation activation, float z, const Parameters& parameters) {
+  return activation == Activation::relu ? z > 0.0f : slope_at(parameters.pieces, parameters.pieces.bounds, z) == 1.0f;
 }
 
 // Rows from the end to the beginning, for the last ones read by stats are in the cache. `any`: every activation, and a residual or not;
@@ -152,13 +152,13 @@ __global__ void __launch_bounds__(kThreads, 2) apply_kernel(const Args args) {
         float z = affine(to_float(x[u].at[i]), i);
         if (adds) z += to_float(residual[u].at[i]);
         if constexpr (any) {
-          if (is_gate(args.activation)) z = rounded<T>(z);
-          y[i] = activated(args.activation, z, args.alpha);
+          y[i] = activated(args.activation, z, args.parameters);
+          z = rounded<T>(z);
         } else {
           z = rounded<T>(z);
           y[i] = relu && z <= 0.0f ? 0.0f : z;
         }
-        if (i < place.count) bits |= uint32_t(any ? passes(args.activation, z) : z > 0.0f) << i;
+        if (i < place.count) bits |= uint32_t(any ? passes(args.activation, z, args.parameters) : z > 0.0f) << i;
       }
       store<aligned>(static_cast<T*>(args.y) + r * args.channels + place.channel, y, place.count);
       if (args.saved_mask) args.saved_mask[r * mask_bytes + place.channel / 8] = uint8_t(bits);
@@ -216,7 +216,7 @@ struct Gradient {
     if constexpr (source == Source::any) {
       if (args.residual) z += to_float(residual[0].at[i]);
       if (is_gate(args.activation)) z = rounded<T>(z);
-      return pulled_back(args.activation, g, z, args.alpha);
+      return pulled_back(args.activation, g, z, args.parameters);
     }
     return rounded<T>(z) > 0.0f ? g : 0.0f;
   }

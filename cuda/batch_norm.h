@@ -18,7 +18,7 @@ struct Args {
   int64_t rows, channels;
   bool aligned;  // rows of full-size tensors and vectors begin at multiples of 16 bytes
   Activation activation;
-  float alpha;
+  Parameters parameters;
   Derivative derivative;
   const void *x, *dy, *residual;         // residual or null
   const float *center, *scale, *offset;  // of z = (x - center)·scale + offset + residual

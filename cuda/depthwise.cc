@@ -33,7 +33,7 @@ class Reader : public cuda::Reader<Args> {
     places_ = w.shape[0] * w.shape[1];
     if (places_ > kLongest) call.refuse("w has shape ", to_string(w.shape), ": too large");
     args.activation = activation_attr(call);
-    args.alpha = call.attr<float>("alpha");
+    args.parameters = parameters_attr(call);
     args.x = full(x_);
     args.w = shaped(w, w.shape);
   }
@@ -82,7 +82,7 @@ void backward_handler(const Call& call, cudaStream_t stream) {
   call.expect_counts(3 + activated, 4 + activated);
   Reader reader(call);
   Args& args = reader.args;
-  args.by_value = by_value_attr(call, args.activation);
+  args.by_value = by_value_attr(call, args.activation, args.parameters);
   args.dy = reader.of_y(call.operand(2, "dy"));
   args.dx = reader.full(call.result(0, "dx"));
   args.dw = reader.filter(call.result(1, "dw"));

@@ -50,7 +50,7 @@ __device__ __forceinline__ void finish(const Args& args, const Place& place, int
     for (int i = 0; i < 8; ++i) z[i] += v[i];
   }
   if (args.z) store<aligned>(static_cast<T*>(args.z) + pixel * args.channels + place.channel, z, place.count);
-  for (int i = 0; i < 8; ++i) v[i] = activated(args.activation, z[i], args.alpha);
+  for (int i = 0; i < 8; ++i) v[i] = activated(args.activation, z[i], args.parameters);
   store<aligned>(static_cast<T*>(args.y) + pixel * args.channels + place.channel, v, place.count);
 }
 
@@ -117,8 +117,8 @@ __global__ void __launch_bounds__(kFilterThreads, 3) filter_gradient_kernel(cons
       if (args.told) {
         const Octet<T> told = load<aligned>(row_of<T>(args.told, pixel, args.channels, place.channel), place.count);
         for (int i = 0; i < 8; ++i) {
-          dz[i] = args.by_value ? pulled_back_by_value(args.activation, dz[i], to_float(told.at[i]), args.alpha)
-                                : pulled_back(args.activation, dz[i], to_float(told.at[i]), args.alpha);
+          dz[i] = args.by_value ? pulled_back_by_value(args.activation, dz[i], to_float(told.at[i]), args.parameters)
+                                : pulled_back(args.activation, dz[i], to_float(told.at[i]), args.parameters);
         }
         if (first == 0) store<aligned>(static_cast<T*>(args.dz) + pixel * args.channels + place.channel, dz, place.count);
       }

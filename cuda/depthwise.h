@@ -25,7 +25,7 @@ struct Args {
   bool aligned;  // rows of tensors and vectors begin at multiples of 16 bytes
   Axis height, width;
   Activation activation;
-  float alpha;
+  Parameters parameters;
   const void *x, *w;
   const float *scale, *bias;  // of z = scale·conv(x, w) + bias, or null
   void *y, *z;                // y = act(z); z or null

@@ -192,21 +192,23 @@ def chosen(value: Value) -> Value:
     return value if which is None else node.inputs[1 + int(which)]
 
 
-def region_table(region: Region) -> np.ndarray | None:
-    """Value and derivative of the region's function on the points of elementwise.py."""
-    return table_of(lambda x: region.replay(x, (region.end,))[0], region.start.aval)
+def region_table(region: Region, points: np.ndarray = POINTS) -> np.ndarray | None:
+    """Value and derivative of the region's function on these points, by default those of elementwise.py."""
+    return table_of(lambda x: region.replay(x, (region.end,))[0], region.start.aval, points)
+
+
+def region_values(region: Region, wanted: tuple[Value, ...], points: np.ndarray) -> np.ndarray | None:
+    """What values of the region are at these points of its argument."""
+    return values_of(lambda x: region.replay(x, wanted), region.start.aval, points)
 
 
 def mask_tables(region: Region) -> tuple[np.ndarray | None, np.ndarray | None]:
     """What the masks are on the points of elementwise.py, and what they would be if they were computed from the function's
     value instead of its argument. Where both agree, as for x > 0 and relu(x) > 0, nothing needs to keep the argument."""
-    start = region.start
-
-    def of(points, wanted):
-        return values_of(lambda x: region.replay(x, wanted), start.aval, points)
-
-    ends = of(POINTS, (region.end,))
-    return (None, None) if ends is None else (of(POINTS, region.masks), of(ends[0], region.masks))
+    ends = region_values(region, (region.end,), POINTS)
+    if ends is None:
+        return None, None
+    return region_values(region, region.masks, POINTS), region_values(region, region.masks, ends[0])
 
 
 def held(value: Value):

@@ -14,9 +14,9 @@ import numpy as np
 from jaxfuse.graph import INLINED, Node
 from jaxfuse.private import name_of, params_of
 
-# Dense where activations bend; the ties 0, ±1, ±3, 6 exactly; far out; then the values that must survive.
+# Dense where activations bend; the ties 0, ±1, ±3, 6 exactly; far out; then where an exp overflows, and what must survive.
 FINITE = np.concatenate([np.linspace(-9, 9, 289), [-2.5, 2.5, 5.999, 6.001, -1e-3, 1e-3, -40.0, 40.0]])
-SPECIAL = np.array([np.inf, -np.inf, np.nan])
+SPECIAL = np.array([1000.0, -1000.0, np.inf, -np.inf, np.nan])
 POINTS = np.concatenate([FINITE, SPECIAL])
 CALLS = ("custom_jvp_call", "custom_vjp_call", *INLINED)
 
@@ -26,6 +26,15 @@ _erfc = np.vectorize(math.erfc, otypes=[np.float64])
 
 def _logistic(x):
     return np.where(x < 0, np.exp(x) / (1 + np.exp(x)), 1 / (1 + np.exp(-x)))
+
+
+def _maximum(x, y):
+    """0 of 0 and -0, as IEEE 754 and XLA have it and numpy has not always."""
+    return np.where((x == 0) & (y == 0), np.add(x, y), np.maximum(x, y))
+
+
+def _minimum(x, y):
+    return -_maximum(np.negative(x), np.negative(y))
 
 
 def _cast(params, x):
@@ -59,12 +68,12 @@ RULES: dict[str, Callable] = {
     "sub": lambda p, x, y: x - y,
     "mul": lambda p, x, y: x * y,
     "div": lambda p, x, y: x / y,
-    "max": lambda p, x, y: np.maximum(x, y),
-    "min": lambda p, x, y: np.minimum(x, y),
+    "max": lambda p, x, y: _maximum(x, y),
+    "min": lambda p, x, y: _minimum(x, y),
     "one_minus_square": lambda p, x: 1 - x * x,
     "neg": lambda p, x: -x,
     "abs": lambda p, x: np.abs(x),
-    "sign": lambda p, x: np.sign(x),
+    "sign": lambda p, x: np.where(x == 0, x, np.sign(x)),
     "exp": lambda p, x: np.exp(x),
     "exp2": lambda p, x: np.exp2(x),
     "expm1": lambda p, x: np.expm1(x),
@@ -79,7 +88,7 @@ RULES: dict[str, Callable] = {
     "square": lambda p, x: x * x,
     "integer_pow": lambda p, x: np.power(x, float(p["y"])),
     "pow": lambda p, x, y: np.power(x, np.asarray(y, np.float64)),
-    "clamp": lambda p, low, x, high: np.minimum(np.maximum(x, low), high),
+    "clamp": lambda p, low, x, high: _minimum(_maximum(x, low), high),
     "select_n": lambda p, which, *cases: np.select([np.equal(which, i) for i in range(len(cases))], cases),
     "eq": lambda p, x, y: x == y,
     "ne": lambda p, x, y: x != y,
@@ -118,16 +127,22 @@ def _is_elementwise(eqn) -> bool:
     return name in RULES and len(shapes) <= 1
 
 
-def table_of(function, like) -> np.ndarray | None:
-    """[2, points]: value and derivative on FINITE then SPECIAL; None if a primitive is unknown, or the argument, of the type
-    `like`, is not one of real numbers."""
+def table_of(function, like, points: np.ndarray = POINTS) -> np.ndarray | None:
+    """[2, points]: value and derivative, by default on FINITE then SPECIAL; None if a primitive is unknown, or the argument, of
+    the type `like`, is not one of real numbers. Derivatives far out are those of reverse mode: what autodiff makes of
+    where(x > 0, x, expm1(x)) is NaN where exp(x) overflows."""
     if not jnp.issubdtype(like.dtype, jnp.floating):
         return None
 
     def value_and_slope(x):
         return jax.jvp(function, (x,), (jnp.ones_like(x),))
 
-    return values_of(value_and_slope, like, POINTS)
+    table = values_of(value_and_slope, like, points)
+    if points is POINTS and table is not None:
+        far = slice(len(FINITE), len(FINITE) + 2)
+        reverse = values_of(lambda x: jax.vjp(function, x)[1](jnp.ones_like(x)), like, POINTS[far])
+        table[1, far] = table[1, far] if reverse is None else reverse[0]
+    return table
 
 
 def values_of(function, like, points: np.ndarray) -> np.ndarray | None:
@@ -149,9 +164,12 @@ def same(table: np.ndarray, known: np.ndarray, tolerance: float) -> bool:
 
 
 def same_limits(table: np.ndarray, known: np.ndarray, tolerance: float) -> bool:
-    """Values agree at infinity, at -infinity and at NaN."""
+    """Values agree far out, at infinity, at -infinity and at NaN. Derivatives far out, where they are not 0: what overflows
+    on the way to 0 is not missed."""
     n = len(FINITE)
-    return np.allclose(table[0, n:], known[0, n:], rtol=tolerance, atol=tolerance, equal_nan=True)
+    far = n + np.flatnonzero(known[1, n : n + 2])
+    return (np.allclose(table[0, n:], known[0, n:], rtol=tolerance, atol=tolerance, equal_nan=True)
+            and np.allclose(table[1, far], known[1, far], rtol=tolerance, atol=tolerance))
 
 
 def _body(eqn):

@@ -7,7 +7,7 @@ a report can say what was almost fused.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Set as AbstractSet
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,9 +26,11 @@ class Stop(NamedTuple):
     missed: str | None = None
 
 
-class Activated(NamedTuple):
-    name: str
-    alpha: float
+class Activated(Protocol):
+    """What `name_activation` finds: `jaxfuse.ops.activations.Activation`."""
+
+    @property
+    def name(self) -> str: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Chain:
     residual: Value | None = None
     residual_layout: Layout | None = None
     residual_last: bool = False  # it was added after the activation
-    activation: Activated | None = None
+    activation: Any = None  # Activated
     region: Region | None = None  # of the activation
     region_layout: Layout | None = None  # how its argument lay
 
@@ -193,7 +195,7 @@ class Walk:
             if any(n.index in self.claimed for n in region.nodes):
                 continue
             name = self.name_activation(region)
-            if isinstance(name, Activated):
+            if not isinstance(name, Stop):
                 nodes = (*chain.nodes, *region.nodes)
                 named.append(dataclasses.replace(chain, end=region.end, nodes=nodes, activation=name, region=region,
                                                  region_layout=chain.layout))
@@ -241,7 +243,7 @@ class Walk:
             alone = Region(chain.end, node.out, (node,))
             if is_elementwise(node) and all(v is chain.end or constant(v) is not None for v in node.inputs):
                 named = self.name_activation(alone)
-                if isinstance(named, Activated):
+                if not isinstance(named, Stop):
                     return named.name
         for node in users:
             taken = self._affine(chain, node) if len(node.inputs) == 2 else None

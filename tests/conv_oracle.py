@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from attributes import attributes
 from jaxfuse import ffi
 
 F32, BF16 = jnp.float32, jnp.bfloat16
@@ -170,8 +171,8 @@ def forward(case, x, w, scale=None, bias=None, residual=None, activation="none",
     extras = [extra for extra in (scale, bias, residual) if extra is not None]
     outs = ffi.call(
         "jaxfuse_conv_fwd", [jax.ShapeDtypeStruct(shape or case.y, x.dtype)] * (1 + save_z), x, w, *extras,
-        has_scale=scale is not None, has_bias=bias is not None, has_residual=residual is not None, activation=activation,
-        alpha=ALPHA, residual_last=residual_last, save_z=save_z, **case.attrs | attrs,
+        has_scale=scale is not None, has_bias=bias is not None, has_residual=residual is not None,
+        residual_last=residual_last, save_z=save_z, **attributes(activation, ALPHA) | case.attrs | attrs,
     )  # fmt: skip
     return outs if save_z else outs[0]
 
@@ -182,7 +183,7 @@ def backward(case, x, w, dy, y, activation, want=("dx", "dw", "db", "dresidual")
     types = {"dx": (x.shape, x.dtype), "dw": (w.shape, dw_type), "db": ((features,), db_type), "dresidual": (dy.shape, dy.dtype)}
     operands = [x] * ("dw" in want) + [w] * ("dx" in want) + [dy] + [y] * (activation != "none")
     found = ffi.call(
-        "jaxfuse_conv_bwd", [jax.ShapeDtypeStruct(*types[name]) for name in want], *operands, activation=activation,
-        alpha=ALPHA, by_value=by_value, **{"want_" + name: name in want for name in types}, **case.attrs,
+        "jaxfuse_conv_bwd", [jax.ShapeDtypeStruct(*types[name]) for name in want], *operands, by_value=by_value,
+        **{"want_" + name: name in want for name in types}, **attributes(activation, ALPHA), **case.attrs,
     )  # fmt: skip
     return dict(zip(want, found))

@@ -19,6 +19,8 @@ from jaxfuse.ops.batch_norm_config import BatchNormConfig
 from jaxfuse.ops.conv import OP as CONV
 from jaxfuse.ops.conv_config import ConvConfig
 from jaxfuse.ops.norm import OP as NORM
+from attributes import attributes
+from jaxfuse.ops.activations import named
 from jaxfuse.ops.norm_config import NormConfig
 
 pytestmark = pytest.mark.skipif(cuda_emulated.compiler() is None, reason="no g++ or clang++ to compile the kernels for the CPU")
@@ -108,7 +110,7 @@ def test_batch_norm(emulated, dtype, shape):
     np.testing.assert_array_equal(again[1], var)
     affine = mean, 1 + 0.1 * vector, 0.3 * vector
     mask = jax.ShapeDtypeStruct((x.size // shape[-1], -(-shape[-1] // 8)), jnp.uint8)
-    forward = dict(alpha=np.float32(0), activation="relu")
+    forward = attributes("relu")
     y, bits = both(emulated, "jaxfuse_batch_norm_apply", dtype, [x, mask], x, *affine, z, has_residual=True, save_mask=True, **forward)
     want = np.packbits(np.asarray(y, np.float32).reshape(mask.shape[0], -1) > 0, axis=-1, bitorder="little")
     np.testing.assert_array_equal(bits, want)
@@ -127,7 +129,7 @@ def test_activations_of_batch_norm(emulated, activation, channels, has_residual)
     """And their derivatives, computed again from x and the residual."""
     x, z, dy = (random(i, (70, channels), scale=3) for i in range(3))
     vectors = [random(i, (channels,)) for i in range(3, 7)]
-    attrs = dict(activation=activation, alpha=np.float32(0.3), has_residual=has_residual)
+    attrs = attributes(activation, 0.3) | dict(has_residual=has_residual)
     added = (z,) * has_residual
     both(emulated, "jaxfuse_batch_norm_apply", x.dtype, [x], x, *vectors[:3], *added, save_mask=False, **attrs)
     told = () if activation == "none" else (*vectors[:3], *added)
@@ -159,7 +161,7 @@ def test_norm(emulated, dtype, sizes, centered, outside, has_residual):
     x, z, dy, ds = (random(i, shape, dtype, offset=2.0 * (i == 0)) for i in range(4))
     gamma, beta = 1 + random(4, (groups, length)), random(5, (groups, length))
     vectors, statistics = [jax.ShapeDtypeStruct(gamma.shape, jnp.float32)] * 2, [jax.ShapeDtypeStruct((outer, groups), jnp.float32)] * 2
-    attrs = dict(inner=shape[1:], centered=centered, epsilon=1e-5, epsilon_outside=outside, activation="none")
+    attrs = dict(inner=shape[1:], centered=centered, epsilon=1e-5, epsilon_outside=outside, **attributes("none"))
 
     def compared(target, out_types, *operands, **more):
         types = [jax.ShapeDtypeStruct(t.shape, dtype if len(t.shape) == 4 else t.dtype) for t in out_types]
@@ -203,7 +205,7 @@ DEPTHWISE = [
 @pytest.mark.parametrize("shape, window, strides, padding, dilation, activation", DEPTHWISE, ids=str)
 def test_depthwise(on_cuda, dtype, shape, window, strides, padding, dilation, activation):
     """Forward and all gradients beside the op's reference in float32, from the same rounded numbers; then bit for bit the same."""
-    config, (x, w) = of_conv(shape, window, strides, padding, dilation, DTYPES[dtype], activation=activation, has_bias=True)
+    config, (x, w) = of_conv(shape, window, strides, padding, dilation, DTYPES[dtype], activation=named(activation, 0.3), has_bias=True)
     config = CONV.for_autodiff(config)
     scaled = dataclasses.replace(config, has_scale=True, saves=0)
     bias, scale = random(2, shape[-1:]), 1 + random(3, shape[-1:])
@@ -227,7 +229,7 @@ def test_depthwise(on_cuda, dtype, shape, window, strides, padding, dilation, ac
 
 def test_nan_and_inf_of_depthwise(on_cuda):
     """They come out in the windows and the channel that they are in, and the padding's zeros are not multiplied by them."""
-    config, (x, w) = of_conv((1, 6, 9, 16), (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), jnp.float32, has_bias=True, activation="relu")
+    config, (x, w) = of_conv((1, 6, 9, 16), (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), jnp.float32, has_bias=True, activation=named("relu"))
     x, w = x.at[0, 2, 3, 1].set(jnp.nan).at[0, 5, 8, 2].set(jnp.inf), w.at[0, 0, 0, 5].set(jnp.inf)
     y, = on_cuda(CONV.forward, config, (x, w, jnp.zeros(16)))
     nan = np.isnan(y[0, ..., 1])
@@ -245,7 +247,7 @@ def test_refusals_of_depthwise(emulated):
     assert "empty" in kernel.refuse(config, (x[:0], w))
     assert "float64" in kernel.refuse(config, (jax.ShapeDtypeStruct(x.shape, np.float64), w))
     pairs = dict(window_strides=(1, 1), rhs_dilation=(1, 1), padding_low=(1, 1), padding_high=(1, 1))
-    attrs = {name: np.array(pair) for name, pair in pairs.items()} | dict(activation="relu", alpha=np.float32(0))
+    attrs = {name: np.array(pair) for name, pair in pairs.items()} | attributes("relu")
     for operands, options, message in [
         ((x, w[..., :7]), {}, r"w has shape \(3, 3, 1, 7\), expected \(height, width, 1, 8\)"),
         ((x, w), dict(padding_high=np.array((0, 1))), r"y has shape \(2, 6, 6, 8\), expected \(2, 5, 6, 8\)"),
@@ -261,11 +263,11 @@ def test_refusals_of_depthwise(emulated):
 
 def test_refusals_name_the_target(emulated):
     x, vector = random(0, (4, 8)), random(1, (8,))
-    attrs = dict(activation="relu", alpha=np.float32(0), has_residual=False, save_mask=False)
+    attrs = attributes("relu") | dict(has_residual=False, save_mask=False)
     for operands, options, message in [
         ((x, vector, vector, vector[:7]), {}, "offset has shape"),
         ((x.astype(jnp.int32), vector, vector, vector), {}, "x has dtype int32"),
-        ((x, vector, vector, vector), dict(activation="cubic"), "expected one of"),
+        ((x, vector, vector, vector), attributes("cubic"), "expected one of"),
         ((x, vector, vector), {}, "got 3 operands, expected 4"),
     ]:
         with pytest.raises(Exception, match=f"jaxfuse_batch_norm_apply: .*{message}"):
@@ -301,7 +303,7 @@ class TestPlansOfCudnn:
 
 
 @pytest.mark.parametrize("fused, config, parameters", [
-    (BATCH_NORM, BatchNormConfig(2, Standard(1e-5), has_residual=True, activation="relu"), (24,)),
+    (BATCH_NORM, BatchNormConfig(2, Standard(1e-5), has_residual=True, activation=named("relu")), (24,)),
     (NORM, NormConfig((1, 1, 24), 1, 1e-6, has_residual=True), (1, 24)),
 ], ids=["batch_norm", "norm"])
 def test_ops_by_their_kernels_for_cuda(emulated, monkeypatch, fused, config, parameters):

@@ -8,6 +8,7 @@ import jaxfuse
 from jaxfuse import ffi, ops
 from jaxfuse.ops import activations, matrices
 from compare import as_float64, distance, pairs
+from attributes import attributes
 from recognition import randn, rows, scalar
 
 X, W, V, B = randn(2, 5, 8), randn(8, 16), randn(8, 16, seed=1), randn(16)
@@ -127,7 +128,7 @@ def test_products_that_are_computed_in_parts(x, w):
 
 def test_a_gradient_from_a_value_that_does_not_tell_it_is_refused():
     attrs = matrices.matrices((5, 8), (8, 16), (((1,), (0,)), ((), ()))).attributes()
-    attrs |= dict(activation="silu", alpha=0.0, by_value=True, want_dx=False, want_dw=True, want_db=False, want_dresidual=False)
+    attrs |= attributes("silu") | dict(by_value=True, want_dx=False, want_dw=True, want_db=False, want_dresidual=False)
     with pytest.raises(jax.errors.JaxRuntimeError, match="silu is not a function of its value"):
         ffi.call("jaxfuse_dense_bwd", [W], X[0], R[0], R[0], **attrs)[0].block_until_ready()
 
@@ -136,5 +137,5 @@ def test_a_gradient_from_a_value_that_does_not_tell_it_is_refused():
 def test_the_sign_of_a_zero(name):
     """Through the kernel's activation as through JAX's: tanh(0) is 0, not -0."""
     y = ops.dense(jnp.zeros((2, 8)), W, activation=name, alpha=1.0)
-    plain = activations.TABLE[name].value(jnp.zeros((2, 16)), 1.0)
+    plain = activations.named(name, 1.0).value(jnp.zeros((2, 16)))
     assert (y == plain).all() and (jnp.signbit(y) == jnp.signbit(plain)).all()

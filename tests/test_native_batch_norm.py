@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from attributes import attributes
 from jaxfuse import ffi
 
 pytestmark = pytest.mark.skipif(
@@ -57,14 +58,14 @@ def apply(x, affine, residual=None, activation="none", save_mask=False):
     extra = () if residual is None else (residual,)
     return run(
         "apply", [jax.ShapeDtypeStruct(x.shape, x.dtype), *[mask_type(x)] * save_mask], x, *affine, *extra,
-        activation=activation, alpha=np.float32(0), has_residual=residual is not None, save_mask=save_mask,
+        has_residual=residual is not None, save_mask=save_mask, **attributes(activation),
     )  # fmt: skip
 
 
 def backward(dy, x, mean, coefficients, slope_from=(), want_dresidual=True, **attrs):
     """[sum_g, sum_gx, dx, dresidual]"""
     full = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    attrs = dict(alpha=np.float32(0), has_residual=len(slope_from) == 4) | attrs
+    attrs = dict(has_residual=len(slope_from) == 4) | attrs | attributes(attrs["activation"])
     sums = run("bwd_stats", [vector(x.shape[-1])] * 2, dy, x, mean, *slope_from, **attrs)
     return sums + run(
         "bwd_apply", [full] * (1 + want_dresidual), dy, x, mean, *coefficients, *slope_from, want_dresidual=want_dresidual,
@@ -314,8 +315,8 @@ def test_concurrent_calls_repeat_to_the_bit(own_digest):
 X = np.zeros((4, 6), np.float32)
 V = np.zeros(6, np.float32)
 FULL, MASK = jax.ShapeDtypeStruct((4, 6), np.float32), jax.ShapeDtypeStruct((4, 1), np.uint8)
-APPLY = dict(activation="relu", alpha=np.float32(0), has_residual=False, save_mask=False)
-BACKWARD = dict(activation="relu", alpha=np.float32(0), deriv="mask", has_residual=False)
+APPLY = attributes("relu") | dict(has_residual=False, save_mask=False)
+BACKWARD = attributes("relu") | dict(deriv="mask", has_residual=False)
 RECOMPUTE = BACKWARD | {"deriv": "recompute"}
 
 
@@ -334,7 +335,7 @@ RECOMPUTE = BACKWARD | {"deriv": "recompute"}
         ("apply", [FULL], [X, V, V, V], APPLY | {"activation": "sine"}, 'activation is "sine", expected one of'),
         ("apply", [FULL, MASK], [X, V, V, V], APPLY | {"activation": "gelu", "save_mask": True}, "activation gelu is no mask"),
         ("bwd_stats", [vector(6)] * 2, [X, X, *[V] * 4], RECOMPUTE | {"has_residual": True}, "got 6 operands, expected 7"),
-        ("apply", [FULL], [X, V, V, V], {"activation": "relu", "has_residual": False}, "attribute save_mask is missing"),
+        ("apply", [FULL], [X, V, V, V], attributes("relu") | {"has_residual": False}, "attribute save_mask is missing"),
         ("apply", [FULL, MASK], [X, V, V, V], APPLY | {"activation": "none", "save_mask": True}, "activation none is no mask"),
         ("bwd_stats", [vector(6)] * 2, [X, X, V], BACKWARD, "got 3 operands, expected 4"),
         ("bwd_stats", [vector(6)] * 2, [X, X, V], BACKWARD | {"deriv": "none"}, "contradict each other"),

@@ -12,7 +12,7 @@ from jax.test_util import check_grads
 from cases import CASES, CORE
 from compare import as_float64, by_xla, distance, jit, pairs, unfused, value_and_gradients, with_cotangents
 from jaxfuse import ffi, ops
-from jaxfuse.ops.activations import TABLE as ACTIVATIONS
+from jaxfuse.ops.activations import TABLE as ACTIVATIONS, named
 
 DTYPES = ["float32", "bfloat16"]
 TARGETS = dict(
@@ -205,7 +205,7 @@ def test_autodiff_keeps_inputs_statistics_and_outputs(name, kernel):
         if case.op in ("conv", "dense"):
             allowed += [y.nbytes]
         elif case.op == "batch_norm" and "residual" in arrays:
-            masked = case.options["activation"] in ("relu", "relu6")
+            masked = named(case.options["activation"], case.options.get("alpha", 0.0)).is_mask
             allowed += [y.size // channels * -(-channels // 8) if masked else arrays["residual"].nbytes]
     if case.op == "max_pool":
         allowed += [y.size]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfuse.ops.activations import TABLE as ACTIVATIONS
+from jaxfuse.ops.activations import named
 
 
 def _conv(x, w, bias=None, residual=None, *, scale=None, activation=None, alpha=0.0, residual_last=False,
@@ -25,7 +25,7 @@ def _conv(x, w, bias=None, residual=None, *, scale=None, activation=None, alpha=
         y = y + bias.reshape(per_channel).astype(y.dtype)
     if residual is not None and not residual_last:
         y = y + residual
-    y = ACTIVATIONS[activation or "none"].value(y, alpha)
+    y = named(activation or "none", alpha).value(y)
     return (y + residual if residual_last and residual is not None else y,)
 
 
@@ -40,7 +40,7 @@ def _batch_norm(x, gamma, beta, residual=None, *, activation=None, alpha=0.0, ep
     y = ((wide - mean) * scale + beta).astype(x.dtype)
     if residual is not None:
         y = y + residual
-    return ACTIVATIONS[activation or "none"].value(y, alpha), *statistics
+    return named(activation or "none", alpha).value(y), *statistics
 
 
 def _max_pool(x, *, window_shape, strides=None, padding="VALID"):
@@ -59,7 +59,7 @@ def _dense(x, w, bias=None, residual=None, *, activation=None, alpha=0.0, dimens
     y = lax.dot_general(x, w, numbers, preferred_element_type=preferred_element_type)
     for term in (bias, residual):
         y = y if term is None else y + term.astype(y.dtype)
-    return (ACTIVATIONS[activation or "none"].value(y, alpha),)
+    return (named(activation or "none", alpha).value(y),)
 
 
 def _layer_norm(x, gamma, beta=None, residual=None, *, activation=None, epsilon=1e-6, return_sum=False, centered=True):
@@ -68,7 +68,7 @@ def _layer_norm(x, gamma, beta=None, residual=None, *, activation=None, epsilon=
     wide = s.astype(jnp.promote_types(x.dtype, jnp.float32))
     mean = wide.mean(-1, keepdims=True) if centered else 0
     y = (wide - mean) * lax.rsqrt(jnp.square(wide - mean).mean(-1, keepdims=True) + epsilon) * gamma
-    y = ACTIVATIONS[activation or "none"].value((y if beta is None else y + beta).astype(x.dtype), 0.0)
+    y = named(activation or "none").value((y if beta is None else y + beta).astype(x.dtype))
     return (y, s) if return_sum else (y,)
 
 
@@ -78,7 +78,7 @@ def _group_norm(x, gamma, beta, *, groups, activation=None, epsilon=1e-6, axis=-
     over = (*range(1, last.ndim - 1), last.ndim)
     mean, var = grouped.mean(over, keepdims=True), grouped.var(over, keepdims=True)
     y = ((grouped - mean) * lax.rsqrt(var + epsilon)).reshape(last.shape) * gamma + beta
-    return (ACTIVATIONS[activation or "none"].value(jnp.moveaxis(y, -1, axis).astype(x.dtype), 0.0),)
+    return (named(activation or "none").value(jnp.moveaxis(y, -1, axis).astype(x.dtype)),)
 
 
 def _gates(x, h, w_x, w_h, bias, order, forget_bias=0.0):

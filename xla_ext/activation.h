@@ -1,47 +1,56 @@
-// The activations that kernels know, by the names of jaxfuse/ops/activations.py.
+// The activations that kernels know: jaxfuse/ops/activations.py has the same table.
 #pragma once
 
 namespace jaxfuse {
 
-// A switch over them names every one and has no default: -Werror=switch then finds what a new activation still lacks.
-// maximum0 and clip6 have the values of relu and relu6; at a tie (0; 0 and 6) their derivative is 0.5, there 0.
-enum class Activation {
-  none, relu, maximum0, relu6, clip6, clip, leaky_relu, elu, selu, celu, sigmoid, tanh, silu, gelu, gelu_tanh, mish,
-  hard_swish, hard_sigmoid, hard_tanh, softplus, relu_squared
+// name, how many numbers are its parameters, what tells its derivative: `y` if the value can, else `z`. A switch over them
+// names every one and has no default: -Werror=switch then finds what a new activation still lacks.
+#define JAXFUSE_ACTIVATIONS(ROW) \
+  ROW(none, 0, y)                \
+  ROW(relu, 0, y)                \
+  ROW(piecewise_linear, 15, y)   \
+  ROW(piecewise_gate, 15, z)     \
+  ROW(elu, 1, y)                 \
+  ROW(selu, 0, y)                \
+  ROW(celu, 1, y)                \
+  ROW(sigmoid, 0, y)             \
+  ROW(tanh, 0, y)                \
+  ROW(silu, 0, z)                \
+  ROW(gelu, 0, z)                \
+  ROW(gelu_tanh, 0, z)           \
+  ROW(mish, 0, z)                \
+  ROW(softplus, 0, y)            \
+  ROW(relu_squared, 0, z)
+
+#define JAXFUSE_ROW(name, numbers, told_by) name,
+enum class Activation { JAXFUSE_ACTIVATIONS(JAXFUSE_ROW) };
+#undef JAXFUSE_ROW
+
+// Whether the derivative can be a function of the value; of a piecewise linear one its parameters say whether it is.
+constexpr bool is_told_by_value(Activation activation) {
+  enum class ToldBy { y, z };
+  constexpr ToldBy table[] = {
+#define JAXFUSE_ROW(name, numbers, told_by) ToldBy::told_by,
+      JAXFUSE_ACTIVATIONS(JAXFUSE_ROW)
+#undef JAXFUSE_ROW
+  };
+  return table[int(activation)] == ToldBy::y;
+}
+
+// slope·(z - center) + offset, a slope and an offset each below the first bound, between the bounds, above the second; a slope of
+// 0 gives the offset, of an infinite z too. piecewise_gate is z times that.
+struct Piecewise {
+  float center, bounds[2], slopes[3], offsets[3];
+  float at_bounds[2];       // the derivative there
+  float inward[2];          // whether the value there is the middle piece's: it decides on the sign of a zero
+  float at_nan, slope_at_nan;
+  float ends[2];  // the values at the bounds
 };
 
-// Whether the derivative is 0 or 1 (ties aside), so that a mask of bits can be kept for it.
-inline bool is_told_by_a_bit(Activation activation) {
-  return activation == Activation::relu || activation == Activation::maximum0 || activation == Activation::relu6 ||
-         activation == Activation::clip6;
-}
-
-// Whether the derivative is a function of the value.
-constexpr bool is_told_by_value(Activation activation) {
-  switch (activation) {
-    case Activation::none:
-    case Activation::relu:
-    case Activation::relu6:
-    case Activation::leaky_relu:
-    case Activation::elu:
-    case Activation::selu:
-    case Activation::celu:
-    case Activation::sigmoid:
-    case Activation::tanh:
-    case Activation::hard_sigmoid:
-    case Activation::softplus: return true;
-    case Activation::maximum0:
-    case Activation::clip6:
-    case Activation::clip:
-    case Activation::silu:
-    case Activation::gelu:
-    case Activation::gelu_tanh:
-    case Activation::mish:
-    case Activation::hard_swish:
-    case Activation::hard_tanh:
-    case Activation::relu_squared: break;
-  }
-  return false;
-}
+// Of one activation: alpha of elu and celu, or what is piecewise linear.
+struct Parameters {
+  float alpha;
+  Piecewise pieces;
+};
 
 }  // namespace jaxfuse

@@ -9,7 +9,14 @@ namespace jaxfuse {
 // The attribute `activation`, refused if it is no name of one.
 Activation activation_attr(const Call& call);
 
+// The attribute `parameters`, refused if these are not as many numbers as the activation has.
+Parameters parameters_attr(const Call& call);
+
 // The attribute `by_value`: whether the derivative is told by y, not by z. Refused where y does not tell it.
-bool by_value_attr(const Call& call, Activation activation);
+bool by_value_attr(const Call& call, Activation activation, const Parameters& parameters);
+
+// The attribute `save_mask`: whether to keep a bit for each element, where it is the derivative. Refused where that is not 0 or 1,
+// ties aside.
+bool save_mask_attr(const Call& call, Activation activation, const Parameters& parameters);
 
 }  // namespace jaxfuse

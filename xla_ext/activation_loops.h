@@ -27,66 +27,69 @@ struct MishFactor {
   }
 };
 
-inline Floats clamped(Floats z, Floats low, Floats high) {
-  z = z <= low ? low : z;
-  return z >= high ? high : z;
+// One piece of a piecewise linear function, continued to all z.
+inline Floats line(const Piecewise& f, int piece, Floats z) {
+  if (f.slopes[piece] == 0.0f) return broadcast(f.offsets[piece]);
+  return f.slopes[piece] * (z - f.center) + f.offsets[piece];
 }
 
-// An activation that one of these switches lacks has no value to return: -Werror=return-type, for -Wswitch does not look at
-// switches over a template's argument.
+inline Floats piecewise(const Piecewise& f, Floats z) {
+  const Ints below = f.inward[0] ? z < f.bounds[0] : z <= f.bounds[0], above = f.inward[1] ? z > f.bounds[1] : z >= f.bounds[1];
+  Floats y = line(f, 1, z);
+  y = below ? line(f, 0, z) : y;
+  y = above ? line(f, 2, z) : y;
+  return z == z ? y : broadcast(f.at_nan);
+}
+
+// g times the derivative at x; `bounds` are those of x, or, where x is the value, its ends.
+inline Floats piecewise_gradient(const Piecewise& f, const float (&bounds)[2], Floats g, Floats x) {
+  Floats slope = x < bounds[0] ? broadcast(f.slopes[0]) : broadcast(f.slopes[1]);
+  slope = x > bounds[1] ? broadcast(f.slopes[2]) : slope;
+  slope = x == bounds[0] ? broadcast(f.at_bounds[0]) : slope;
+  slope = x == bounds[1] ? broadcast(f.at_bounds[1]) : slope;
+  slope = x == x ? slope : broadcast(f.slope_at_nan);
+  return slope == 0.0f ? Floats{} : g * slope;
+}
+
 template <Activation activation>
-Floats activated(Floats z, float alpha) {
+Floats activated(Floats z, const Parameters& p) {
   switch (activation) {
     case Activation::none: return z;
-    case Activation::relu:
-    case Activation::maximum0: return z <= 0.0f ? Floats{} : z;
-    case Activation::relu6:
-    case Activation::clip6: return clamped(z, Floats{}, Floats{} + 6.0f);
-    case Activation::clip: return clamped(z, Floats{}, Floats{} + alpha);
-    case Activation::leaky_relu: return z < 0.0f ? alpha * z : z;
-    case Activation::elu: return z < 0.0f ? alpha * expm1_of_negative(z) : z;
+    case Activation::relu: return z <= 0.0f ? Floats{} : z;
+    case Activation::piecewise_linear: return piecewise(p.pieces, z);
+    case Activation::piecewise_gate: return z * piecewise(p.pieces, z);
+    case Activation::elu: return z < 0.0f ? p.alpha * expm1_of_negative(z) : z;
     case Activation::selu: return kSeluScale * (z < 0.0f ? kSeluAlpha * expm1_of_negative(z) : z);
-    case Activation::celu: return z < 0.0f ? alpha * expm1_of_negative(z / alpha) : z;
+    case Activation::celu: return z < 0.0f ? p.alpha * expm1_of_negative(z / p.alpha) : z;
     case Activation::sigmoid: return sigmoid(z);
     case Activation::tanh: return tanh(z);
     case Activation::silu: return z / (1.0f + exp(-z));
     case Activation::gelu: return z * normal_cdf(z);
     case Activation::gelu_tanh: return z / (1.0f + exp(-2.0f * gelu_u(z)));
     case Activation::mish: return z * MishFactor(z).tanh;
-    case Activation::hard_swish: return z * (activated<Activation::relu6>(z + 3.0f, 0) / 6.0f);
-    case Activation::hard_sigmoid: return activated<Activation::relu6>(z + 3.0f, 0) / 6.0f;
-    case Activation::hard_tanh: return clamped(z, Floats{} - 1.0f, Floats{} + 1.0f);
     case Activation::softplus: {
       const Floats positive = z < 0.0f ? Floats{} : z;
       return positive + log1p_up_to_1(exp(z < 0.0f ? z : -z));
     }
     case Activation::relu_squared: {
-      const Floats positive = activated<Activation::relu>(z, 0);
+      const Floats positive = z <= 0.0f ? Floats{} : z;
       return positive * positive;
     }
   }
 }
 
-// g between the bounds, half of it at a tie, as of min(max(z, 0), high).
-inline Floats between(Floats g, Floats z, float high) {
-  const Floats at_ties = (z == 0.0f) | (z == high) ? 0.5f * g : Floats{};
-  return (z > 0.0f) & (z < high) ? g : at_ties;
-}
-
 // g·activation'(z)
 template <Activation activation>
-Floats pulled_back(Floats g, Floats z, float alpha) {
+Floats pulled_back(Floats g, Floats z, const Parameters& p) {
   switch (activation) {
     case Activation::none: return g;
     case Activation::relu: return z > 0.0f ? g : Floats{};
-    case Activation::maximum0: return z > 0.0f ? g : (z == 0.0f ? 0.5f * g : Floats{});
-    case Activation::relu6: return (z > 0.0f) & (z < 6.0f) ? g : Floats{};
-    case Activation::clip6: return between(g, z, 6.0f);
-    case Activation::clip: return between(g, z, alpha);
-    case Activation::leaky_relu: return z >= 0.0f ? g : alpha * g;
-    case Activation::elu: return z > 0.0f ? g : g * (alpha * exp(z));
+    case Activation::piecewise_linear: return piecewise_gradient(p.pieces, p.pieces.bounds, g, z);
+    case Activation::piecewise_gate:
+      return g * piecewise(p.pieces, z) + piecewise_gradient(p.pieces, p.pieces.bounds, g * z, z);
+    case Activation::elu: return z > 0.0f ? g : g * (p.alpha * exp(z));
     case Activation::selu: return kSeluScale * (z > 0.0f ? g : g * (kSeluAlpha * exp(z)));
-    case Activation::celu: return z > 0.0f ? g : g * exp(z / alpha);
+    case Activation::celu: return z > 0.0f ? g : g * exp(z / p.alpha);
     case Activation::sigmoid: {
       const Floats s = sigmoid(z);
       return g * (s * (1.0f - s));
@@ -108,12 +111,6 @@ Floats pulled_back(Floats g, Floats z, float alpha) {
       const MishFactor factor(z);
       return g * (factor.tanh + z * (factor.rest * (1.0f + factor.tanh)) * sigmoid(z));
     }
-    case Activation::hard_swish: {
-      const Floats u = z + 3.0f, inside = (u > 0.0f) & (u < 6.0f) ? g * z / 6.0f : Floats{};
-      return g * (activated<Activation::relu6>(u, 0) / 6.0f) + inside;
-    }
-    case Activation::hard_sigmoid: return pulled_back<Activation::relu6>(g / 6.0f, z + 3.0f, 0);
-    case Activation::hard_tanh: return (z > 1.0f) | (z < -1.0f) ? Floats{} : g;
     case Activation::softplus: return g * sigmoid(z);
     case Activation::relu_squared: return z > 0.0f ? 2.0f * z * g : Floats{};
   }
@@ -121,18 +118,16 @@ Floats pulled_back(Floats g, Floats z, float alpha) {
 
 // The same from y = activation(z), for those that y determines.
 template <Activation activation>
-Floats pulled_back_by_value(Floats g, Floats y, float alpha) {
+Floats pulled_back_by_value(Floats g, Floats y, const Parameters& p) {
   switch (activation) {
     case Activation::none: return g;
     case Activation::relu: return y > 0.0f ? g : Floats{};
-    case Activation::relu6: return (y > 0.0f) & (y < 6.0f) ? g : Floats{};
-    case Activation::leaky_relu: return y >= 0.0f ? g : alpha * g;
-    case Activation::elu: return y > 0.0f ? g : g * (y + alpha);
+    case Activation::piecewise_linear: return piecewise_gradient(p.pieces, p.pieces.ends, g, y);
+    case Activation::elu: return y > 0.0f ? g : g * (y + p.alpha);
     case Activation::selu: return y > 0.0f ? kSeluScale * g : g * (y + kSeluScale * kSeluAlpha);
-    case Activation::celu: return y > 0.0f ? g : g * (y / alpha + 1.0f);
+    case Activation::celu: return y > 0.0f ? g : g * (y / p.alpha + 1.0f);
     case Activation::sigmoid: return g * (y * (1.0f - y));
     case Activation::tanh: return g * (1.0f - y * y);
-    case Activation::hard_sigmoid: return (y > 0.0f) & (y < 1.0f) ? g / 6.0f : Floats{};
     case Activation::softplus: return g * -expm1_of_negative(-y);
   }
 }
@@ -144,40 +139,18 @@ Floats gradient_vector(const GradientArgs& args, int64_t at, Lanes lanes) {
   if constexpr (activation == Activation::none) return dy;
   const Floats told = load(static_cast<const T*>(args.told) + at, lanes);
   if constexpr (is_told_by_value(activation)) {
-    if (args.by_value) return round_to<T>(pulled_back_by_value<activation>(dy, told, args.alpha));
+    if (args.by_value) return round_to<T>(pulled_back_by_value<activation>(dy, told, args.parameters));
   }
-  return round_to<T>(pulled_back<activation>(dy, told, args.alpha));
+  return round_to<T>(pulled_back<activation>(dy, told, args.parameters));
 }
 
 // f(Constant<activation>)
 template <class F>
 void with_activation(Activation activation, F f) {
-#define CASE(name) \
-  case Activation::name: return f(Constant<Activation::name>{})
-  switch (activation) {
-    CASE(none);
-    CASE(relu);
-    CASE(maximum0);
-    CASE(relu6);
-    CASE(clip6);
-    CASE(clip);
-    CASE(leaky_relu);
-    CASE(elu);
-    CASE(selu);
-    CASE(celu);
-    CASE(sigmoid);
-    CASE(tanh);
-    CASE(silu);
-    CASE(gelu);
-    CASE(gelu_tanh);
-    CASE(mish);
-    CASE(hard_swish);
-    CASE(hard_sigmoid);
-    CASE(hard_tanh);
-    CASE(softplus);
-    CASE(relu_squared);
-  }
-#undef CASE
+#define JAXFUSE_ROW(name, numbers, told_by) \
+  case Activation::name: return f(Constant<Activation::name>{});
+  switch (activation) { JAXFUSE_ACTIVATIONS(JAXFUSE_ROW) }
+#undef JAXFUSE_ROW
 }
 
 }  // namespace

@@ -100,12 +100,10 @@ void stats(const Call& call) {
 }
 
 void apply(const Call& call) {
-  const bool has_residual = call.attr<bool>("has_residual"), save_mask = call.attr<bool>("save_mask");
+  const bool has_residual = call.attr<bool>("has_residual");
   const Activation activation = activation_attr(call);
-  if (save_mask && !is_told_by_a_bit(activation)) {
-    call.refuse("attribute save_mask is true but the derivative of activation ", call.attr<std::string_view>("activation"),
-                " is no mask");
-  }
+  const Parameters parameters = parameters_attr(call);
+  const bool save_mask = save_mask_attr(call, activation, parameters);
   call.expect_counts(4 + has_residual, 1 + save_mask);
   const Tensor x = full_size(call, 0, "x");
   const auto [rows, channels] = rows_of(x);
@@ -116,7 +114,7 @@ void apply(const Call& call) {
   const ApplyArgs args{element_of(x.dtype),
                        folding.folded_channels(),
                        activation,
-                       call.attr<float>("alpha"),
+                       parameters,
                        x.data,
                        affine.view(),
                        has_residual ? like(call, call.operand(4, "residual"), x).data : nullptr,
@@ -154,7 +152,7 @@ struct Backward {
     args = {element_of(x.dtype),
             folding.folded_channels(),
             activation,
-            call.attr<float>("alpha"),
+            parameters_attr(call),
             derivative,
             like(call, call.operand(0, "dy"), x).data,
             x.data,

@@ -13,17 +13,16 @@ Floats normalised(Floats x, const Affine& affine, int64_t c, Lanes lanes) {
   return (x - load(affine.center + c, lanes)) * load(affine.scale + c, lanes) + load(affine.offset + c, lanes);
 }
 
-// Whether the derivative is 1 or 0 (or half at a tie), told by z as well once it is rounded to x's dtype: so a mask, y and
-// what is recomputed agree.
+// Whether the derivative jumps, perhaps from 0 to 1: it is told by z as rounded to x's dtype, so that a mask, y and what is
+// recomputed agree.
 constexpr bool is_gate(Activation activation) {
-  return activation == Activation::relu || activation == Activation::maximum0 || activation == Activation::relu6 ||
-         activation == Activation::clip6;
+  return activation == Activation::relu || activation == Activation::piecewise_linear;
 }
 
 // Where the derivative is 1.
 template <Activation activation>
-Ints passes(Floats z) {
-  return pulled_back<activation>(Floats{} + 1.0f, z, 0) == 1.0f;
+Ints passes(Floats z, const Parameters& parameters) {
+  return pulled_back<activation>(Floats{} + 1.0f, z, parameters) == 1.0f;
 }
 
 template <class T, class Lanes>
@@ -42,9 +41,8 @@ void apply(const ApplyArgs args, const Tile tile) {
     for_vectors(tile.channel_begin, tile.channel_end, [&](int64_t c, auto lanes) {
       Floats z = normalised(load(x + c, lanes), args.affine, c, lanes);
       if constexpr (has_residual) z += load(residual + c, lanes);
-      if constexpr (is_gate(activation)) z = round_to<T>(z);
-      if constexpr (save_mask) store_lane_bits(mask + c / 8, to_bits(passes<activation>(z)), lanes);
-      put(y + c, round_to<T>(activated<activation>(z, args.alpha)), lanes, args.stream);
+      if constexpr (save_mask) store_lane_bits(mask + c / 8, to_bits(passes<activation>(round_to<T>(z), args.parameters)), lanes);
+      put(y + c, round_to<T>(activated<activation>(z, args.parameters)), lanes, args.stream);
     });
   }
   finish_streaming();
@@ -74,7 +72,7 @@ struct Gradient {
     Floats z = normalised(x, args.affine, c, lanes);  // bit for bit what apply() had
     if (residual) z += load(residual + c, lanes);
     if constexpr (is_gate(activation)) z = round_to<T>(z);
-    return pulled_back<activation>(g, z, args.alpha);
+    return pulled_back<activation>(g, z, args.parameters);
   }
 };
 

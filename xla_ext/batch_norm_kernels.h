@@ -35,7 +35,7 @@ struct ApplyArgs {
   Element element;
   int64_t channels;
   Activation activation;
-  float alpha;
+  Parameters parameters;
   const void* x;
   Affine affine;
   const void* residual;  // or null
@@ -48,7 +48,7 @@ struct BackwardArgs {
   Element element;
   int64_t channels;
   Activation activation;
-  float alpha;
+  Parameters parameters;
   Derivative derivative;
   const void *dy, *x;
   const float* mean;

@@ -18,7 +18,7 @@ Forward checked(const Call& call) {
              has_residual = call.attr<bool>("has_residual"), save_z = call.attr<bool>("save_z");
   call.expect_counts(2 + has_scale + has_bias + has_residual, 1 + save_z);
   Forward f{Geometry(call), call.operand(0, "x"), call.operand(1, "w"), {}, {}, {}, call.result(0, "y"),
-            activation_attr(call), call.attr<float>("alpha"), call.attr<bool>("residual_last")};
+            activation_attr(call), parameters_attr(call), call.attr<bool>("residual_last")};
   call.expect_dtype(f.x, {DType::F32, DType::BF16});
   call.expect_dtype(f.w, {f.x.dtype});
   call.expect_dtype(f.y, {f.x.dtype, DType::F32});
@@ -52,7 +52,7 @@ Forward checked(const Call& call) {
 template <class Run>
 void with_epilogue(const Forward& f, const void* in, DType in_dtype, Run run) {
   const std::vector<float> bias = elements(f.bias);
-  run(Epilogue{f.activation, f.alpha, in, in_dtype, f.scale ? f.scale->as<float>() : nullptr,
+  run(Epilogue{f.activation, f.parameters, in, in_dtype, f.scale ? f.scale->as<float>() : nullptr,
                f.bias ? bias.data() : nullptr, f.residual ? f.residual->data : nullptr, f.residual_last});
 }
 
@@ -75,7 +75,7 @@ Forward up_to_activation(Forward f) {
 // y from z.
 void activate(const Forward& f, const void* z) {
   Forward rest = bare(f, f.y);
-  rest.activation = f.activation, rest.alpha = f.alpha, rest.residual_last = f.residual_last;
+  rest.activation = f.activation, rest.parameters = f.parameters, rest.residual_last = f.residual_last;
   if (f.residual_last) rest.residual = f.residual;
   finish(rest, z, f.y.dtype);
 }
@@ -105,19 +105,13 @@ bool better_apart(const Forward& f) {
     case Activation::mish:
     case Activation::softplus:  // oneDNN is off by 1e-6, which is all of a small value, but does not show in bf16
       return f32;
+    case Activation::piecewise_linear:
+    case Activation::piecewise_gate: return !has_post_ops(f.activation, f.parameters);
     case Activation::relu:
-    case Activation::maximum0:
-    case Activation::relu6:
-    case Activation::clip6:
-    case Activation::clip:
-    case Activation::leaky_relu:
     case Activation::sigmoid:
     case Activation::tanh:
     case Activation::silu:
     case Activation::gelu_tanh:
-    case Activation::hard_swish:
-    case Activation::hard_sigmoid:
-    case Activation::hard_tanh:
     case Activation::relu_squared: break;
   }
   return false;
@@ -131,7 +125,7 @@ void run_fused(const Forward& f) {
   const onednn::Scratch z(f.y.bytes());
   if (!run_by_onednn(up_to_activation(f), z.data())) return run_apart(f);
   const void* added = f.residual_last ? f.residual->data : nullptr;
-  restore_not_finite(f.y, f.geometry.out_spec[1], z.data(), f.activation, f.alpha, added);
+  restore_not_finite(f.y, f.geometry.out_spec[1], z.data(), f.activation, f.parameters, added);
 }
 
 // In f32 from bf16: nothing is rounded.

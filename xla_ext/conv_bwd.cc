@@ -27,7 +27,7 @@ struct Backward {
   std::optional<Tensor> x, w, told, dx, dw, db, dresidual;  // told: y if by_value, else z
   Tensor dy;
   Activation activation;
-  float alpha;
+  Parameters parameters;
   bool by_value;
   bool dx_by_loops = false, dw_by_loops = false;  // those of conv_depthwise.h
 };
@@ -57,7 +57,8 @@ Backward checked(const Call& call) {
   const bool want_dx = call.attr<bool>("want_dx"), want_dw = call.attr<bool>("want_dw"),
              want_db = call.attr<bool>("want_db"), want_dresidual = call.attr<bool>("want_dresidual");
   const Activation activation = activation_attr(call);
-  const bool by_value = by_value_attr(call, activation);
+  const Parameters parameters = parameters_attr(call);
+  const bool by_value = by_value_attr(call, activation, parameters);
   call.expect_counts(want_dw + want_dx + 1 + (activation != Activation::none),
                      want_dx + want_dw + want_db + want_dresidual);
   size_t operand = 0, result = 0;
@@ -71,7 +72,7 @@ Backward checked(const Call& call) {
        told = next_operand(activation != Activation::none, by_value ? "y" : "z");
   auto dx = next_result(want_dx, "dx"), dw = next_result(want_dw, "dw"), db = next_result(want_db, "db"),
        dresidual = next_result(want_dresidual, "dresidual");
-  Backward b{Geometry(call), x, w, told, dx, dw, db, dresidual, *dy, activation, call.attr<float>("alpha"), by_value};
+  Backward b{Geometry(call), x, w, told, dx, dw, db, dresidual, *dy, activation, parameters, by_value};
   check(call, b);
   b.dx_by_loops = b.dx && depthwise::takes(depthwise::Pass::data, b.geometry, *b.dx, *b.w, b.dy);
   b.dw_by_loops = b.dw && depthwise::takes(depthwise::Pass::filter, b.geometry, *b.x, *b.dw, b.dy);
@@ -262,7 +263,7 @@ void conv_bwd(const Call& call) {
   float* db = b.db ? sums.data() : nullptr;
   const bool db_with_dw = b.db && b.dw_by_loops;
   if (written || (b.db && !db_with_dw)) {
-    run_gradient(b.dy, feature, {b.activation, b.alpha, b.told ? b.told->data : nullptr, b.by_value, written},
+    run_gradient(b.dy, feature, {b.activation, b.parameters, b.told ? b.told->data : nullptr, b.by_value, written},
                  db_with_dw ? nullptr : db);
   }
   const Tensor g{b.dy.name, g_is_dy ? b.dy.data : written, b.dy.dtype, b.dy.shape};

@@ -191,7 +191,7 @@ void convolve(const Problem& problem, const void* x, const std::vector<float>& w
       if (alone) return;
       const char* residual = static_cast<const char*>(e.residual);
       if (residual) residual += at * problem.element_bytes();
-      finish({problem.bf16, problem.channels, 1, e.activation, e.alpha, sums, true, e.scale, e.bias, residual, e.residual_last,
+      finish({problem.bf16, problem.channels, 1, e.activation, e.parameters, sums, true, e.scale, e.bias, residual, e.residual_last,
               out}, 0,
              (piece.end - piece.begin) * problem.channels);
     });
@@ -243,7 +243,7 @@ void forward(const Geometry& g, const Tensor& x, const Tensor& w, const Tensor& 
 
 void data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g) {
   convolve(Problem(geometry, dx, w, g).transposed(), g.data, turned_filter(geometry, w), dx,
-           {Activation::none, 0, nullptr, DType::F32, nullptr, nullptr, nullptr, false});
+           {Activation::none, {}, nullptr, DType::F32, nullptr, nullptr, nullptr, false});
 }
 
 void weights_gradient(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g, float* db) {

@@ -33,7 +33,7 @@ struct Chunks {
 };
 
 EpilogueArgs arguments(const Tensor& y, const Chunks& chunks, const Epilogue& e) {
-  return {y.dtype == DType::BF16, chunks.features, chunks.inner, e.activation, e.alpha, e.in, e.in_dtype == DType::F32,
+  return {y.dtype == DType::BF16, chunks.features, chunks.inner, e.activation, e.parameters, e.in, e.in_dtype == DType::F32,
           e.scale, e.bias, e.residual, e.residual_last, y.data};
 }
 
@@ -46,17 +46,17 @@ void run_epilogue(const Tensor& y, int64_t feature_position, const Epilogue& e) 
   parallel_for(chunks.count, [&](int64_t chunk) { loop(args, chunks.begin(chunk), chunks.end(chunk)); });
 }
 
-void restore_not_finite(const Tensor& y, int64_t feature_position, const void* z, Activation activation, float alpha,
+void restore_not_finite(const Tensor& y, int64_t feature_position, const void* z, Activation activation, const Parameters& parameters,
                         const void* added) {
   const Chunks chunks(y.shape, feature_position);
-  const EpilogueArgs args = arguments(y, chunks, {activation, alpha, z, y.dtype, nullptr, nullptr, added, true});
+  const EpilogueArgs args = arguments(y, chunks, {activation, parameters, z, y.dtype, nullptr, nullptr, added, true});
   auto* loop = kernels().restore;
   parallel_for(chunks.count, [&](int64_t chunk) { loop(args, chunks.begin(chunk), chunks.end(chunk)); });
 }
 
 void run_gradient(const Tensor& dy, int64_t feature_position, const Gradient& gradient, float* db) {
   const Chunks chunks(dy.shape, feature_position);
-  const GradientArgs args{dy.dtype == DType::BF16, chunks.features, chunks.inner, gradient.activation, gradient.alpha,
+  const GradientArgs args{dy.dtype == DType::BF16, chunks.features, chunks.inner, gradient.activation, gradient.parameters,
                           dy.data, gradient.told, gradient.by_value, gradient.g};
   const int64_t per_chunk = chunks.inner == 1 ? chunks.features : chunks.step;
   std::vector<float> sums(db ? chunks.count * per_chunk : 0);

@@ -8,7 +8,7 @@ namespace jaxfuse::conv {
 
 struct Epilogue {
   Activation activation;
-  float alpha;
+  Parameters parameters;
   const void* in;        // or null: zeros
   DType in_dtype;        // y's or f32
   const float* scale;    // or null: ones
@@ -21,12 +21,12 @@ struct Epilogue {
 void run_epilogue(const Tensor& y, int64_t feature_position, const Epilogue& epilogue);
 
 // y = activation(z) + added (or null: zeros) where z, which is like y, is not finite.
-void restore_not_finite(const Tensor& y, int64_t feature_position, const void* z, Activation activation, float alpha,
+void restore_not_finite(const Tensor& y, int64_t feature_position, const void* z, Activation activation, const Parameters& parameters,
                         const void* added);
 
 struct Gradient {
   Activation activation;
-  float alpha;
+  Parameters parameters;
   const void* told;  // y if by_value, else z = what the activation was applied to; not read for Activation::none
   bool by_value;
   void* g;  // or null

@@ -13,7 +13,7 @@ struct EpilogueArgs {
   bool bf16;
   int64_t features, inner;
   Activation activation;
-  float alpha;
+  Parameters parameters;
   const void* in;        // or null: zeros
   bool in_f32;           // whatever y is
   const float* scale;    // or null: ones
@@ -27,7 +27,7 @@ struct GradientArgs {
   bool bf16;
   int64_t features, inner;
   Activation activation;
-  float alpha;
+  Parameters parameters;
   const void* dy;
   const void* told;  // y if by_value, else z: what tells the derivative; not read for Activation::none
   bool by_value;

@@ -31,7 +31,7 @@ void epilogue_vector(const EpilogueArgs& args, int64_t at, int64_t feature, Feat
   if (args.bias) z += load_feature(args.bias, feature, last, lanes);
   const Floats residual = args.residual ? load(static_cast<const T*>(args.residual) + at, lanes) : Floats{};
   if (args.residual && !args.residual_last) z += residual;
-  Floats y = activated<activation>(z, args.alpha);
+  Floats y = activated<activation>(z, args.parameters);
   if (args.residual && args.residual_last) y += residual;
   store(static_cast<T*>(args.y) + at, round_to<T>(y), lanes);
 }
@@ -59,7 +59,7 @@ void restore(const EpilogueArgs& args, int64_t begin, int64_t end) {
   T* y = static_cast<T*>(args.y);
   for_vectors(begin * args.inner, end * args.inner, [&](int64_t at, auto lanes) {
     const Floats z = load(static_cast<const T*>(args.in) + at, lanes), kept = load(y + at, lanes);
-    Floats restored = activated<activation>(z, args.alpha);
+    Floats restored = activated<activation>(z, args.parameters);
     if (args.residual) restored += load(static_cast<const T*>(args.residual) + at, lanes);
     store(y + at, z - z == 0.0f ? kept : round_to<T>(restored), lanes);
   });

@@ -1,6 +1,8 @@
 #include "conv_onednn.h"
 
+#include <cmath>
 #include <cstring>
+#include <iterator>
 #include <string>
 
 #include "bf16.h"
@@ -11,38 +13,81 @@ namespace {
 
 using dnnl::algorithm;
 
-// The activation as oneDNN's post-ops.
-void append(dnnl::post_ops& ops, Activation activation, float alpha) {
-  switch (activation) {
-    case Activation::none: return;
-    case Activation::relu:
-    case Activation::maximum0: return ops.append_eltwise(algorithm::eltwise_relu, 0, 0);
-    case Activation::relu6:
-    case Activation::clip6: return ops.append_eltwise(algorithm::eltwise_clip, 0, 6);
-    case Activation::clip: return ops.append_eltwise(algorithm::eltwise_clip, 0, alpha);
-    case Activation::hard_tanh: return ops.append_eltwise(algorithm::eltwise_clip, -1, 1);
-    case Activation::leaky_relu: return ops.append_eltwise(algorithm::eltwise_relu, alpha, 0);
-    case Activation::elu: return ops.append_eltwise(algorithm::eltwise_elu, alpha, 0);
-    case Activation::selu:
-      ops.append_eltwise(algorithm::eltwise_elu, 1.67326324f, 0);
-      return ops.append_eltwise(algorithm::eltwise_linear, 1.05070099f, 0);
-    case Activation::celu:
-      ops.append_eltwise(algorithm::eltwise_linear, 1 / alpha, 0);
-      ops.append_eltwise(algorithm::eltwise_elu, 1, 0);
-      return ops.append_eltwise(algorithm::eltwise_linear, alpha, 0);
-    case Activation::sigmoid: return ops.append_eltwise(algorithm::eltwise_logistic, 0, 0);
-    case Activation::tanh: return ops.append_eltwise(algorithm::eltwise_tanh, 0, 0);
-    case Activation::silu: return ops.append_eltwise(algorithm::eltwise_swish, 1, 0);
-    case Activation::gelu: return ops.append_eltwise(algorithm::eltwise_gelu_erf, 0, 0);
-    case Activation::gelu_tanh: return ops.append_eltwise(algorithm::eltwise_gelu_tanh, 0, 0);
-    case Activation::mish: return ops.append_eltwise(algorithm::eltwise_mish, 0, 0);
-    case Activation::hard_swish: return ops.append_eltwise(algorithm::eltwise_hardswish, 1.0f / 6, 0.5f);
-    case Activation::hard_sigmoid: return ops.append_eltwise(algorithm::eltwise_hardsigmoid, 1.0f / 6, 0.5f);
-    case Activation::softplus: return ops.append_eltwise(algorithm::eltwise_soft_relu, 1, 0);
-    case Activation::relu_squared:
-      ops.append_eltwise(algorithm::eltwise_relu, 0, 0);
-      return ops.append_eltwise(algorithm::eltwise_square, 0, 0);
+// min(max(slope·z + shift, low), high)
+struct Clip {
+  float slope, shift, low, high;
+};
+
+// The function as a clip, if it is one and gives the sign of a zero at a bound as oneDNN does: that of the bound.
+std::optional<Clip> as_clip(const Piecewise& f) {
+  Clip clip{f.slopes[1], -f.slopes[1] * f.center, -INFINITY, INFINITY};
+  for (const int side : {0, 1}) {
+    if (std::isinf(f.bounds[side])) continue;
+    const float bound = f.offsets[2 * side];
+    if (f.slopes[2 * side] != 0 || (bound == 0 && (f.inward[side] || std::signbit(bound)))) return {};
+    (side ? clip.high : clip.low) = bound;
   }
+  if (!(clip.slope > 0)) return {};
+  return clip;
+}
+
+// The slope below 0 of what is the identity above it.
+std::optional<float> as_leaky_relu(const Piecewise& f) {
+  const bool leaky = f.bounds[0] == 0 && std::isinf(f.bounds[1]) && f.center == 0 && f.slopes[0] > 0 && f.slopes[1] == 1;
+  return leaky && f.offsets[0] == 0 && f.offsets[1] == 0 ? std::optional(f.slopes[0]) : std::nullopt;
+}
+
+void append(dnnl::post_ops& ops, const Clip& clip) {
+  if (clip.low == 0 && clip.high == 1) return ops.append_eltwise(algorithm::eltwise_hardsigmoid, clip.slope, clip.shift);
+  if (clip.slope != 1 || clip.shift != 0) ops.append_eltwise(algorithm::eltwise_linear, clip.slope, clip.shift);
+  if (clip.low == 0 && std::isinf(clip.high)) return ops.append_eltwise(algorithm::eltwise_relu, 0, 0);
+  ops.append_eltwise(algorithm::eltwise_clip, clip.low, clip.high);
+}
+
+// The activation as oneDNN's post-ops. False, and nothing appended, where it has none for these parameters.
+bool append(dnnl::post_ops& ops, Activation activation, const Parameters& p) {
+  const auto eltwise = [&](algorithm kind, float alpha = 0, float beta = 0) { ops.append_eltwise(kind, alpha, beta); };
+  switch (activation) {
+    case Activation::none: break;
+    case Activation::relu: eltwise(algorithm::eltwise_relu); break;
+    case Activation::piecewise_linear:
+      if (const auto slope = as_leaky_relu(p.pieces)) {
+        eltwise(algorithm::eltwise_relu, *slope);
+      } else if (const auto clip = as_clip(p.pieces)) {
+        append(ops, *clip);
+      } else {
+        return false;
+      }
+      break;
+    case Activation::piecewise_gate: {
+      const auto clip = as_clip(p.pieces);
+      if (!clip || clip->low != 0 || clip->high != 1) return false;
+      eltwise(algorithm::eltwise_hardswish, clip->slope, clip->shift);
+      break;
+    }
+    case Activation::elu: eltwise(algorithm::eltwise_elu, p.alpha); break;
+    case Activation::selu:
+      eltwise(algorithm::eltwise_elu, 1.67326324f);
+      eltwise(algorithm::eltwise_linear, 1.05070099f);
+      break;
+    case Activation::celu:
+      eltwise(algorithm::eltwise_linear, 1 / p.alpha);
+      eltwise(algorithm::eltwise_elu, 1);
+      eltwise(algorithm::eltwise_linear, p.alpha);
+      break;
+    case Activation::sigmoid: eltwise(algorithm::eltwise_logistic); break;
+    case Activation::tanh: eltwise(algorithm::eltwise_tanh); break;
+    case Activation::silu: eltwise(algorithm::eltwise_swish, 1); break;
+    case Activation::gelu: eltwise(algorithm::eltwise_gelu_erf); break;
+    case Activation::gelu_tanh: eltwise(algorithm::eltwise_gelu_tanh); break;
+    case Activation::mish: eltwise(algorithm::eltwise_mish); break;
+    case Activation::softplus: eltwise(algorithm::eltwise_soft_relu, 1); break;
+    case Activation::relu_squared:
+      eltwise(algorithm::eltwise_relu);
+      eltwise(algorithm::eltwise_square);
+      break;
+  }
+  return true;
 }
 
 constexpr int post_op(int i) { return DNNL_ARG_ATTR_MULTIPLE_POST_OP(i) | DNNL_ARG_SRC_1; }
@@ -78,7 +123,7 @@ Request request(const Forward& f, ElementType type) {
     inputs.emplace_back(DNNL_ARG_BIAS, dnnl::memory::desc({f.bias->shape[0]}, given, dnnl::memory::format_tag::a));
   }
   if (f.residual && !f.residual_last) binary(algorithm::binary_add, y, channels_last(y, type));
-  append(ops, f.activation, f.alpha);
+  append(ops, f.activation, f.parameters);
   if (f.residual && f.residual_last) binary(algorithm::binary_add, y, channels_last(y, type));
   dnnl::primitive_attr attr = attributes();
   attr.set_post_ops(ops);
@@ -120,11 +165,12 @@ onednn::SharedPrimitive make(const Forward& f) {
 }
 
 onednn::SharedPrimitive primitive(const Forward& f) {
-  int32_t alpha_bits;
-  std::memcpy(&alpha_bits, &f.alpha, sizeof alpha_bits);
-  onednn::Key key{0, int64_t(f.activation), alpha_bits, f.adds, f.residual_last, f.scale.has_value(),
+  int32_t numbers[sizeof(Parameters) / sizeof(int32_t)];
+  std::memcpy(numbers, &f.parameters, sizeof numbers);
+  onednn::Key key{0, int64_t(f.activation), f.adds, f.residual_last, f.scale.has_value(),
                   f.residual.has_value(),
                   f.bias ? int64_t(f.bias->dtype) : -1};
+  key.insert(key.end(), std::begin(numbers), std::end(numbers));
   for (const Tensor* t : {&f.x, &f.w, &f.y}) append_to(key, *t);
   f.geometry.append_to(key);
   return onednn::cached(key, [&] { return make(f); });
@@ -138,7 +184,7 @@ void run(const onednn::Primitive& primitive, const Forward& f, void* y) {
   if (f.bias) buffers.emplace_back(f.scale ? post_op(op++) : DNNL_ARG_BIAS, f.bias->data);
   if (f.residual_last) {
     dnnl::post_ops before;
-    append(before, f.activation, f.alpha);
+    append(before, f.activation, f.parameters);
     op += before.len();
   }
   if (f.residual) buffers.emplace_back(post_op(op), f.residual->data);
@@ -164,7 +210,12 @@ bool run_sliced(const Forward& f, void* y) {
 
 }  // namespace
 
-Forward bare(const Forward& f, const Tensor& y) { return {f.geometry, f.x, f.w, {}, {}, {}, y, Activation::none, 0}; }
+Forward bare(const Forward& f, const Tensor& y) { return {f.geometry, f.x, f.w, {}, {}, {}, y, Activation::none, {}}; }
+
+bool has_post_ops(Activation activation, const Parameters& parameters) {
+  dnnl::post_ops ops;
+  return append(ops, activation, parameters);
+}
 
 bool run_by_onednn(const Forward& f, void* y) {
   if (run_sliced(f, y)) return true;
@@ -175,7 +226,7 @@ bool run_by_onednn(const Forward& f, void* y) {
 
 void convolve(const Geometry& geometry, const Tensor& x, const Tensor& w, const Tensor& y) {
   const auto bare = [&](const Tensor& x, const Tensor& w, const Tensor& y) {
-    return Forward{geometry, x, w, {}, {}, {}, y, Activation::none, 0};
+    return Forward{geometry, x, w, {}, {}, {}, y, Activation::none, {}};
   };
   if (has_kernels(x.dtype)) return (void)run_by_onednn(bare(x, w, y), y.data);
   const Wide wide_x(x), wide_w(w), wide_y(y);

@@ -15,7 +15,7 @@ struct Forward {
   std::optional<Tensor> scale, bias, residual;
   Tensor y;
   Activation activation;
-  float alpha;
+  Parameters parameters;
   bool residual_last = false;  // added after the activation
   std::optional<Tensor> z{};   // where to keep what the activation is applied to
   bool adds = false;           // to what y holds
@@ -23,6 +23,9 @@ struct Forward {
 
 // x (*) w and nothing else, into y.
 Forward bare(const Forward& f, const Tensor& y);
+
+// Whether oneDNN can apply it inside a convolution.
+bool has_post_ops(Activation activation, const Parameters& parameters);
 
 // All of f but z, into y, whose long sums are cut into slices. False, and nothing done, where oneDNN has no fast code.
 bool run_by_onednn(const Forward& f, void* y);

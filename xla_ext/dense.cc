@@ -25,8 +25,8 @@ Forward checked(const Call& call) {
              wants_z = call.results() == 2;
   call.expect_counts(2 + has_bias + has_residual, 1 + wants_z);
   Forward f{Sizes(call), call.operand(0, "x"), call.operand(1, "w"),
-            {activation_attr(call), call.attr<float>("alpha"), {}, {}, {}, false, call.result(0, "y"), {}}};
-  auto& [activation, alpha, scale, bias, residual, residual_last, y, z] = f.epilogue;
+            {activation_attr(call), parameters_attr(call), {}, {}, {}, false, call.result(0, "y"), {}}};
+  auto& [activation, parameters, scale, bias, residual, residual_last, y, z] = f.epilogue;
   call.expect_dtype(f.x, {DType::F32, DType::BF16, DType::F16});
   call.expect_dtype(f.w, {f.x.dtype});
   call.expect_dtype(y, {f.x.dtype, DType::F32});
@@ -61,7 +61,7 @@ class Finisher {
     const auto at = [&](const std::optional<Tensor>& t) {
       return t ? t->as<char>() + offset * ffi::ByteWidth(t->dtype) : nullptr;
     };
-    return {element_of(e_.y.dtype), columns, stride, in_stride, e_.activation, e_.alpha, sums,
+    return {element_of(e_.y.dtype), columns, stride, in_stride, e_.activation, e_.parameters, sums,
             e_.scale ? e_.scale->as<float>() + first : nullptr, e_.bias ? &bias_[first] : nullptr, at(e_.residual),
             e_.residual_last, at(e_.z), at(e_.y)};
   }

@@ -16,7 +16,7 @@ const Kernels& kernels();
 // What becomes of the sums of a product: z = scale·sum + bias + residual, y = activation(z), or the residual last.
 struct Epilogue {
   Activation activation;
-  float alpha;
+  Parameters parameters;
   std::optional<Tensor> scale, bias, residual;  // scale is f32
   bool residual_last;
   Tensor y;  // row-major, without gaps, and so residual and z

@@ -15,7 +15,7 @@ namespace {
 struct Backward {
   Sizes sizes;
   Activation activation;
-  float alpha;
+  Parameters parameters;
   bool by_value;
   std::optional<Tensor> x, w, told, dx, dw, db, dresidual;
   Tensor dy;
@@ -43,7 +43,8 @@ Backward checked(const Call& call) {
   const bool want_dx = call.attr<bool>("want_dx"), want_dw = call.attr<bool>("want_dw"),
              want_db = call.attr<bool>("want_db"), want_dresidual = call.attr<bool>("want_dresidual");
   const Activation activation = activation_attr(call);
-  Backward b{Sizes(call), activation, call.attr<float>("alpha"), by_value_attr(call, activation), {}, {}, {}, {}, {}, {}, {}, {}};
+  const Parameters parameters = parameters_attr(call);
+  Backward b{Sizes(call), activation, parameters, by_value_attr(call, activation, parameters), {}, {}, {}, {}, {}, {}, {}, {}};
   const bool told = b.activation != Activation::none;
   call.expect_counts(want_dw + want_dx + 1 + told, want_dx + want_dw + want_db + want_dresidual);
   size_t operand = 0, result = 0;
@@ -63,7 +64,7 @@ constexpr int64_t kChunkElements = 1 << 15, kMostChunks = 256;
 
 // g (or null) and, where it is wanted, db. The chunks depend on the shape alone, and so does what is added to what.
 void run_gradient(const Backward& b, void* g) {
-  const GradientArgs args{element_of(b.dy.dtype), b.sizes.columns, b.activation, b.alpha, b.by_value, b.dy.data,
+  const GradientArgs args{element_of(b.dy.dtype), b.sizes.columns, b.activation, b.parameters, b.by_value, b.dy.data,
                           b.told ? b.told->data : nullptr, g};
   const int64_t columns = b.sizes.columns, rows = b.dy.size() / columns;
   const int64_t wanted = std::clamp<int64_t>(b.dy.size() / kChunkElements, 1, std::min(kMostChunks, rows));

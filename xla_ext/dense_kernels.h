@@ -15,7 +15,7 @@ struct EpilogueArgs {
   int64_t columns;
   int64_t stride, in_stride;  // from row to row: of residual, z and y; of in
   Activation activation;
-  float alpha;
+  Parameters parameters;
   const float* in;       // may be y
   const float* scale;    // or null: ones
   const float* bias;     // or null: zeros
@@ -29,7 +29,7 @@ struct GradientArgs {
   Element element;
   int64_t columns;
   Activation activation;
-  float alpha;
+  Parameters parameters;
   bool by_value;     // told is y, not z
   const void* dy;
   const void* told;  // not read for Activation::none

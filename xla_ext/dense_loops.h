@@ -21,7 +21,7 @@ void epilogue(const EpilogueArgs& given, int64_t begin, int64_t end) {
       const Floats added = residual ? load(residual + at, lanes) : Floats{};
       if (residual && !args.residual_last) z += added;
       if (z_out) store(z_out + at, round_to<T>(z), lanes);
-      Floats value = activated<activation>(z, args.alpha);
+      Floats value = activated<activation>(z, args.parameters);
       if (args.residual_last) value += added;
       store(y + at, round_to<T>(value), lanes);
     });

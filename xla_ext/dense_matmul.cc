@@ -93,7 +93,7 @@ void run(const Product& p) {
 
 void store(const product::Block& block, const Matrix& c) {
   const Matrix to = c.from(0, block.row).from(1, block.column);
-  kernels().epilogue({element_of(to.dtype), block.columns, to.strides[0], block.stride, Activation::none, 0, block.sums,
+  kernels().epilogue({element_of(to.dtype), block.columns, to.strides[0], block.stride, Activation::none, {}, block.sums,
                       nullptr, nullptr, nullptr, false, nullptr, to.data},
                      0, block.rows);
 }

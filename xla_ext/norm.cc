@@ -53,6 +53,7 @@ struct Arguments {
             call.attr<bool>("epsilon_outside"),
             epsilon,
             activation_attr(call),
+            parameters_attr(call),
             channels(call.operand(gamma, "gamma")),
             channels(call.operand(gamma + 1, "beta"))};
   }

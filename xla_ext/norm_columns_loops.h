@@ -115,7 +115,7 @@ void forward_columns(const Forward& f, Columns columns, Scratch scratch) {
       plain ? put(y + i, value, lanes, f.stream) : store(z + i, value, lanes);
     });
     if (plain) continue;
-    activate(z, block.width);
+    activate(z, block.width, options.parameters);
     for_vectors(0, block.width, [&](int64_t i, auto lanes) { put(y + i, load(z + i, lanes), lanes, f.stream); });
   }
   finish_streaming();
@@ -145,7 +145,7 @@ struct Gradients {
         store(pulled + i, centered(i, lanes) * scale + load(beta + i, lanes), lanes);
         store(given + i, load(dy + i, lanes), lanes);
       });
-      pull_back(pulled, given, block.width);
+      pull_back(pulled, given, block.width, b.options.parameters);
     }
     for_vectors(0, block.width, [&](int64_t i, auto lanes) {
       f(i, centered(i, lanes), pull_back ? load(pulled + i, lanes) : load(dy + i, lanes), lanes);

@@ -27,6 +27,7 @@ struct Options {
   bool centered, epsilon_outside;
   float epsilon;
   Activation activation;
+  Parameters parameters;
   const float *gamma, *beta;
 };
 

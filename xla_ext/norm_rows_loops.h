@@ -15,15 +15,16 @@ void put(T* p, Floats v, Lanes lanes, bool stream) {
 
 // ---- activations, as passes over a few values in the L1 cache
 
-using Activate = void (*)(float* z, int64_t n);               // z becomes activation(z)
-using PullBack = void (*)(float* z, const float* g, int64_t n);  // z becomes g·activation'(z)
+using Activate = void (*)(float* z, int64_t n, const Parameters&);                  // z becomes activation(z)
+using PullBack = void (*)(float* z, const float* g, int64_t n, const Parameters&);  // z becomes g·activation'(z)
 
 inline Activate activate_by(Activation activation) {
   Activate pass = nullptr;
   with_activation(activation, [&](auto act) {
     [[maybe_unused]] constexpr Activation which = decltype(act)::value;
-    pass = [](float* z, int64_t n) {
-      for_vectors(0, n, [&](int64_t i, auto lanes) { store(z + i, activated<which>(load(z + i, lanes), 0), lanes); });
+    pass = [](float* z, int64_t n, const Parameters& given) {
+      const Parameters p = given;  // of our own: no store changes it
+      for_vectors(0, n, [&](int64_t i, auto lanes) { store(z + i, activated<which>(load(z + i, lanes), p), lanes); });
     };
   });
   return pass;
@@ -33,9 +34,10 @@ inline PullBack pull_back_by(Activation activation) {
   PullBack pass = nullptr;
   with_activation(activation, [&](auto act) {
     [[maybe_unused]] constexpr Activation which = decltype(act)::value;
-    pass = [](float* z, const float* g, int64_t n) {
+    pass = [](float* z, const float* g, int64_t n, const Parameters& given) {
+      const Parameters p = given;
       for_vectors(0, n, [&](int64_t i, auto lanes) {
-        store(z + i, pulled_back<which>(load(g + i, lanes), load(z + i, lanes), 0), lanes);
+        store(z + i, pulled_back<which>(load(g + i, lanes), load(z + i, lanes), p), lanes);
       });
     };
   });
@@ -117,7 +119,7 @@ void forward_rows(const Forward& f, Rows rows, Scratch scratch) {
       plain ? put(y + i, value, lanes, f.stream) : store(z + i, value, lanes);
     });
     if (plain) continue;
-    activate(z, n);
+    activate(z, n, options.parameters);
     for_vectors(0, n, [&](int64_t i, auto lanes) { put(y + i, load(z + i, lanes), lanes, f.stream); });
   }
   finish_streaming();
@@ -143,7 +145,7 @@ void backward_row(const Backward& b, int64_t row, float* dgamma, float* dbeta, P
       store(pulled + i, normalised(i, lanes) * load(gamma + i, lanes) + load(beta + i, lanes), lanes);
       store(given + i, load(dy + i, lanes), lanes);
     });
-    pull_back(pulled, given, n);
+    pull_back(pulled, given, n, options.parameters);
   }
   const auto gradient = [&](int64_t i, auto lanes) { return pull_back ? load(pulled + i, lanes) : load(dy + i, lanes); };
   double sum_g = 0, sum_gx = 0;

@@ -21,9 +21,10 @@ from jax import lax
 
 from jaxfuse.op import BatchAxes, FusedOp, Linear
 from jaxfuse.ops import batch_norm_grad as passes
-from jaxfuse.ops.activations import TABLE as ACTIVATIONS, Activation
+from jaxfuse.ops.activations import Activation
 from jaxfuse.ops.batch_norm_config import BatchNormConfig
 from jaxfuse.ops.errors import Arguments, Array
+from jaxfuse.ops.naming import ActivationArgument, activation_of
 from jaxfuse.settings import ours
 
 
@@ -39,7 +40,7 @@ class Standard:
 
 @ours
 def batch_norm(
-    x: Array, gamma: Array, beta: Array, residual: Array | None = None, *, activation: str | None = None, alpha: float = 0.0,
+    x: Array, gamma: Array, beta: Array, residual: Array | None = None, *, activation: ActivationArgument = None, alpha: float = 0.0,
     epsilon: float = 1e-5, axis: int = -1, mean: Array | None = None, var: Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Batch normalisation, residual add and activation in one op.
@@ -50,7 +51,8 @@ def batch_norm(
       x: float array of rank 2 or more; `axis` is its channel axis.
       gamma, beta: `[channels]`.
       residual: like x; added before the activation.
-      activation: a name in `jaxfuse.ops.activations.TABLE` or None; `alpha` is the parameter of those that have one.
+      activation: a name in `jaxfuse.ops.activations.TABLE`, a function such as `jax.nn.relu` that is one of them, or None;
+        `alpha` is the parameter of the names that have one.
       epsilon: added to the variance.
       mean, var: `[channels]` statistics to use (inference); by default those of x over every other axis, the variance
         biased, in float32 and without E[x²]-E[x]².
@@ -71,7 +73,7 @@ def batch_norm(
     arguments.like(x, "x", **added)
     config = BatchNormConfig(
         int(axis) % x.ndim, Standard(arguments.number("epsilon", epsilon, at_least=0)), not given, bool(added),
-        arguments.one_of("activation", activation or "none", ACTIVATIONS), arguments.number("alpha", alpha))
+        activation_of(arguments, activation, alpha))
     outs = OP(config, x, *added.values(), *given.values(), gamma, beta)
     return (outs[0], mean, var) if given else tuple(outs)
 
@@ -123,11 +125,11 @@ def _reference(config: BatchNormConfig, *args):
     z = (wide - center) * scale + offset
     if residual is not None:
         z = z + residual
-    y = ACTIVATIONS[config.activation].value(z, config.alpha).astype(x.dtype)
+    y = config.activation.value(z).astype(x.dtype)
     saved = coefficients if config.saving else ()
     if config.saving and config.derivative == "mask":
-        rows = _rows(config, y)
-        slope = ACTIVATIONS[config.activation].pullback(rows, jnp.ones_like(rows), 0.0)
+        rows = _rows(config, z.astype(x.dtype))
+        slope = config.activation.slope_times(rows, jnp.ones_like(rows))
         mask = jnp.packbits(slope > 0, axis=-1, bitorder="little")
         y, mask = lax.optimization_barrier((y, mask))  # else the next block may compute y again as its residual
         saved = *saved, mask
@@ -144,7 +146,7 @@ def _derivative(config: BatchNormConfig, kept, wants_g: bool = False):
     _, residual, _, _, coefficients, mask = config.unpack_kept(kept)
     told = dict(none=(), mask=mask, recompute=(*coefficients, *residual))[config.derivative]
     gradient = passes.GradientConfig(
-        config.axis, config.derivative == "mask", wants_g, config.activation, config.alpha, config.keeps_residual, config.absorbs)
+        config.axis, config.derivative == "mask", wants_g, config.activation, config.keeps_residual, config.absorbs)
     return gradient, told
 
 
@@ -267,8 +269,7 @@ def _run_forward(library, config: BatchNormConfig, args, mesh_axes):
         "jaxfuse_batch_norm_apply",
         [jax.ShapeDtypeStruct(x.shape, x.dtype), *[_mask_type(x)] * save_mask],
         x, *coefficients, *(() if residual is None else (residual,)),
-        activation=config.activation, alpha=np.float32(config.alpha), has_residual=config.has_residual,
-        save_mask=save_mask,
+        **config.activation.attributes(), has_residual=config.has_residual, save_mask=save_mask,
     )
     return (y, *statistics, *(coefficients if config.saving else ()), *mask)
 

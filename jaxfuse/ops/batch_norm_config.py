@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 
-MASKED = ("relu", "relu6")  # one bit for each element is their derivative
+from jaxfuse.ops.activations import NO_ACTIVATION, Activation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,8 +14,7 @@ class BatchNormConfig:
     per_channel: Callable  # hashable; (mean, var, *parameters), or (*parameters) if the statistics are given
     batch_statistics: bool = True
     has_residual: bool = False
-    activation: str = "none"
-    alpha: float = 0.0
+    activation: Activation = NO_ACTIVATION
     saving: bool = False  # also return center, scale, offset and, where that is the derivative, the activation's mask
     keeps_mask: bool = False  # a mask of bits, also where the derivative can be had without
     absorbs: bool = False  # XLA computes a neighbour along with it, which the kernels for CUDA need in memory
@@ -24,9 +23,9 @@ class BatchNormConfig:
     def derivative(self) -> str:
         """Where the backward pass takes act'(z) from: z is recomputed from x and the residual; a bit for each element is
         less to keep than a residual, where it says all."""
-        if self.activation == "none":
+        if self.activation == NO_ACTIVATION:
             return "none"
-        return "mask" if self.keeps_mask or self.has_residual and self.activation in MASKED else "recompute"
+        return "mask" if self.keeps_mask or self.has_residual and self.activation.is_mask else "recompute"
 
     @property
     def keeps_residual(self) -> bool:

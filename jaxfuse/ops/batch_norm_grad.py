@@ -19,27 +19,26 @@ import numpy as np
 
 from jaxfuse import cuda, ffi
 from jaxfuse.op import PLAIN, BatchAxes, Kernel, Stage
-from jaxfuse.ops.activations import TABLE as ACTIVATIONS, Activation
+from jaxfuse.ops.activations import NO_ACTIVATION, Activation, named
 
 
 @dataclasses.dataclass(frozen=True)
 class GradientConfig:
     """axis: of the channels; wants_g: `dx` also returns g. The last arguments are those of the derivative: none, the mask
-    if `masked`, or else, of an activation that is not "none", center, scale, offset and, if `has_residual`, the residual."""
+    if `masked`, or else, of an activation, center, scale, offset and, if `has_residual`, the residual."""
 
     axis: int
     masked: bool = False
     wants_g: bool = False
-    activation: str = "none"
-    alpha: float = 0.0
+    activation: Activation = NO_ACTIVATION
     has_residual: bool = False
     absorbs: bool = False  # as in BatchNormConfig
 
     @property
     def attrs(self):
-        recomputed = "none" if self.activation == "none" else "recompute"
-        return dict(activation="relu" if self.masked else self.activation, deriv="mask" if self.masked else recomputed,
-                    alpha=np.float32(self.alpha), has_residual=self.has_residual)
+        recomputed = "none" if self.activation == NO_ACTIVATION else "recompute"
+        activation = named("relu") if self.masked else self.activation
+        return activation.attributes() | dict(deriv="mask" if self.masked else recomputed, has_residual=self.has_residual)
 
 
 def through_activation(config: GradientConfig, dy, x, told, times=Activation.cotangent):
@@ -55,7 +54,7 @@ def through_activation(config: GradientConfig, dy, x, told, times=Activation.cot
     wide = jnp.promote_types(dy.dtype, jnp.float32)
     center, scale, offset = (_beside(config, x, v) for v in told[:3])
     z = sum(told[3:], (x.astype(wide) - center) * scale + offset)
-    return times(ACTIVATIONS[config.activation], z, dy.astype(wide), config.alpha)
+    return times(config.activation, z, dy.astype(wide))
 
 
 def _wide_g(config: GradientConfig, dy, x, told):
@@ -103,7 +102,7 @@ def _batch_axis(config: GradientConfig) -> int:
 def _told_axes(config: GradientConfig):
     if config.masked:
         return (0,)
-    return (*[None] * (3 * (config.activation != "none")), *[_batch_axis(config)] * config.has_residual)
+    return (*[None] * (3 * (config.activation != NO_ACTIVATION)), *[_batch_axis(config)] * config.has_residual)
 
 
 def _sums_axes(config: GradientConfig, ranks) -> BatchAxes:

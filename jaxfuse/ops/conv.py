@@ -13,15 +13,16 @@ from jaxfuse import ffi
 from jaxfuse.batch import completed
 from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear, widened
 from jaxfuse.ops import conv_channels_last, conv_cudnn, conv_depthwise, pointwise, scattered, taps
-from jaxfuse.ops.activations import TABLE as ACTIVATIONS
+from jaxfuse.ops.activations import NO_ACTIVATION
 from jaxfuse.ops.conv_config import ConvConfig, batch_groups_as_features, convolve, dimension_numbers_of, geometry_of
 from jaxfuse.ops.errors import Arguments, Array
+from jaxfuse.ops.naming import ActivationArgument, activation_of
 from jaxfuse.settings import ours
 
 @ours
 def conv(
     x: Array, w: Array, bias: Array | None = None, residual: Array | None = None, *, scale: Array | None = None,
-    activation: str | None = None, alpha: float = 0.0, residual_last: bool = False,
+    activation: ActivationArgument = None, alpha: float = 0.0, residual_last: bool = False,
     window_strides: Sequence[int] | None = None, padding: str | Sequence[tuple[int, int]] = "SAME",
     lhs_dilation: Sequence[int] | None = None, rhs_dilation: Sequence[int] | None = None, feature_group_count: int = 1,
     batch_group_count: int = 1,
@@ -33,7 +34,8 @@ def conv(
       w: filter of x's dtype; spatial dims, then input channels per group, then output channels by default (HWIO).
       bias, scale: `[output channels]`, x's dtype or float32.
       residual: like the output, in shape and dtype; added before the activation, or after it if `residual_last`.
-      activation: a name in `jaxfuse.ops.activations.TABLE` or None; `alpha` is the parameter of those that have one.
+      activation: a name in `jaxfuse.ops.activations.TABLE`, a function such as `jax.nn.relu` that is one of them, or None;
+        `alpha` is the parameter of the names that have one.
       window_strides, padding ("SAME", "VALID" or pairs), lhs_dilation, rhs_dilation, feature_group_count, batch_group_count,
         dimension_numbers, precision: as in `jax.lax.conv_general_dilated`; a transposed convolution is one with lhs_dilation,
         padded by pairs.
@@ -59,11 +61,12 @@ def conv(
     residual_only = {name: optional.pop(name) for name in ("residual",) if name in optional}
     arguments.per_channel(features, "output channel", **optional)
     arguments.like(out, "the output", **residual_only)
+    chosen = activation_of(arguments, activation, alpha)
     config = dataclasses.replace(
         plain, has_scale=scale is not None, has_bias=bias is not None, has_residual=residual is not None,
-        activation=arguments.one_of("activation", activation or "none", ACTIVATIONS), alpha=arguments.number("alpha", alpha),
+        activation=chosen,
         precision=tuple(precision) if isinstance(precision, list) else precision,
-        residual_last=bool(residual_last) and residual is not None and activation not in (None, "none"))
+        residual_last=bool(residual_last) and residual is not None and chosen != NO_ACTIVATION)
     return OP(config, x, w, *[a for a in (scale, bias, residual) if a is not None])[0]
 
 
@@ -96,7 +99,7 @@ def _epilogue(config: ConvConfig, y, scale, bias, residual):
         z = z + _per_channel(config, bias.astype(wide), z)
     if residual is not None and not config.residual_last:
         z = z + residual.astype(wide)
-    value = ACTIVATIONS[config.activation].value(z, config.alpha)
+    value = config.activation.value(z)
     if config.residual_last:
         value = value + residual.astype(wide)
     return (value.astype(y.dtype), *[z.astype(y.dtype)] * config.saves)
@@ -109,7 +112,7 @@ def _decompose(config: ConvConfig, *args):
     x, w, scale, bias, residual = config.unpack(args)
     if config.rounds:
         alone = dataclasses.replace(config, has_scale=False, has_bias=False, has_residual=False, residual_last=False,
-                                    activation="none", alpha=0.0, out_dtype=None, rounds=False)
+                                    activation=NO_ACTIVATION, out_dtype=None, rounds=False)
         return _epilogue(config, OP(alone, x, w)[0].astype(config.out_dtype), scale, bias, residual)
     if config.out_dtype:
         x, w = x.astype(config.out_dtype), w.astype(config.out_dtype)
@@ -140,9 +143,9 @@ def _tangent(config: ConvConfig, kept, tangents, convolve=convolve):
     if dresidual is not None and not config.residual_last:
         total = total + dresidual
     if told:
-        activation = ACTIVATIONS[config.activation]
+        activation = config.activation
         through = activation.pullback if config.derivative == "y" else activation.slope_times
-        total = through(told[0], total, config.alpha)
+        total = through(told[0], total)
     if dresidual is not None and config.residual_last:
         total = total + dresidual
     return (total,)

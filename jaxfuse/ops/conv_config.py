@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxfuse.ops.activations import TABLE as ACTIVATIONS
+from jaxfuse.ops.activations import NO_ACTIVATION, Activation
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -27,8 +27,7 @@ class ConvConfig:
     has_scale: bool = False
     has_bias: bool = False
     has_residual: bool = False
-    activation: str = "none"
-    alpha: float = 0.0
+    activation: Activation = NO_ACTIVATION
     precision: Any = None
     residual_last: bool = False  # added after the activation
     saves: int = 0  # 1: also return z, what the activation is applied to
@@ -45,10 +44,9 @@ class ConvConfig:
 
         z is kept where y does not tell: writing and reading it costs less than the convolution again.
         """
-        if self.activation == "none":
+        if self.activation == NO_ACTIVATION:
             return "none"
-        told = ACTIVATIONS[self.activation].pullback_for(self.alpha) and not self.residual_last
-        return "y" if told else "z"
+        return "y" if self.activation.y_tells and not self.residual_last else "z"
 
     def refuse_out_dtype(self) -> str | None:
         return f"{self.out_dtype} is wanted: the kernel gives what it takes" if self.out_dtype else None
@@ -73,9 +71,7 @@ class ConvConfig:
             lhs_spec=ints(self.lhs_spec),
             rhs_spec=ints(self.rhs_spec),
             out_spec=ints(self.out_spec),
-            activation=self.activation,
-            alpha=np.float32(self.alpha),
-        )
+        ) | self.activation.attributes()
 
 
 def batch_groups_as_features(x, groups: int, spec):

@@ -5,6 +5,7 @@ float32 bias on bfloat16 as passes of their own.
 """
 
 import hashlib
+import math
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,12 @@ from jaxfuse import cuda
 from jaxfuse.cudnn import graph, plans
 from jaxfuse.op import Kernel
 from jaxfuse.ops import conv_depthwise
+from jaxfuse.ops.activations import NO_ACTIVATION, Activation, named
+from jaxfuse.ops.piecewise import PiecewiseLinear
 
 TARGET = "jaxfuse_cudnn_graph"
 _DTYPES = ("bfloat16", "float16")
-_BY_XLA = ("none", "relu", "maximum0")
+_BY_XLA = tuple(map(named, ("none", "relu", "maximum0")))
 
 
 def _refuse(config, args) -> str | None:
@@ -47,12 +50,26 @@ def _refuse_arrays(config, args) -> str | None:
 
 def _refuse_epilogue(config, args) -> str | None:
     x, w, scale, bias, residual = config.unpack(args)
-    if config.activation not in ("none", *graph.ACTIVATIONS):
-        return f"cuDNN has no {config.activation}"
+    if _named(config.activation) is None:
+        return f"cuDNN has no {config.activation.name}"
     plain = scale is None and (bias is None or bias.dtype == x.dtype)
     if plain and config.activation in _BY_XLA and not config.residual_last:
         return "XLA makes one kernel of it"
     return None
+
+
+def _named(activation: Activation) -> tuple[str, float] | None:
+    """As cuDNN's graph has it: a relu may have another slope below 0, or an upper bound."""
+    f = activation.parameter
+    if not isinstance(f, PiecewiseLinear):
+        known = activation == NO_ACTIVATION or activation.kind in graph.ACTIVATIONS
+        return (activation.kind, f or 0.0) if known else None
+    relu = activation.kind == "piecewise_linear" and f.bounds[0] == f.center == f.offsets[0] == 0 and f.slopes[1] == 1
+    if not relu or not math.isnan(f.at_nan[0]):
+        return None
+    if math.isfinite(f.bounds[1]):
+        return ("clip", f.bounds[1]) if f.slopes[::2] == (0, 0) else None
+    return ("leaky_relu", f.slopes[0]) if f.slopes[0] > 0 else ("relu", 0.0) if f.slopes[0] == 0 else None
 
 
 def _refuse_plan(config, args) -> str | None:
@@ -90,7 +107,7 @@ def _graph(config, args) -> graph.Graph:
         graph.window_of(config.window_strides, config.padding, config.rhs_dilation),
         scale=None if scale is None else graph.per_channel("float32", channels, len(axes)),
         bias=None if bias is None else graph.per_channel(bias.dtype, channels, len(axes)),
-        residual=None if residual is None else y, activation=config.activation, alpha=config.alpha,
+        residual=None if residual is None else y, **dict(zip(("activation", "alpha"), _named(config.activation))),
         residual_last=config.residual_last, saves=bool(config.saves))
 
 
@@ -108,7 +125,7 @@ def _run(config, args, mesh_axes):
     *outs, _ = cuda.call(
         TARGET, [*[y] * (1 + config.saves), workspace], *operands, plan=plan.text,
         digest=hashlib.sha256(plan.text.encode()).hexdigest(), uids=described.bound, operands=len(operands),
-        what=f"conv of {x.dtype} {tuple(x.shape)}, activation {config.activation}")
+        what=f"conv of {x.dtype} {tuple(x.shape)}, activation {config.activation.name}")
     return tuple(outs)
 
 

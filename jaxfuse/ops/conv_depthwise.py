@@ -67,7 +67,7 @@ def _attributes(config):
     of_lines = dict(window_strides=1, rhs_dilation=1, padding_low=0, padding_high=0)
     given = dict(window_strides=config.window_strides, rhs_dilation=config.rhs_dilation, padding_low=lows, padding_high=highs)
     pairs = {name: np.array((of_lines[name], *values)[-2:], np.int64) for name, values in given.items()}
-    return pairs | dict(activation=config.activation, alpha=np.float32(config.alpha))
+    return pairs | config.activation.attributes()
 
 
 def _run_forward(config, args, mesh_axes):

@@ -6,15 +6,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxfuse import ffi
 from jaxfuse.batch import completed
 from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear
-from jaxfuse.ops.activations import TABLE as ACTIVATIONS
+from jaxfuse.ops.activations import NO_ACTIVATION, Activation
 from jaxfuse.ops.errors import Arguments, Array
 from jaxfuse.ops.matrices import matrices
+from jaxfuse.ops.naming import ActivationArgument, activation_of
 from jaxfuse.settings import ours
 
 Axes = tuple[int, ...]
@@ -31,8 +31,7 @@ class DenseConfig:
     out_dtype: str
     has_bias: bool = False
     has_residual: bool = False
-    activation: str = "none"
-    alpha: float = 0.0
+    activation: Activation = NO_ACTIVATION
     precision: Any = None
     saving: bool = False  # also return what the activation was applied to
     along: int = 0  # which of x's free axes is that of the items, where it has no batch axes
@@ -58,12 +57,12 @@ class DenseConfig:
 
     def told_by_value(self) -> bool:
         """Whether y determines the activation's derivative."""
-        return ACTIVATIONS[self.activation].pullback_for(self.alpha) is not None
+        return self.activation.y_tells
 
 
 @ours
 def dense(
-    x: Array, w: Array, bias: Array | None = None, residual: Array | None = None, *, activation: str | None = None,
+    x: Array, w: Array, bias: Array | None = None, residual: Array | None = None, *, activation: ActivationArgument = None,
     alpha: float = 0.0, dimension_numbers: Any = None, precision: Any = None, preferred_element_type: Any = None) -> jax.Array:
     """y = activation(x · w + bias + residual), one kernel where there is one.
 
@@ -72,7 +71,8 @@ def dense(
       w: weight of x's dtype; by default its first axis is contracted: `[inputs, ...]`.
       bias: shaped like the axes that w gives the output (`[outputs]` by default); the output's dtype or float32.
       residual: like the output, in shape and dtype; added before the activation.
-      activation: a name in `jaxfuse.ops.activations.TABLE` or None; `alpha` is its parameter, where it has one.
+      activation: a name in `jaxfuse.ops.activations.TABLE`, a function such as `jax.nn.relu` that is one of them, or None;
+        `alpha` is the parameter of the names that have one.
       dimension_numbers, precision, preferred_element_type: as in `jax.lax.dot_general`.
 
     Returns: y in x's dtype, or in `preferred_element_type`; batch axes first, then those of x, then those of w. Sums are
@@ -94,8 +94,7 @@ def dense(
         arguments.like(out, "the output", residual=residual)
     config = dataclasses.replace(
         config, has_bias=bias is not None, has_residual=residual is not None,
-        activation=arguments.one_of("activation", activation or "none", ACTIVATIONS),
-        alpha=arguments.number("alpha", alpha), precision=tuple(precision) if isinstance(precision, list) else precision)
+        activation=activation_of(arguments, activation, alpha), precision=tuple(precision) if isinstance(precision, list) else precision)
     return OP(config, x, w, *optional.values())[0]
 
 
@@ -128,13 +127,13 @@ def _reference(config: DenseConfig, *args):
         z = z + bias.astype(wide)
     if residual is not None:
         z = z + residual.astype(wide)
-    y = ACTIVATIONS[config.activation].value(z, config.alpha).astype(config.out_dtype)
+    y = config.activation.value(z).astype(config.out_dtype)
     return (y, z.astype(config.out_dtype)) if config.saving else (y,)
 
 
 def _keep(config: DenseConfig, args, outs):
     x, w, *_ = args
-    return (x, w) if config.activation == "none" else (x, w, outs[-1])
+    return (x, w) if config.activation == NO_ACTIVATION else (x, w, outs[-1])
 
 
 def _tangent(config: DenseConfig, kept, tangents):
@@ -149,12 +148,11 @@ def _tangent(config: DenseConfig, kept, tangents):
         total = total + _product(config, x, dw)
     for d in (dbias, dresidual):
         total = total if d is None else total + d.astype(total.dtype)
-    activation = ACTIVATIONS[config.activation]
     if not told:
         return (total,)
     if not config.saving:
-        return (activation.pullback(told[0], total, config.alpha).astype(total.dtype),)
-    return (activation.slope_times(told[0], total, config.alpha),)
+        return (config.activation.pullback(told[0], total).astype(total.dtype),)
+    return (config.activation.slope_times(told[0], total),)
 
 
 def _axes(config: DenseConfig, x_rank: int) -> tuple[int | None, int | None, int | None]:
@@ -214,7 +212,7 @@ def _refuse_forward(config: DenseConfig, args) -> str | None:
 
 
 def _attributes(config: DenseConfig, x, w):
-    return _matrices(config, x, w).attributes() | dict(activation=config.activation, alpha=np.float32(config.alpha))
+    return _matrices(config, x, w).attributes() | config.activation.attributes()
 
 
 def _run_forward(config: DenseConfig, args, mesh_axes):

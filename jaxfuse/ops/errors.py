@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import numbers
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +69,8 @@ class Arguments:
         return number
 
     def positive_integers(self, argument: str, value, count: int) -> tuple[int, ...]:
+        one = isinstance(value, numbers.Integral) and count > 1
+        self.check(not one, argument, repr(value), f"{count} positive integers", f"write {(value,) * count}")
         fits = _is_sequence(value, count) and all(isinstance(v, numbers.Integral) and int(v) >= 1 for v in value)
         self.check(fits, argument, repr(value), f"{count} positive integers", "give one for each spatial dimension of x")
         return tuple(map(int, value))
@@ -79,16 +82,17 @@ class Arguments:
                    "give one (low, high) pair for each spatial dimension of x")
         return tuple((int(low), int(high)) for low, high in value)
 
-    def one_of(self, argument: str, name, known) -> str:
-        return one_of(name, known, argument, where=f"jaxfuse.ops.{self.op}: ")
+    def one_of(self, argument: str, name, known, aliases: Mapping[str, str] | None = None) -> str:
+        return one_of(name, known, argument, where=f"jaxfuse.ops.{self.op}: ", aliases=aliases)
 
 
-def one_of(name, known, what: str, where: str = "") -> str:
-    """`name` if it is known, else an OpError that suggests the nearest."""
+def one_of(name, known, what: str, where: str = "", aliases: Mapping[str, str] | None = None) -> str:
+    """`name` if it is known, else an OpError that suggests the nearest, upper case or lower; `aliases`: what others call them."""
     if isinstance(name, str) and name in known:
         return name
-    near = difflib.get_close_matches(getattr(name, "__name__", str(name)), list(known), n=1)
-    hint = f"did you mean {near[0]!r}? " if near else "choose another "
+    meant = {each.lower(): each for each in known} | dict(aliases or {})
+    near = difflib.get_close_matches(getattr(name, "__name__", str(name)).lower(), list(meant), n=1)
+    hint = f"did you mean {meant[near[0]]!r}? " if near else "choose another "
     raise OpError(f"{where}unknown {what} {name!r}; {hint}(known: {', '.join(map(repr, known))})")
 
 

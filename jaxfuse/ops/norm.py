@@ -22,14 +22,15 @@ from jax import lax
 from jaxfuse import cuda, ffi
 from jaxfuse.batch import reshaped
 from jaxfuse.op import PLAIN, BatchAxes, FusedOp, Kernel, Linear
-from jaxfuse.ops.activations import TABLE as ACTIVATIONS
+from jaxfuse.ops.activations import NO_ACTIVATION
 from jaxfuse.ops.errors import Arguments, Array
+from jaxfuse.ops.naming import ActivationArgument, activation_of
 from jaxfuse.ops.norm_config import NormConfig
 from jaxfuse.settings import ours
 
 
 @ours
-def layer_norm(x: Array, gamma: Array, beta: Array, residual: Array | None = None, *, activation: str | None = None,
+def layer_norm(x: Array, gamma: Array, beta: Array, residual: Array | None = None, *, activation: ActivationArgument = None,
                epsilon: float = 1e-6, return_sum: bool = False) -> Any:
     """Layer normalisation over the last axis, with a residual add before and an activation after.
 
@@ -39,7 +40,8 @@ def layer_norm(x: Array, gamma: Array, beta: Array, residual: Array | None = Non
       x: float array of rank 1 or more: `[..., features]`.
       gamma, beta: `[features]`.
       residual: like x.
-      activation: a name in `jaxfuse.ops.activations.TABLE` or None.
+      activation: a name in `jaxfuse.ops.activations.TABLE` that has no parameter, a function such as `jax.nn.leaky_relu`
+        that is one of them, or None.
       epsilon: added to the variance, which is the biased one.
       return_sum: also return s, in x's dtype.
 
@@ -50,7 +52,7 @@ def layer_norm(x: Array, gamma: Array, beta: Array, residual: Array | None = Non
 
 
 @ours
-def rms_norm(x: Array, gamma: Array, residual: Array | None = None, *, activation: str | None = None,
+def rms_norm(x: Array, gamma: Array, residual: Array | None = None, *, activation: ActivationArgument = None,
              epsilon: float = 1e-6, return_sum: bool = False) -> Any:
     """Root mean square normalisation over the last axis: `layer_norm` without mean and beta.
 
@@ -73,12 +75,12 @@ def _over_last_axis(op, x, gamma, beta, residual, activation, epsilon, return_su
     config = NormConfig(
         (1, 1, x.shape[-1]), 1, arguments.number("epsilon", epsilon, at_least=0), centered=centered,
         has_residual=bool(added), wants_sum=bool(return_sum),
-        activation=arguments.one_of("activation", activation or "none", ACTIVATIONS))
+        activation=activation_of(arguments, activation))
     return normalised(config, x, *added.values(), gamma, jnp.zeros_like(gamma) if beta is None else beta)
 
 
 @ours
-def group_norm(x: Array, gamma: Array, beta: Array, *, groups: int, activation: str | None = None, epsilon: float = 1e-6,
+def group_norm(x: Array, gamma: Array, beta: Array, *, groups: int, activation: ActivationArgument = None, epsilon: float = 1e-6,
                axis: int = -1) -> jax.Array:
     """Group normalisation: statistics of each example over all places and the channels of each group, and an activation
     after. With as many groups as channels it is instance norm.
@@ -89,7 +91,8 @@ def group_norm(x: Array, gamma: Array, beta: Array, *, groups: int, activation: 
       x: float array of rank 2 or more; its first axis is the batch, `axis` its channel axis, which is the last or the second.
       gamma, beta: `[channels]`.
       groups: a divisor of the number of channels; group i has the i-th part of them.
-      activation: a name in `jaxfuse.ops.activations.TABLE` or None.
+      activation: a name in `jaxfuse.ops.activations.TABLE` that has no parameter, a function such as `jax.nn.leaky_relu`
+        that is one of them, or None.
       epsilon: added to the variance, which is the biased one.
 
     Returns: y in x's dtype. Statistics are float32.
@@ -109,7 +112,7 @@ def group_norm(x: Array, gamma: Array, beta: Array, *, groups: int, activation: 
     length = channels // groups if last else channels // groups * places
     config = NormConfig(
         (places if last else 1, int(groups), length), x.ndim - 1, arguments.number("epsilon", epsilon, at_least=0),
-        1 if last else places, activation=arguments.one_of("activation", activation or "none", ACTIVATIONS))
+        1 if last else places, activation=activation_of(arguments, activation))
     return normalised(config, x, gamma, beta)
 
 
@@ -164,7 +167,7 @@ def _value(config: NormConfig, s, gamma, beta):
     mean, rstd = _statistics(config, grouped)
     gamma, beta = (_repeated(config, _wide(v)) for v in (gamma, beta))
     z = (grouped - mean) * rstd * gamma + beta
-    y = ACTIVATIONS[config.activation].value(z, 0.0).astype(s.dtype)
+    y = config.activation.value(z).astype(s.dtype)
     statistic = (*config.batch(s), config.inner[1])
     return reshaped(y, s.shape), *(reshaped(v, statistic) for v in (mean, rstd))
 
@@ -200,7 +203,7 @@ def _pullback(linear: Linear, *args):
     shape = (*config.batch(s), *config.inner[1:])
     gamma, beta = (_repeated(config, _wide(v)) for v in (gamma, beta))
     normalised = (reshaped(_wide(s), shape) - mean[..., None]) * rstd[..., None]
-    g = ACTIVATIONS[config.activation].cotangent(normalised * gamma + beta, reshaped(_wide(dy), shape), 0.0)
+    g = config.activation.cotangent(normalised * gamma + beta, reshaped(_wide(dy), shape))
     mean_g, mean_gx = ((v * gamma).mean(-1, keepdims=True) for v in (g, g * normalised))
     if config.epsilon_outside:  # drstd/dvar = -rstd²/(2·sqrt(var)), and sqrt(var) = 1/rstd - epsilon
         mean_gx = mean_gx / (1 - config.epsilon * rstd[..., None])
@@ -212,8 +215,8 @@ def _pullback(linear: Linear, *args):
 
 
 def _decompose(config: NormConfig, *args):
-    z, *rest = OP(dataclasses.replace(config, activation="none"), *args)
-    return ACTIVATIONS[config.activation].value(z, 0.0), *rest
+    z, *rest = OP(dataclasses.replace(config, activation=NO_ACTIVATION), *args)
+    return config.activation.value(z), *rest
 
 
 def _forward_axes(config: NormConfig, ranks) -> BatchAxes:
@@ -234,15 +237,13 @@ _LONGEST_ROW = 8192
 
 
 def _refuse(config: NormConfig, args) -> str | None:
-    if ACTIVATIONS[config.activation].has_alpha:
-        return f"activation {config.activation}: the kernel takes none with a parameter"
     return _refuse_array(args[0]) or ffi.unavailable("jaxfuse_norm_fwd")
 
 
 def _refuse_on_cuda(config: NormConfig, args) -> str | None:
     spatial, groups, length = config.inner
-    if spatial > 1 or groups > 65535 or length > _LONGEST_ROW or config.activation != "none":
-        return f"{config.inner}, activation {config.activation}: the CUDA kernel takes (1, n, m <= {_LONGEST_ROW}), none"
+    if spatial > 1 or groups > 65535 or length > _LONGEST_ROW or config.activation != NO_ACTIVATION:
+        return f"{config.inner}, activation {config.activation.name}: the CUDA kernel takes (1, n, m <= {_LONGEST_ROW}), none"
     return _refuse_array(args[0]) or cuda.unavailable("jaxfuse_norm_fwd")
 
 
@@ -253,7 +254,7 @@ def _refuse_array(x) -> str | None:
 
 def _attrs(config: NormConfig):
     return dict(inner=config.inner, centered=config.centered, epsilon=config.epsilon,
-                epsilon_outside=config.epsilon_outside, activation=config.activation)
+                epsilon_outside=config.epsilon_outside, **config.activation.attributes())
 
 
 def _operands(library, config: NormConfig, full, parameters):

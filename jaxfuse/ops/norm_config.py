@@ -11,6 +11,8 @@ of each (outer, group); gamma and beta have one number for each (group, length),
 
 import dataclasses
 
+from jaxfuse.ops.activations import NO_ACTIVATION, Activation
+
 
 @dataclasses.dataclass(frozen=True)
 class NormConfig:
@@ -24,7 +26,7 @@ class NormConfig:
     centered: bool = True
     has_residual: bool = False
     wants_sum: bool = False
-    activation: str = "none"
+    activation: Activation = NO_ACTIVATION
     saving: bool = False  # also return what the gradient needs: mean, rstd [*batch, groups], and the sum if not wanted
 
     @property

@@ -13,8 +13,9 @@ import numpy as np
 from jaxfuse.canonical import ADD, CAST, constant, filled, held, scaled
 from jaxfuse.elementwise import FINITE, is_elementwise, values_of
 from jaxfuse.graph import Graph, Node, Value
-from jaxfuse.match import Activated, Refusal
-from jaxfuse.patterns.activations import known_table
+from jaxfuse.match import Refusal
+from jaxfuse.ops.activations import Activation
+from jaxfuse.ops.naming import derivatives
 from jaxfuse.patterns.autodiff import backward
 from jaxfuse.reasons import no_kernel
 
@@ -27,7 +28,7 @@ class Slope(NamedTuple):
     dz: Value
     nodes: tuple[Node, ...]
 
-    def is_of(self, activated: Activated) -> bool:
+    def is_of(self, activated: Activation) -> bool:
         return _is_slope(self.z, self.dy, self.nodes, self.dz.producer, activated)
 
 
@@ -35,7 +36,7 @@ LARGEST = 80  # nodes: the activation, its derivative, and their product with dy
 LINEAR = (*ADD, "sub", "neg", "mul", "div", "select_n", CAST)
 
 
-def activation_grad(graph: Graph, preactivation: Value, activated: Activated):
+def activation_grad(graph: Graph, preactivation: Value, activated: Activation):
     """Yields the row of the gradient through `activated`, if the backward pass is in this graph."""
     back = backward(graph)
     if not back or preactivation.producer is None:
@@ -151,7 +152,7 @@ def _is_linear(node: Node, made: set[int]) -> bool:
             return node.primitive in LINEAR and all(linear or constant(v) == 0 for v, linear in zip(node.inputs, of_dy))
 
 
-def _is_slope(z: Value, dy: Value, nodes: tuple[Node, ...], last: Node, activated: Activated) -> bool:
+def _is_slope(z: Value, dy: Value, nodes: tuple[Node, ...], last: Node, activated: Activation) -> bool:
     """Whether `last` computes act'(z) where dy is 1."""
     steps = sorted((n for n in nodes if n.index <= last.index), key=lambda n: n.index)
 
@@ -161,7 +162,8 @@ def _is_slope(z: Value, dy: Value, nodes: tuple[Node, ...], last: Node, activate
             (made[id(node.out)],) = node.replay([made[id(v)] if id(v) in made else held(v) for v in node.inputs])
         return [made[id(last.out)]]
 
-    slope = values_of(function, z.aval, FINITE)
+    points = np.concatenate([FINITE, activated.ties])
+    slope = values_of(function, z.aval, points)
     tolerance = 2e-2 if jnp.finfo(z.dtype).bits < 32 else 1e-4
-    expected = known_table(activated.name, activated.alpha)[1, : len(FINITE)]
+    expected = derivatives(activated, points)
     return slope is not None and np.allclose(slope[0], expected, rtol=tolerance, atol=tolerance)

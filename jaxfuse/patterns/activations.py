@@ -1,69 +1,54 @@
 """Which of the known activations an elementwise region is, decided by what it computes."""
 
-import functools
-
-import jax
-import jax.numpy as jnp
 import numpy as np
+import jax.numpy as jnp
 
-from jaxfuse.canonical import Region, constant, mask_tables, region_table
-from jaxfuse.elementwise import FINITE, same, same_limits, table_of
+from jaxfuse.canonical import Region, constant, mask_tables, region_table, region_values
+from jaxfuse.elementwise import FINITE, same_limits
 from jaxfuse.graph import Value
-from jaxfuse.match import Activated, Stop
-from jaxfuse.ops.activations import TABLE
+from jaxfuse.match import Stop
+from jaxfuse.ops.activations import Activation
+from jaxfuse.ops.naming import candidates, derivatives, identified, known_table
 
 # bf16 programs round the constants of gelu and its like to eight bits
 _TOLERANCE = {jnp.dtype(jnp.bfloat16): 1e-2, jnp.dtype(jnp.float16): 2e-3}
 
 
-def name_activation(region: Region) -> Activated | Stop:
+def name_activation(region: Region) -> Activation | Stop:
     """The activation with the same values, the same derivatives (ties included) and the same NaN and infinities."""
-    table, masks, from_value = _cached_tables(region)
+    table, activation, masks, from_value = _cached(region)
     if table is None:
         return Stop(f"{region.nodes[0]} is not a known activation")
-    tolerance = _TOLERANCE.get(jnp.dtype(region.start.dtype), 2e-5)
-    candidates = [(name, alpha, known_table(name, alpha)) for name, alpha in _candidates(table)]
-    n = len(FINITE)
-    fitting = [(np.abs(table[:, :n] - known[:, :n]).max(), name, alpha) for name, alpha, known in candidates
-               if same(table, known, tolerance)]
-    if fitting:
-        _, name, alpha = min(fitting, key=lambda fit: fit[0])  # the first of equals: elu(1) is celu(1) too
-        if region.masks and not np.array_equal(masks, from_value):
-            return Stop(f"{region.start!r} is compared at {region.masks[0].producer}, which {name}'s value cannot serve", name)
-        return Activated(name, alpha)
-    return _near_miss(region, table, candidates)
+    if activation is None:
+        return _near_miss(region, table)
+    if region.masks and not np.array_equal(masks, from_value):
+        name = activation.name
+        return Stop(f"{region.start!r} is compared at {region.masks[0].producer}, which {name}'s value cannot serve", name)
+    return activation
 
 
-def is_derivative(region: Region, mask: Value, of: Activated) -> bool:
+def is_derivative(region: Region, mask: Value, of: Activation) -> bool:
     """Whether the derivative of this activation is 1 where the region's mask is set and 0 elsewhere."""
-    _, masks, _ = _cached_tables(region)
-    which = next(i for i, known in enumerate(region.masks) if known is mask)
-    return np.array_equal(masks[which, : len(FINITE)], known_table(*of)[1, : len(FINITE)])
+    points = np.concatenate([FINITE, of.ties])
+    masks = region_values(region, (mask,), points)
+    return masks is not None and np.array_equal(masks[0], derivatives(of, points))
 
 
-def _candidates(table):
-    """Names with their parameter: a slope, a depth, a height is read off the table."""
-    at = dict(zip(FINITE, table[0]))
-    parameters = {"leaky_relu": -at[-1.0], "elu": -at[-40.0], "celu": -at[-40.0], "clip": at[40.0]}
-    for name, activation in TABLE.items():
-        alpha = float(np.float32(parameters.get(name, 0)))
-        known = not activation.has_alpha or 0 < alpha < (1 if name == "leaky_relu" else 20)
-        if name != "none" and known:
-            yield name, alpha
-
-
-def _near_miss(region, table, candidates) -> Stop:
+def _near_miss(region: Region, table: np.ndarray) -> Stop:
     """Close to one we know, and where it differs; nothing to report if it resembles none."""
     n = len(FINITE)
-    for name, alpha, known in candidates:
-        if alpha or not np.isclose(table[0, :n], known[0, :n], rtol=0.25, atol=0.05).mean() > 0.9:
+    for activation in candidates(table):
+        known, name = known_table(activation), activation.name
+        if not np.isclose(table[0, :n], known[0, :n], rtol=0.25, atol=0.05).mean() > 0.9:
             continue
         values, slopes = (~np.isclose(t, k, rtol=1e-3, atol=1e-3) for t, k in zip(table[:, :n], known[:, :n]))
+        if activation.has_alpha and values.any():  # a parameter can always be found
+            continue
         if values.any():
             at = np.argmax(values)
             where = f"at x = {FINITE[at]:g} it is {table[0, at]:g}, not {known[0, at]:g}"
         elif not same_limits(table, known, 1e-3):
-            where = f"at infinity, -infinity and NaN it is {table[0, n:]}, not {known[0, n:]}"
+            where = _beyond(table[:, n:], known[:, n:])
         elif slopes.any():
             at = np.argmax(slopes)
             where = f"its derivative at x = {FINITE[at]:g} is {table[1, at]:g}, not {known[1, at]:g}"
@@ -73,17 +58,21 @@ def _near_miss(region, table, candidates) -> Stop:
     return Stop(f"{region.nodes[0]} is not a known activation")
 
 
-@functools.cache
-def known_table(name: str, alpha: float) -> np.ndarray:
-    return table_of(functools.partial(TABLE[name].value, alpha=alpha), jax.ShapeDtypeStruct((2,), np.float32))
+def _beyond(table: np.ndarray, known: np.ndarray) -> str:
+    """How they differ on the points SPECIAL."""
+    if np.allclose(table[0], known[0], rtol=1e-3, atol=1e-3, equal_nan=True):
+        return f"where exp overflows its derivative is {table[1, 0]:g} at 1000 and {table[1, 1]:g} at -1000, not {known[1, :2]}"
+    if not np.allclose(table[0, 2:], known[0, 2:], rtol=1e-3, atol=1e-3, equal_nan=True):
+        return f"at infinity, -infinity and NaN it is {table[0, 2:]}, not {known[0, 2:]}"
+    return f"where exp overflows it is {table[0, 0]:g} at 1000 and {table[0, 1]:g} at -1000, not {known[0, :2]}"
 
 
 _tables: dict = {}
 
 
-def _cached_tables(region: Region):
-    """(region_table, *mask_tables) by what the nodes say; the derivative rule of a custom_jvp is told by the function that
-    made it."""
+def _cached(region: Region):
+    """(region_table, its name, *mask_tables) by what the nodes say; the derivative rule of a custom_jvp is told by the function
+    that made it."""
     numbers = {id(region.start): 0}
     text = []
     for node in region.nodes:
@@ -95,5 +84,13 @@ def _cached_tables(region: Region):
     if key not in _tables:
         if len(_tables) > 4096:
             _tables.clear()
-        _tables[key] = region_table(region), *(mask_tables(region) if region.masks else (None, None))
-    return _tables[key]
+        _tables[key] = _tabled(region), *(mask_tables(region) if region.masks else (None, None))
+    (table, activation), *masks = _tables[key]
+    return table, activation, *masks
+
+
+def _tabled(region: Region) -> tuple[np.ndarray | None, Activation | None]:
+    table, tolerance = region_table(region), _TOLERANCE.get(jnp.dtype(region.start.dtype), 2e-5)
+    if table is None:
+        return None, None
+    return table, identified(table, lambda points: region_table(region, points), tolerance)

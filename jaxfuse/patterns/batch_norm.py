@@ -12,7 +12,8 @@ from jaxfuse.match import Chain, Match, Refusal, Walk, as_vector, depends_on, lo
 from jaxfuse.moments import Moments, reductions, shared_over
 from jaxfuse.op import equally_varying
 from jaxfuse.ops.batch_norm import OP
-from jaxfuse.ops.batch_norm_config import MASKED, BatchNormConfig
+from jaxfuse.ops.activations import NO_ACTIVATION
+from jaxfuse.ops.batch_norm_config import BatchNormConfig
 from jaxfuse.ops.batch_norm_grad import GradientConfig
 from jaxfuse.patterns import batch_norm_grad
 from jaxfuse.patterns.activations import name_activation
@@ -137,9 +138,9 @@ def _told(gradient, chain: Chain) -> GradientConfig | None:
     if gradient is None or chain.activation is None:
         return None
     if gradient.slope and _is_slope_of(gradient.slope, chain):
-        if chain.residual is not None and chain.activation[0] in MASKED:  # less to read than the residual
+        if chain.residual is not None and chain.activation.is_mask:  # less to read than the residual
             return GradientConfig(0, True)
-        return GradientConfig(0, False, False, *chain.activation, chain.residual is not None)
+        return GradientConfig(0, False, False, chain.activation, chain.residual is not None)
     return GradientConfig(0, True) if batch_norm_grad.mask_of(gradient, chain) is not None else None
 
 
@@ -167,7 +168,6 @@ def _fused(graph, node: Node, moments: Moments, gradient, chain: Chain, measured
     if isinstance(program, str):
         return program
     per_channel_program, parameters = program
-    name, alpha = chain.activation or ("none", 0.0)
     told = _told(gradient, chain)
     # The kernels are channels-last, and so is what the fused ops around it give and take: transposes between them vanish.
     order = channels_last(x.ndim, moments.axis)
@@ -176,7 +176,7 @@ def _fused(graph, node: Node, moments: Moments, gradient, chain: Chain, measured
     if chain.residual is not None:
         added, undo = laid(graph, chain.residual, chain.residual_layout, order)
         full = *full, added
-    config = BatchNormConfig(x.ndim - 1, per_channel_program, True, chain.residual is not None, name, alpha,
+    config = BatchNormConfig(x.ndim - 1, per_channel_program, True, chain.residual is not None, chain.activation or NO_ACTIVATION,
                              told is not None, told is not None and told.masked, _absorbs(chain, moments.axis))
     one = jax.ShapeDtypeStruct([x.shape[d] for d in order], x.dtype)
     types = (*[one] * len(full), *[jax.ShapeDtypeStruct(v.shape, v.dtype) for v in parameters])

@@ -14,6 +14,7 @@ from jaxfuse.canonical import constant, varying_axes
 from jaxfuse.graph import Emission, Node, Value
 from jaxfuse.layout import channels_last, inverse, laid, only_moved, transposed
 from jaxfuse.match import NARROW, Chain, Match, Refusal, Walk, as_vector, ends_wide, longest
+from jaxfuse.ops.activations import NO_ACTIVATION
 from jaxfuse.ops.conv import OP, ConvConfig
 from jaxfuse.ops.conv_config import batch_groups_as_features
 from jaxfuse.patterns import space_to_batch
@@ -174,11 +175,10 @@ def _label(head: Head, chain: Chain) -> str:
 def _configured(config: ConvConfig, chain: Chain, permutation) -> ConvConfig:
     """With what the chain does; the output's axes are written in the order of `permutation`."""
     kinds = {kind for kind, _ in chain.affine}
-    name, alpha = chain.activation or ("none", 0.0)
     moved = inverse(permutation)
     return dataclasses.replace(
         config, out_spec=tuple(moved[d] for d in config.out_spec), has_scale=bool(kinds & {"mul", "div"}),
-        has_bias=bool(kinds & {"add", "sub"}), has_residual=chain.residual is not None, activation=name, alpha=alpha,
+        has_bias=bool(kinds & {"add", "sub"}), has_residual=chain.residual is not None, activation=chain.activation or NO_ACTIVATION,
         residual_last=chain.residual_last)
 
 

@@ -15,8 +15,9 @@ from jaxfuse.canonical import constant, regions, size
 from jaxfuse.graph import Emission, Graph, Node, Value
 from jaxfuse.layout import channels_last, in_place, inverse, transposed
 from jaxfuse.live import unneeded
-from jaxfuse.match import Activated, Match, Refusal, Walk, depends_on
+from jaxfuse.match import Match, Refusal, Walk, depends_on
 from jaxfuse.op import Linear, type_of
+from jaxfuse.ops.activations import NO_ACTIVATION, Activation, named
 from jaxfuse.ops.conv import OP, ConvConfig
 from jaxfuse.patterns import conv_scaled
 from jaxfuse.patterns.activation_grad import slopes_at
@@ -36,7 +37,7 @@ class Gradients:
     db: Node | None = None
     through: Value | None = None  # where dz comes from this cotangent of an activation's value, through its derivative
     told: Value | None = None  # the activation's value or its argument, which tells that
-    activation: Activated = Activated("none", 0.0)
+    activation: Activation = NO_ACTIVATION
     scaled: conv_scaled.Scaled | None = None  # where dz is the cotangent of the convolution times a number for each channel
 
     @property
@@ -88,7 +89,7 @@ def _ways(graph: Graph, node: Node, gradients: Gradients, config: ConvConfig, cl
     yield _with_bias(gradients, config)
 
 
-SAME_VALUES = {"maximum0": "relu", "clip6": "relu6"}  # and at ties another derivative
+SAME_VALUES = {named("maximum0"): named("relu"), named("clip6"): named("relu6")}  # and at ties another derivative
 
 
 def _residual_add(graph: Graph, dx: Value) -> Node | None:
@@ -165,11 +166,12 @@ def _through_mask(graph: Graph, gradients: Gradients) -> Gradients | None:
         return None
     mask = node.inputs[0]
     for region in _regions_of(graph, mask):
-        named = name_activation(region) if any(m is mask for m in region.masks) else None
-        if isinstance(named, Activated):  # max(z, 0) with the derivative of relu is a relu
-            named = named._replace(name=SAME_VALUES.get(named.name, named.name))
-        if isinstance(named, Activated) and is_derivative(region, mask, named):
-            return dataclasses.replace(gradients, through=node.inputs[2], told=region.end, activation=named)
+        found = name_activation(region) if any(m is mask for m in region.masks) else None
+        if not isinstance(found, Activation):
+            continue
+        found = SAME_VALUES.get(found, found)  # max(z, 0) with the derivative of relu is a relu
+        if found.y_tells and is_derivative(region, mask, found):
+            return dataclasses.replace(gradients, through=node.inputs[2], told=region.end, activation=found)
     return None
 
 
@@ -184,7 +186,7 @@ def _through_slope(graph: Graph, node: Node, gradients: Gradients, config: ConvC
         z, dz = part.original(chain.region.start), gradients.dz
         slopes = (slope for slope in slopes_at(graph, z, dz) if slope.dy.aval == dz.aval and slope.is_of(chain.activation))
         if slope := next(slopes, None):
-            activated = dataclasses.replace(config, activation=chain.activation.name, alpha=chain.activation.alpha)
+            activated = dataclasses.replace(config, activation=chain.activation)
             told = z if activated.derivative == "z" else part.original(chain.region.end)
             return dataclasses.replace(gradients, through=slope.dy, told=told, activation=chain.activation)
     return None
@@ -220,7 +222,7 @@ def _fused(graph: Graph, node: Node, gradients: Gradients, config: ConvConfig, m
     channel_axis, filters = config.out_spec[1], config.rhs_spec[0]
     config = dataclasses.replace(
         config, lhs_spec=_moved(config.lhs_spec, inputs), out_spec=_moved(config.out_spec, outputs), has_bias=gradients.has_bias,
-        has_residual=dz_too, activation=gradients.activation.name, alpha=gradients.activation.alpha)
+        has_residual=dz_too, activation=gradients.activation)
     config = OP.for_autodiff(config)
 
     def laid(value: Value) -> Value:

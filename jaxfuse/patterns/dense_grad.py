@@ -13,8 +13,9 @@ import numpy as np
 from jaxfuse.canonical import CAST, size
 from jaxfuse.graph import Emission, Graph, Node, Value
 from jaxfuse.live import unneeded
-from jaxfuse.match import Activated, Match, Refusal, depends_on
+from jaxfuse.match import Match, Refusal, depends_on
 from jaxfuse.op import Linear
+from jaxfuse.ops.activations import NO_ACTIVATION, Activation
 from jaxfuse.ops.dense import OP
 from jaxfuse.patterns.activation_grad import Slope, slopes_at
 from jaxfuse.patterns.autodiff import backward, forward
@@ -35,7 +36,7 @@ class Gradients:
     dw: Node | None
     db: Node | None = None
     through: Slope | None = None
-    activation: Activated = Activated("none", 0.0)
+    activation: Activation = NO_ACTIVATION
     y: Value | None = None  # the activation's value
 
     @property
@@ -138,7 +139,7 @@ def _fused(graph: Graph, node: Node, gradients: Gradients, measured) -> Match | 
     dz_too = through is not None and _is_read_elsewhere(graph, gradients)
     made = (*wanted, *[gradients.dz] * dz_too)
     config = dataclasses.replace(config, has_bias=gradients.db is not None, has_residual=dz_too,
-                                 activation=gradients.activation.name, alpha=gradients.activation.alpha)
+                                 activation=gradients.activation)
     config = OP.for_autodiff(config)
     told = [] if through is None else [through.z if config.saving else gradients.y]
     needs = (*node.inputs, *told, gradients.dz if through is None else through.dy)

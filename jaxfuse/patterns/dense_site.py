@@ -14,6 +14,7 @@ from jaxfuse.layout import inverse, laid
 from jaxfuse.live import unneeded
 from jaxfuse.match import Chain, Match, Refusal, as_vector, ends_wide
 from jaxfuse.op import type_of
+from jaxfuse.ops.activations import NO_ACTIVATION
 from jaxfuse.ops.dense import OP, DenseConfig
 from jaxfuse.patterns.autodiff import Part
 from jaxfuse.reasons import no_kernel
@@ -142,10 +143,9 @@ def _fused(graph: Graph, part, layer, config: DenseConfig, chain: Chain, measure
     channels = int(np.prod(shape))
     if any(size(value) not in (1, channels) for value in smalls):
         return f"the bias is not one number for each of the {channels} outputs"
-    name, alpha = chain.activation or ("none", 0.0)
     config = dataclasses.replace(
-        config, has_bias=bool(chain.affine), has_residual=chain.residual is not None, activation=name, alpha=alpha,
-        out_dtype=str(chain.end.dtype))
+        config, has_bias=bool(chain.affine), has_residual=chain.residual is not None,
+        activation=chain.activation or NO_ACTIVATION, out_dtype=str(chain.end.dtype))
     z = _saved(graph, part, layer, chain)
     if isinstance(z, str):
         return z

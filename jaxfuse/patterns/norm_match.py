@@ -11,6 +11,7 @@ from jaxfuse.batch import reshaped
 from jaxfuse.canonical import ADD, CAST, size, varying_axes
 from jaxfuse.graph import Emission, Node, Value
 from jaxfuse.match import Match, Refusal, Walk, longest
+from jaxfuse.ops.activations import NO_ACTIVATION
 from jaxfuse.ops.norm import OP, normalised
 from jaxfuse.patterns import norm_grad
 from jaxfuse.patterns.activations import name_activation
@@ -63,9 +64,8 @@ class _Site:
     def match(self, measured) -> Match | str:
         """The match, or why not."""
         form, x, end, before = self.form, self.x, self.end, self.before
-        activation = self.chain.activation.name if self.chain.activation else "none"
         full = (x,) if before is None else tuple(map(self.part.original, before.inputs))
-        config = form.config(rank=x.ndim, has_residual=before is not None, activation=activation)
+        config = form.config(rank=x.ndim, has_residual=before is not None, activation=self.chain.activation or NO_ACTIVATION)
         gradient = norm_grad.find(self.graph, self.part, form, self.chain, x, config) if self.part is not self.graph else None
         if reason := self._reader(norm_grad.served(self.graph, gradient)):
             return reason

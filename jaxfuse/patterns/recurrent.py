@@ -12,8 +12,9 @@ from jaxfuse.canonical import ADD, CAST, Region, constant, uncast
 from jaxfuse.elementwise import is_elementwise
 from jaxfuse.graph import Graph, Node, Value
 from jaxfuse.layout import RESHAPES
-from jaxfuse.match import Activated, Match, Refusal
+from jaxfuse.match import Match, Refusal
 from jaxfuse.patterns import recurrent_grad
+from jaxfuse.ops.activations import Activation
 from jaxfuse.patterns.activations import name_activation
 from jaxfuse.patterns.autodiff import forward
 from jaxfuse.patterns.recurrent_scan import sequences
@@ -262,7 +263,7 @@ def _function(start: Value, end: Value, nodes: tuple[Node, ...]) -> str:
     if primitive:
         return primitive
     named = name_activation(Region(start, end, nodes))
-    return named.name if isinstance(named, Activated) else "no known activation"
+    return named.name if isinstance(named, Activation) else "no known activation"
 
 
 def _summed(value: Value, resets: bool) -> tuple[tuple[Node, ...], tuple[Node, ...]]:

@@ -31,7 +31,7 @@ def judge(op: str, shape: str, config, types) -> str:
         return f"{op} ({shape}) has not been measured on cuda, and its bytes do not speak for it"
     elements = math.prod(types[0].shape)
     if op == "conv":
-        if not (config.has_scale or config.has_bias or config.activation != "none"):
+        if not (config.has_scale or config.has_bias or config.activation.kind != "none"):
             return "XLA makes one kernel of it"
         if (places := math.prod(types[1].shape[d] for d in config.rhs_spec[2:])) > LARGEST_WINDOW:
             return f"a window of {places} places has not been measured on cuda, and its bytes do not speak for it"

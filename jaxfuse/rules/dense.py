@@ -15,7 +15,7 @@ def size(config, types) -> int:
 
 
 def shape_class(config, types) -> str:
-    return "batched" if config.x_batch else "linear" if config.activation == "none" else "activated"
+    return "batched" if config.x_batch else "linear" if config.activation.kind == "none" else "activated"
 
 
 def _linear(x, w, b):

@@ -1,0 +1,115 @@
+"""Which activation a function is, by what it computes: its values and derivatives on the points of elementwise.py."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxfuse.elementwise import FINITE, POINTS, same, table_of
+from jaxfuse.ops.activations import ALIASES, NO_ACTIVATION, PRESETS, RELU, TABLE, Activation, named
+from jaxfuse.ops.errors import Arguments
+from jaxfuse.ops.piecewise import Evaluate, PiecewiseLinear, fitted
+
+ActivationArgument = str | Callable[[Any], Any] | None  # of an op
+
+_LIKE = jax.ShapeDtypeStruct((2,), np.float32)
+
+
+@functools.cache
+def known_table(activation: Activation) -> np.ndarray:
+    table = table_of(activation.value, _LIKE)
+    assert table is not None, f"{activation} cannot be interpreted"
+    return table
+
+
+def derivatives(activation: Activation, points: np.ndarray) -> np.ndarray:
+    table = table_of(activation.value, _LIKE, points)
+    assert table is not None
+    return table[1]
+
+
+def candidates(table: np.ndarray):
+    """The activations of the table with a parameter read off this table: a slope, a depth."""
+    at = dict(zip(FINITE, table[0]))
+    for name, known in TABLE.items():
+        alpha = float(np.float32(-at[-1.0] if name == "leaky_relu" else -at[-40.0]))
+        if name not in ("none", "clip") and (not known.has_alpha or 0 < alpha < (1 if name == "leaky_relu" else 20)):
+            yield named(name, alpha) if known.has_alpha else named(name)
+
+
+def identified(table: np.ndarray, evaluate: Evaluate, tolerance: float) -> Activation | None:
+    """The activation with the same values, the same derivatives (ties included) and the same NaN and infinities."""
+    n = len(FINITE)
+    points, finite = POINTS[:n], table[:, :n]
+    if function := fitted(points, finite, evaluate):
+        return _canonical("piecewise_linear", function)
+    smooth = [(np.abs(finite - known_table(a)[:, :n]).max(), a) for a in candidates(table)
+              if not isinstance(a.parameter, PiecewiseLinear) and a.kind != "relu" and same(table, known_table(a), tolerance)]
+    if smooth:
+        return min(smooth, key=lambda fit: fit[0])[1]  # the first of equals: elu(1) is celu(1) too
+    gate = fitted(points[points != 0], *_gate(points, finite, evaluate))
+    return _canonical("piecewise_gate", gate) if gate and _is_gate(gate, table) else None
+
+
+def of_function(function: Callable) -> Activation | None:
+    """Of a function of one array, as jax.nn and users write them."""
+    def evaluate(points):
+        return table_of(function, _LIKE, points)
+
+    table = evaluate(POINTS)
+    return None if table is None else identified(table, evaluate, 2e-5)
+
+
+def activation_of(arguments: Arguments, activation: ActivationArgument, alpha: float = 0.0) -> Activation:
+    """The argument `activation` of an op, checked: a name, or a function that is one of those with names."""
+    alpha = arguments.number("alpha", alpha)
+    if activation is None:
+        return NO_ACTIVATION
+    if not callable(activation) or isinstance(activation, type):
+        name = arguments.one_of("activation", activation, TABLE, ALIASES)
+        arguments.check(name != "celu" or alpha != 0, "alpha", alpha, "another number than 0, by which celu divides",
+                        "or pass a function, such as jax.nn.celu")
+        return named(name, alpha)
+    try:
+        found = of_function(activation)
+    except (TypeError, ValueError):  # it takes other arguments than one array
+        found = None
+    arguments.check(found is not None, "activation", repr(activation), "a function that is an activation of the table",
+                    "apply it to what the op returns")
+    assert found is not None
+    return found
+
+
+def _gate(points, finite, evaluate: Evaluate) -> tuple[np.ndarray, Evaluate]:
+    """The table and the values of f where this is x·f(x)."""
+
+    def divided(x, table):
+        with np.errstate(all="ignore"):
+            value = table[0] / x
+            return np.stack([value, (table[1] - value) / x])
+
+    def of_gate(x):
+        beside = np.where(x == 0, np.copysign(1e-30, x), np.clip(x, -1e30, 1e30))
+        return np.where(np.isnan(x), [[np.nan], [0.0]], divided(beside, evaluate(beside)))
+
+    return divided(points[points != 0], finite[:, points != 0]), of_gate
+
+
+def _is_gate(gate: PiecewiseLinear, table: np.ndarray) -> bool:
+    """Of the kind that hard_swish has: x·clip(...)."""
+    with np.errstate(invalid="ignore"):
+        values = POINTS * gate.evaluated(POINTS)
+    return gate.slopes[0] == gate.slopes[2] == 0 and np.allclose(values, table[0], rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+def _canonical(kind: str, function: PiecewiseLinear) -> Activation:
+    """One of those with names, if it is that but for the rounding of its numbers."""
+    numbers = function.numbers().astype(np.float32)
+    for known in PRESETS:
+        if known.kind == kind and isinstance(known.parameter, PiecewiseLinear):
+            other = known.parameter.numbers().astype(np.float32)
+            if np.allclose(numbers, other, rtol=1e-6, atol=0, equal_nan=True) and np.array_equal(np.signbit(numbers), np.signbit(other)):
+                return known
+    return named("relu") if (kind, function) == ("piecewise_linear", RELU) else Activation(kind, function)
