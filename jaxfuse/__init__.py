@@ -9,7 +9,8 @@ from jaxfuse import memory, ops
 from jaxfuse.fuse import explain, fuse
 from jaxfuse.memory import retain_memory
 from jaxfuse.report import FusionError, FusionReport, Site
+from jaxfuse.threads import get_num_threads, set_num_threads
 
-__all__ = ["FusionError", "FusionReport", "Site", "explain", "fuse", "ops", "retain_memory"]
+__all__ = ["FusionError", "FusionReport", "Site", "explain", "fuse", "get_num_threads", "ops", "retain_memory", "set_num_threads"]
 
 memory.retain_if_asked()

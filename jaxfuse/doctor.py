@@ -7,7 +7,7 @@ import jaxlib
 from rich.console import Console
 from rich.table import Table
 
-from jaxfuse import cuda, ffi, tuned
+from jaxfuse import cuda, ffi, threads, tuned
 from jaxfuse.cudnn import backend
 from jaxfuse.rules import TABLE
 
@@ -51,7 +51,7 @@ def _native_module() -> list[tuple[str, str]]:
         ("native module", f"{module.__file__}\n{info['compiler']}, XLA FFI {info['ffi_api']}"),
         ("oneDNN", onednn),
         ("our own kernels", f"use {info['simd']}"),
-        ("threads", str(info["threads"])),
+        ("threads", "{}, by {}".format(*threads.limit())),
         *targets,
     ]
 

@@ -15,6 +15,8 @@ import jax
 import jaxlib
 import numpy as np
 
+from jaxfuse import processors
+
 TARGETS = (
     "jaxfuse_conv_fwd",
     "jaxfuse_conv_bwd",
@@ -38,7 +40,9 @@ TARGETS = (
 
 _ONEDNN = "_native_onednn.so"  # our own copy of the library, beside the module
 REINSTALL = "reinstall jaxfuse with its dependencies: from its source tree, python -m pip install --force-reinstall ."
+_NOT_BUILT = "the native module is not built; to build it: python -m pip install . in the source tree of jaxfuse"
 _loading = threading.RLock()
+_thread_limit = processors.Limit(1, "the native module is not loaded")
 
 
 def call(target: str, out_types: Any, *operands: jax.Array, **attrs: Any) -> Any:
@@ -66,7 +70,7 @@ def unavailable(target: str) -> str | None:
     """
     module = native()
     if module is None:
-        return "the native module is not built; to build it: python -m pip install . in the source tree of jaxfuse"
+        return _NOT_BUILT
     if target in _registered(module):
         return None
     if target in TARGETS and "no_onednn" in module.info():
@@ -91,12 +95,40 @@ def _native() -> ModuleType | None:
             raise ImportError("Python has no loader for a file of this name")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
+        _start_threads(module, processors.limit())
         module.load_onednn(str(path.with_name(_ONEDNN)))
         check_api(module.info()["ffi_api"], path)
     except (ImportError, OSError, AttributeError) as error:  # the last: it comes from another version
         raise RuntimeError(f"jaxfuse: the native module {path} does not load: {error}; {REINSTALL}") from error
     sys.modules["jaxfuse._native"] = module
     return module
+
+
+def num_threads() -> int:
+    """Of the native module. Raises ``NotImplementedError`` if that is not built."""
+    return _built().num_threads()
+
+
+def set_num_threads(limit: processors.Limit) -> None:
+    """Starts or retires threads of the native module. Raises ``NotImplementedError`` if that is not built."""
+    with _loading:
+        _start_threads(_built(), limit)
+
+
+def thread_limit() -> processors.Limit:
+    """The number of threads, and what decided it. Raises ``NotImplementedError`` if the native module is not built."""
+    return _thread_limit._replace(number=num_threads())
+
+
+def _built() -> ModuleType:
+    if module := native():
+        return module
+    raise NotImplementedError(f"jaxfuse: {_NOT_BUILT}")
+
+
+def _start_threads(module: ModuleType, limit: processors.Limit) -> None:
+    global _thread_limit
+    _thread_limit = processors.start(module, limit)
 
 
 def check_api(built: str, path: pathlib.Path) -> None:

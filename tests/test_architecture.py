@@ -10,7 +10,7 @@ PACKAGE = ROOT / "jaxfuse"
 
 # Who may import whom; what is not listed may import nothing of the package.
 ALLOWED = {
-    "__init__": {"memory", "ops", "fuse", "report"},
+    "__init__": {"memory", "ops", "fuse", "report", "threads"},
     "__main__": {"demo", "doctor", "memory", "tune"},
     "memory": set(),
     "fuse": {"live", "loops", "ops", "patterns", "platforms", "reasons", "policy", "report", "graph", "match", "private",
@@ -46,9 +46,11 @@ ALLOWED = {
     "partition": {"batch"},
     "batch": set(),
     "private": set(),
-    "ffi": {"_native"},
+    "ffi": {"_native", "processors"},
+    "processors": set(),
+    "threads": {"ffi", "processors"},
     "cuda": {"ffi"},
-    "doctor": {"cuda", "cudnn", "ffi", "__init__", "rules", "tuned"},
+    "doctor": {"cuda", "cudnn", "ffi", "__init__", "rules", "threads", "tuned"},
     "flax": {"flax", "fuse", "report", "signature"},
     "demo": {"__init__", "demo", "report"},
 }

@@ -51,7 +51,6 @@ struct Memory {
 };
 
 void attend(const Forward& f, int64_t item, int64_t row, int64_t rows) {
-  const DenormalsFlushed mode;
   const Problem& p = f.problem;
   const Memory m(p, rows);
   const Matrix k = p.k.item(p.batch, item), v = p.v.item(p.batch, item);

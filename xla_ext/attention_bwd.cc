@@ -81,7 +81,6 @@ void store(const float* sums, int64_t stride, int64_t rows, int64_t columns, con
 
 // Of the gradients of an item what its keys [begin, end) give: dk and dv of these, and their part of dq in f32.
 void differentiate(const Backward& b, int64_t item, int64_t begin, int64_t end, float* dq) {
-  const DenormalsFlushed mode;
   const Problem& p = b.problem;
   const Memory m(p);
   const auto of_item = [&](const Matrix& matrix, int64_t first) { return matrix.item(p.batch, item).from(0, first); };

@@ -8,6 +8,7 @@
 
 #include "batch_norm_kernels.h"
 #include "parallel.h"
+#include "scratch.h"
 #include "simd_level.h"
 
 namespace jaxfuse::batch_norm {
@@ -77,7 +78,6 @@ template <class F>
 void for_tiles(const Folding& folding, const TileGrid& grid, const F& f) {
   const int64_t chunks = std::max<int64_t>(grid.size(), 1);
   parallel_for(chunks, [&](int64_t chunk) {
-    const DenormalsFlushed mode;
     if (chunk < grid.size()) f(grid[chunk], chunk / grid.across());
     if (chunk == chunks - 1 && folding.last_channels) {
       f(Tile{folding.rows, folding.rows + 1, 0, folding.last_channels}, grid.down());
@@ -99,18 +99,16 @@ ChannelPairs reduce(const Folding& folding, const Kernel& kernel, const Combine&
   const int64_t width = folding.folded_channels(), channels = folding.channels;
   const TileGrid grid = cut(folding.rows, width, kMinRows);
   const int64_t down = grid.down();
-  // Kept from call to call: the page faults of fresh memory can take half as long as the sums.
-  static thread_local ChannelPairs kept(0);
-  if (int64_t(kept.first.size()) < (down + 1) * width) kept = ChannelPairs((down + 1) * width);
-  ChannelPairs& partial = kept;  // this thread's, on the threads of the loop below too
+  const Scratch memory(2 * (down + 1) * width * sizeof(double));
+  double *const first = memory.as<double>(), *const second = first + (down + 1) * width;
   ChannelPairs folded(width), total(channels);
   for_tiles(folding, grid, [&](const Tile& tile, int64_t i) {
     const int64_t at = i * width + tile.channel_begin;
-    kernel(tile, &partial.first[at], &partial.second[at]);
+    kernel(tile, first + at, second + at);
   });
   const auto add_partial = [&](int64_t i, int64_t n, int64_t n_other, int64_t n_channels) {
-    combine(&folded.first[0], &folded.second[0], double(n), &partial.first[i * width], &partial.second[i * width],
-            double(n_other), n_channels);
+    combine(&folded.first[0], &folded.second[0], double(n), first + i * width, second + i * width, double(n_other),
+            n_channels);
   };
   for (int64_t i = 0, n = 0; i < down; ++i) {
     const int64_t rows = std::min(grid.tile_rows, folding.rows - n);

@@ -180,9 +180,9 @@ void convolve(const Problem& problem, const void* x, const std::vector<float>& w
   const Kernels& run = kernels();
   auto* finish = choose(conv::portable_kernels, conv::avx2_kernels, conv::avx512_kernels).epilogue;
   const bool alone = e.activation == Activation::none && !e.scale && !e.residual;  // but for the bias
-  const int64_t chunks = std::min<int64_t>(32, pieces.count());
+  constexpr int64_t kFewest = 32, kPieces = 16;  // of a chunk, where there are many: its rows share most of their inputs
+  const int64_t chunks = std::min(std::max(kFewest, pieces.count() / kPieces), pieces.count());
   parallel_for(chunks, [&](int64_t chunk) {
-    const DenormalsFlushed mode;
     const onednn::Scratch scratch(alone ? 0 : pieces.most_elements() * sizeof(float));
     float* sums = alone ? nullptr : reinterpret_cast<float*>(scratch.data());
     pieces.for_chunk(chunk, chunks, [&](const Piece& piece, int64_t at) {
@@ -199,16 +199,18 @@ void convolve(const Problem& problem, const void* x, const std::vector<float>& w
 }
 
 // How the sums of a gradient of the filter are shared among threads. The cut depends on the shapes alone, so they repeat
-// bit for bit. More chunks of rows mean more sums to add in the end; where rows are few, channels are cut too.
+// bit for bit. More chunks of rows mean more sums to add in the end: few outputs are enough for each of the first chunks,
+// further ones must be large beside their sums. Where rows are few, channels are cut too.
 struct Cut {
   int64_t rows, channels, step;
 
   Cut(const Problem& p, const Pieces& pieces) {
-    constexpr int64_t kMostRows = 16, kChannels = 64;
-    const int64_t outputs = pieces.count() * pieces.most_elements() / p.channels;
-    rows = std::min(std::clamp<int64_t>(outputs / (4 * p.taps()), 1, kMostRows), pieces.count());
+    constexpr int64_t kFewRows = 16, kMostRows = 256, kEnough = 4, kLarge = 512, kChannels = 64;
+    const int64_t outputs = pieces.count() * pieces.most_elements() / p.channels, per_tap = outputs / p.taps();
+    rows = std::max(std::clamp<int64_t>(per_tap / kEnough, 1, kFewRows), std::min(per_tap / kLarge, kMostRows));
+    rows = std::min(rows, pieces.count());
     const int64_t blocks = (p.channels + kChannels - 1) / kChannels;
-    channels = std::min((kMostRows + rows - 1) / rows, blocks);
+    channels = std::min((kFewRows + rows - 1) / rows, blocks);
     step = (blocks + channels - 1) / channels * kChannels;
     channels = (p.channels + step - 1) / step;
   }
@@ -257,7 +259,6 @@ void weights_gradient(const Geometry& geometry, const Tensor& x, const Tensor& d
   const onednn::Scratch scratch(cut.rows * sums * sizeof(float));
   float* partial = reinterpret_cast<float*>(scratch.data());
   parallel_for(cut.rows * cut.channels, [&](int64_t i) {
-    const DenormalsFlushed mode;
     const int64_t row = i / cut.channels, begin = i % cut.channels * cut.step, end = std::min(begin + cut.step, channels);
     float* own = partial + row * sums;
     for (int64_t k = 0; k <= taps; ++k) std::fill(own + k * channels + begin, own + k * channels + end, 0.0f);

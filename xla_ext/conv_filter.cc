@@ -56,7 +56,8 @@ struct Block {
 // How the sums are cut, by the shapes alone, so that they repeat bit for bit. What a task works on, a block of packed
 // pixels and its share of dw, fits into a second-level cache.
 struct Cut {
-  static constexpr int64_t kPixels = 256, kMostInputs = 66, kMostOutputs = 128, kTasks = 16;
+  static constexpr int64_t kPixels = 256, kMostInputs = 66, kMostOutputs = 128;
+  static constexpr int64_t kFewTasks = 16, kMostTasks = 256, kLargePart = 8;  // blocks
   int64_t inputs, outputs, input_parts, output_parts;  // a task's features, whole panels of them
   int64_t items, rows, blocks_per_image, count;        // of a block
   int64_t parts;                                       // of the blocks, each with sums of its own
@@ -71,7 +72,9 @@ struct Cut {
     items = share(p.items, kPixels / (p.rows.out * p.columns.out));
     blocks_per_image = blocks(p.rows.out, rows);
     count = blocks(p.items, items) * blocks_per_image;
-    parts = std::clamp<int64_t>(kTasks / (input_parts * output_parts), 1, count);
+    // A part costs a dw to write and to add: beyond what a few threads need, only large ones are worth it.
+    const int64_t tiles = input_parts * output_parts;
+    parts = std::clamp<int64_t>(std::max(kFewTasks / tiles, std::min(kMostTasks / tiles, count / kLargePart)), 1, count);
   }
 
   Block block(const Problem& p, int64_t i) const {
@@ -221,7 +224,6 @@ void gradient(const Geometry& geometry, const Tensor& x, const Tensor& dw, const
   float* sums = in_place ? dw.as<float>() : reinterpret_cast<float*>(scratch.data());
   const int64_t tiles = cut.input_parts * cut.output_parts;
   parallel_for(cut.parts * tiles, [&](int64_t i) {
-    const DenormalsFlushed mode;
     Task task(p, cut, i % cut.input_parts, i / cut.input_parts % cut.output_parts);
     const int64_t part = i / tiles, begin = part * cut.count / cut.parts, end = (part + 1) * cut.count / cut.parts;
     for (int64_t block = begin; block < end; ++block) {

@@ -10,6 +10,7 @@
 
 #include "call.h"
 #include "element.h"
+#include "float_mode.h"
 
 namespace jaxfuse {
 
@@ -36,12 +37,14 @@ inline void advise_huge_pages(ffi::RemainingRets results) {
   }
 }
 
-// JAXFUSE_HANDLER(jaxfuse_relu, relu) at namespace scope registers `void relu(const Call&)`.
+// JAXFUSE_HANDLER(jaxfuse_relu, relu) at namespace scope registers `void relu(const Call&)`. It runs as XLA's own kernels do,
+// with denormals flushed, and so do the threads that it starts (thread_pool.h).
 #define JAXFUSE_HANDLER(target, kernel)                                                                            \
   XLA_FFI_DEFINE_HANDLER(                                                                                          \
       target##_handler,                                                                                            \
       [](::xla::ffi::RemainingArgs args, ::xla::ffi::RemainingRets rets, ::xla::ffi::Dictionary attrs) {            \
         return ::jaxfuse::guarded(#target, [&] {                                                                   \
+          const ::jaxfuse::DenormalsFlushed mode;                                                                  \
           ::jaxfuse::advise_huge_pages(rets);                                                                      \
           kernel(::jaxfuse::Call(#target, args, rets, attrs));                                                     \
         });                                                                                                        \

@@ -113,7 +113,6 @@ void fwd(const Call& call) {
   const Args args = geometry.args(x, winners, y.data);
   const Blocks blocks(y);
   parallel_for(blocks.size(), [&](int64_t i) {
-    const DenormalsFlushed mode;
     run.forward(args, blocks[i]);
   });
 }
@@ -135,7 +134,6 @@ void bwd(const Call& call) {
   const Args args = geometry.args(dy, winners.data, dx.data);
   const Blocks blocks(dx);
   parallel_for(blocks.size(), [&](int64_t i) {
-    const DenormalsFlushed mode;
     run.backward(args, blocks[i]);
   });
 }

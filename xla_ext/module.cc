@@ -47,7 +47,6 @@ py::dict info() {
   result["onednn"] = py::none();
   result["isa"] = onednn_isa();
   result["simd"] = "portable";
-  result["threads"] = max_threads();
   result["compiler"] = JAXFUSE_COMPILER;
   result["ffi_api"] = std::to_string(XLA_FFI_API_MAJOR) + "." + std::to_string(XLA_FFI_API_MINOR);
   for (const auto& [name, value] : facts()) result[name.c_str()] = value;
@@ -64,5 +63,8 @@ PYBIND11_MODULE(_native, module) {
              "Opens oneDNN, the file beside this module. Before `registrations`: convolutions are offered with it only. Where it "
              "cannot be used, `info` has `no_onednn`, the reason.");
   module.def("registrations", &jaxfuse::registrations, "FFI target name -> handler capsule, for platform cpu.");
+  module.def("set_num_threads", &jaxfuse::ThreadPool::resize,
+             "Sets the number of threads of this process and its children. Returns the system's reason if it refuses some.");
+  module.def("num_threads", &jaxfuse::max_threads, "Threads of a parallel region.");
   module.def("info", &jaxfuse::info, "What was built, and what it runs with on this machine.");
 }

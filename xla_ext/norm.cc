@@ -13,6 +13,7 @@
 #include "activation_attr.h"
 #include "handler.h"
 #include "parallel.h"
+#include "scratch.h"
 #include "simd_level.h"
 
 namespace jaxfuse::norm {
@@ -84,21 +85,22 @@ struct Arguments {
   }
 };
 
-// This thread's, kept from task to task.
-Scratch scratch_of_thread(const Extent& extent) {
-  static thread_local std::vector<float> floats;
-  static thread_local std::vector<double> doubles;
-  const size_t needed = scratch_for(extent);
-  if (floats.size() < needed) floats.resize(needed), doubles.resize(needed);
-  return {floats.data(), doubles.data()};
-}
+class TaskMemory {
+ public:
+  explicit TaskMemory(const Extent& extent)
+      : size_(scratch_for(extent)), memory_(size_ * (sizeof(double) + sizeof(float))) {}
+  operator Scratch() const { return {reinterpret_cast<float*>(memory_.as<double>() + size_), memory_.as<double>()}; }
+
+ private:
+  const int64_t size_;
+  const jaxfuse::Scratch memory_;
+};
 
 // f(rows, number of the task) for all rows.
 template <class F>
 void for_rows(const Arguments& arguments, F f) {
   const int64_t rows = arguments.rows(), step = arguments.rows_of_task();
   parallel_for((rows + step - 1) / step, [&](int64_t task) {
-    const DenormalsFlushed mode;
     f(Rows{task * step, std::min((task + 1) * step, rows)}, task);
   });
 }
@@ -109,7 +111,6 @@ void for_columns(const Arguments& arguments, F f) {
   const Extent& extent = arguments.extent;
   const int64_t step = arguments.groups_of_task(), parts = (extent.groups + step - 1) / step;
   parallel_for(extent.outer * parts, [&](int64_t task) {
-    const DenormalsFlushed mode;
     const int64_t first = task % parts * step;
     f(Columns{task / parts, first, std::min(first + step, extent.groups)}, task / parts);
   });
@@ -138,9 +139,9 @@ void forward(const Call& call) {
   const Kernels& run = kernels();
   const Extent& extent = arguments.extent;
   if (extent.spatial == 1) {
-    for_rows(arguments, [&](Rows rows, int64_t) { run.forward_rows(f, rows, scratch_of_thread(extent)); });
+    for_rows(arguments, [&](Rows rows, int64_t) { run.forward_rows(f, rows, TaskMemory(extent)); });
   } else {
-    for_columns(arguments, [&](Columns columns, int64_t) { run.forward_columns(f, columns, scratch_of_thread(extent)); });
+    for_columns(arguments, [&](Columns columns, int64_t) { run.forward_columns(f, columns, TaskMemory(extent)); });
   }
 }
 
@@ -186,14 +187,14 @@ void backward(const Call& call) {
   ChannelSums gammas(tasks, extent.channels(), wants_parameters), betas(tasks, extent.channels(), wants_parameters);
   if (by_rows) {
     for_rows(arguments, [&](Rows rows, int64_t task) {
-      run.backward_rows(b, rows, gammas.of(task), betas.of(task), scratch_of_thread(extent));
+      run.backward_rows(b, rows, gammas.of(task), betas.of(task), TaskMemory(extent));
     });
   } else {
     for_columns(arguments, [&](Columns columns, int64_t item) {
       const int64_t at = columns.begin * extent.length;
       float* of_gamma = wants_parameters ? gammas.of(item) + at : nullptr;
       float* of_beta = wants_parameters ? betas.of(item) + at : nullptr;
-      run.backward_columns(b, columns, of_gamma, of_beta, scratch_of_thread(extent));
+      run.backward_columns(b, columns, of_gamma, of_beta, TaskMemory(extent));
     });
   }
   if (wants_parameters) gammas.total_into(dgamma), betas.total_into(dbeta);

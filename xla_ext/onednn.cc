@@ -1,5 +1,7 @@
 #include "onednn.h"
 
+#include <pthread.h>
+
 #include <cstdlib>
 #include <list>
 #include <map>
@@ -9,6 +11,7 @@
 #include <string>
 
 #include "onednn_library.h"
+#include "thread_pool.h"
 
 namespace jaxfuse::onednn {
 namespace {
@@ -25,9 +28,13 @@ struct PrimitiveCache {
   std::map<Key, std::list<Entry>::iterator> index;
 };
 
-// It lives until the process ends: XLA's threads may still run handlers while static objects are destroyed.
+// It lives until the process ends: XLA's threads may still run handlers while static objects are destroyed. A fork waits
+// until nobody changes it, so that the child can use it.
 PrimitiveCache& primitive_cache() {
   static PrimitiveCache& instance = *new PrimitiveCache;
+  static const int registered = pthread_atfork([] { instance.mutex.lock(); }, [] { instance.mutex.unlock(); },
+                                               [] { instance.mutex.unlock(); });
+  (void)registered;
   return instance;
 }
 
@@ -145,7 +152,9 @@ void Primitive::run(const std::vector<std::pair<int, const void*>>& buffers) con
   stream.wait();
 }
 
-SharedPrimitive cached(const Key& key, const std::function<SharedPrimitive()>& make) {
+SharedPrimitive cached(const Key& problem, const std::function<SharedPrimitive()>& make) {
+  Key key = problem;
+  key.push_back(ThreadPool::instance().size());  // oneDNN divides the work among so many when it makes the primitive
   if (auto found = find(key)) return *found;
   SharedPrimitive made = make();  // outside the lock: compiling takes milliseconds
   PrimitiveCache& cache = primitive_cache();

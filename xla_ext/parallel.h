@@ -3,45 +3,44 @@
 
 #include <atomic>
 #include <cstdint>
-
-#ifdef __SSE__
-#include <xmmintrin.h>
-#endif
+#include <exception>
 
 #include "thread_pool.h"
 
 namespace jaxfuse {
 
-// XLA flushes denormals on its threads but the pool's threads do not: while one of these lives, they are flushed on any.
-class DenormalsFlushed {
-#ifdef __SSE__
- public:
-  DenormalsFlushed() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | kFlushToZero | kDenormalsAreZero); }
-  ~DenormalsFlushed() { _mm_setcsr(saved_); }
-  DenormalsFlushed(const DenormalsFlushed&) = delete;
-
- private:
-  static constexpr unsigned kFlushToZero = 0x8000, kDenormalsAreZero = 0x0040;
-  const unsigned saved_;
-#endif
-};
-
 // Threads that parallel_for may use.
 inline int max_threads() { return ThreadPool::instance().size(); }
 
-// f(thread) once on every thread of a team of n (n < 1: all); thread is in [0, n). f must not throw.
+// f(thread) once on every thread of a team of n (n < 1: all); thread is in [0, n). When all have ended, the first exception
+// that any of them threw is thrown to the caller; the members that wait for the one that threw get ThreadPool::Abandoned.
 template <class F>
 void on_each_thread(F f, int n = 0) {
-  const auto work = [](void* argument) { (*static_cast<F*>(argument))(ThreadPool::thread_number()); };
+  struct Region {
+    F& f;
+    std::atomic<bool> thrown{false};
+    std::exception_ptr first{};
+  };
+  Region region{f};
   ThreadPool& pool = ThreadPool::instance();
-  pool.start(work, &f, n);
-  work(&f);
+  const auto work = [](void* argument) {
+    Region& own = *static_cast<Region*>(argument);
+    try {
+      own.f(ThreadPool::thread_number());
+    } catch (...) {
+      if (!own.thrown.exchange(true)) own.first = std::current_exception();
+      ThreadPool::instance().abandon();
+    }
+  };
+  pool.start(work, &region, n);
+  work(&region);
   pool.finish();
+  if (region.first) std::rethrow_exception(region.first);
 }
 
-// f(chunk) for chunk in [0, n_chunks), each once, in any order, on any thread; returns when all are done. f must not
-// throw. What a chunk covers must depend on its number alone: which thread runs it differs from call to call, so sums
-// that must repeat bit for bit are kept per chunk and added in chunk order afterwards.
+// f(chunk) for chunk in [0, n_chunks), each once, in any order, on any thread; returns when all are done, and throws as
+// on_each_thread does. What a chunk covers must depend on its number alone: which thread runs it differs from call to call,
+// so sums that must repeat bit for bit are kept per chunk and added in chunk order afterwards.
 template <class F>
 void parallel_for(int64_t n_chunks, F f) {
   // Taken one by one: a thread that was descheduled keeps one chunk waiting, not its whole share.

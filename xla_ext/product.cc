@@ -109,7 +109,6 @@ class Rows {
 
 // The sums of a block, with memory for kInner rows of its columns.
 void multiply_block(const Product& p, const Cut& cut, const Rows& a, const Block& block, float* columns, float* sums) {
-  const DenormalsFlushed mode;
   const Matrix b = p.b_of(block.item).from(1, block.column);
   const int64_t length = p.inner(block.item);
   for (int64_t k = 0; k < length; k += cut.inner) {

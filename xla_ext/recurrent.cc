@@ -68,7 +68,6 @@ struct Sequence {
     const int64_t worth = std::max<int64_t>(state * gates * args.hidden / kWorthAThread, 1);
     on_each_thread(
         [&](int thread) {
-          const DenormalsFlushed mode;
           loop(args, {thread, ThreadPool::team_size(), [] { ThreadPool::instance().barrier(); }});
         },
         int(std::min<int64_t>(worth, max_threads())));

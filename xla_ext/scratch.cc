@@ -1,5 +1,7 @@
 #include "scratch.h"
 
+#include <pthread.h>
+
 #include <cstdlib>
 #include <iterator>
 #include <map>
@@ -13,17 +15,51 @@ namespace {
 constexpr size_t kAlignment = 64;
 constexpr size_t kPoolBytes = size_t{1} << 30;
 
-// The buffers that nobody uses now, by capacity, at most kPoolBytes of them.
-struct Pool {
-  std::mutex mutex;
-  std::multimap<size_t, char*> idle;
-  size_t idle_bytes = 0;
+using Clock = std::chrono::steady_clock;
+
+struct Idle {
+  char* data;
+  Clock::time_point since;
 };
 
-// It lives until the process ends: XLA's threads may still run handlers while static objects are destroyed.
+// The buffers that nobody uses now, by capacity, at most kPoolBytes of them.
+struct Pool {
+  using Buffers = std::multimap<size_t, Idle>;
+  std::mutex mutex;
+  Buffers idle;
+  size_t idle_bytes = 0;
+  Clock::time_point swept = Clock::now();
+
+  Idle take(Buffers::iterator buffer) {
+    const Idle taken = buffer->second;
+    idle_bytes -= buffer->first;
+    idle.erase(buffer);
+    return taken;
+  }
+
+  // Those that nobody has used since `limit`.
+  std::vector<char*> take_unused(Clock::time_point limit) {
+    std::vector<char*> unused;
+    for (auto at = idle.begin(); at != idle.end();) {
+      const auto buffer = at++;
+      if (buffer->second.since < limit) unused.push_back(take(buffer).data);
+    }
+    return unused;
+  }
+};
+
+// It lives until the process ends: XLA's threads may still run handlers while static objects are destroyed. A fork waits
+// until nobody changes it, so that the child can use it.
 Pool& pool() {
   static Pool& instance = *new Pool;
+  static const int registered = pthread_atfork([] { instance.mutex.lock(); }, [] { instance.mutex.unlock(); },
+                                               [] { instance.mutex.unlock(); });
+  (void)registered;
   return instance;
+}
+
+void free_all(const std::vector<char*>& buffers) {
+  for (char* buffer : buffers) std::free(buffer);
 }
 
 }  // namespace
@@ -36,9 +72,8 @@ Scratch::Scratch(size_t bytes) : data_(nullptr), capacity_((bytes + kAlignment -
     // A much larger buffer stays where it is, for whoever needs all of it.
     if (smallest != pool().idle.end() && smallest->first <= 4 * capacity_) {
       capacity_ = smallest->first;
-      data_ = smallest->second;
-      pool().idle_bytes -= capacity_;
-      pool().idle.erase(smallest);
+      // Of several the one that was used last: more of it is in the caches, and the others grow old.
+      data_ = pool().take(std::prev(pool().idle.upper_bound(capacity_))).data;
       return;
     }
   }
@@ -48,19 +83,28 @@ Scratch::Scratch(size_t bytes) : data_(nullptr), capacity_((bytes + kAlignment -
 
 Scratch::~Scratch() {
   if (data_ == nullptr) return;
+  const Clock::time_point now = Clock::now();
   std::vector<char*> surplus;
   {
     std::lock_guard<std::mutex> lock(pool().mutex);
-    pool().idle.emplace(capacity_, data_);
+    pool().idle.emplace(capacity_, Idle{data_, now});
     pool().idle_bytes += capacity_;
-    while (pool().idle_bytes > kPoolBytes) {
-      auto largest = std::prev(pool().idle.end());
-      pool().idle_bytes -= largest->first;
-      surplus.push_back(largest->second);
-      pool().idle.erase(largest);
+    if (now - pool().swept > kKept) {
+      surplus = pool().take_unused(now - kKept);
+      pool().swept = now;
     }
+    while (pool().idle_bytes > kPoolBytes) surplus.push_back(pool().take(std::prev(pool().idle.end())).data);
   }
-  for (char* buffer : surplus) std::free(buffer);
+  free_all(surplus);
+}
+
+void Scratch::give_back_unused() {
+  std::vector<char*> unused;
+  {
+    std::lock_guard<std::mutex> lock(pool().mutex);
+    unused = pool().take_unused(Clock::now() - kKept);
+  }
+  free_all(unused);
 }
 
 }  // namespace jaxfuse

@@ -1,12 +1,13 @@
 #include "thread_pool.h"
 
 #include <pthread.h>
-#include <sched.h>
+#include <signal.h>
 
 #include <algorithm>
 #include <chrono>
-#include <cstdlib>
 #include <thread>
+
+#include "scratch.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -46,21 +47,6 @@ void wait_until(Ready ready) {
   while (!spin(ready, 2 * kSpin)) std::this_thread::sleep_for(std::chrono::microseconds(1));
 }
 
-constexpr int kTeamBits = 12;
-constexpr uint64_t kTeamMask = (1u << kTeamBits) - 1;
-
-int usable_processors() {
-  int n = std::max(1u, std::thread::hardware_concurrency());
-#ifdef __linux__
-  cpu_set_t set;
-  if (sched_getaffinity(0, sizeof set, &set) == 0) n = std::max(1, CPU_COUNT(&set));
-#endif
-  if (const char* asked = std::getenv("OMP_NUM_THREADS")) {
-    if (const int wanted = std::atoi(asked); wanted > 0) n = wanted;
-  }
-  return std::min<int>(n, kTeamMask);
-}
-
 // What the calling thread is in its team. Regions nest, each inner one a team of one.
 thread_local int number = 0;
 thread_local int team = 1;
@@ -75,8 +61,25 @@ bool invalid_flag() { return false; }
 void lower_invalid_flag() {}
 #endif
 
+std::atomic<int> wanted_size{0};  // as resize() said last; a forked child goes by it
 std::atomic<ThreadPool*> the_pool{nullptr};
 std::atomic_flag making_it = ATOMIC_FLAG_INIT;
+
+// While one lives, threads that the caller starts take no signals that are meant for the process: Ctrl-C is Python's.
+class SignalsBlocked {
+ public:
+  SignalsBlocked() {
+    sigset_t blocked;
+    sigfillset(&blocked);
+    for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP}) sigdelset(&blocked, fault);
+    pthread_sigmask(SIG_SETMASK, &blocked, &saved_);
+  }
+  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &saved_, nullptr); }
+  SignalsBlocked(const SignalsBlocked&) = delete;
+
+ private:
+  sigset_t saved_;
+};
 
 }  // namespace
 
@@ -87,6 +90,9 @@ ThreadPool& ThreadPool::instance() {
       std::this_thread::yield();
       continue;
     }
+    struct Made {
+      ~Made() { making_it.clear(); }
+    } made;
     // A forked child has none of the parent's threads: it makes a pool of its own when it needs one.
     static const int registered = pthread_atfork(nullptr, nullptr, [] {
       the_pool = nullptr;
@@ -94,8 +100,12 @@ ThreadPool& ThreadPool::instance() {
     });
     (void)registered;
     if (!the_pool.load()) the_pool = new ThreadPool;
-    making_it.clear();
   }
+}
+
+std::string ThreadPool::resize(int n) {
+  wanted_size = std::clamp(n, 1, kMostThreads);
+  return instance().grow(wanted_size);
 }
 
 int ThreadPool::thread_number() { return depth > 1 ? 0 : number; }
@@ -109,25 +119,39 @@ void ThreadPool::forget_invalid() {
 
 bool ThreadPool::saw_invalid() { return invalid_flag() || invalid_in_region; }
 
-ThreadPool::ThreadPool() : size_(usable_processors()), claimed_(new std::atomic<uint64_t>[size_]()) {
-  for (int i = 1; i < size_; ++i) std::thread([this, i] { worker(i); }).detach();
+ThreadPool::ThreadPool() {
+  const int processors = std::max(1u, std::thread::hardware_concurrency());
+  grow(wanted_size ? wanted_size.load() : std::min(processors, kMostThreads));
+}
+
+std::string ThreadPool::grow(int n) {
+  std::lock_guard<std::mutex> lock(region_);
+  const SignalsBlocked blocked;
+  std::string refused;
+  try {
+    for (int i = threads_; i < n; ++i) {
+      workers_[i] = std::make_unique<Worker>();
+      std::thread([this, i] { work_as(i); }).detach();
+      threads_ = i + 1;
+    }
+  } catch (const std::exception& error) {  // a limit of the system, a container or a user, or no memory for a stack
+    refused = error.what();
+  }
+  size_ = std::min<int>(n, threads_);
+  return refused;
 }
 
 void ThreadPool::start(Work work, void* argument, int n) {
   if (++depth > 1) return;
-  team = n < 1 ? size_ : std::min(n, size_);
+  team = n < 1 ? size() : std::min<int>(n, threads_);
   number = 0;
   if (team == 1) return;
   region_.lock();
   work_ = work;
   argument_ = argument;
+  mode_ = float_mode();
   running_.store(team - 1, std::memory_order_relaxed);
-  const uint64_t last = region_word_.load(std::memory_order_relaxed);
-  region_word_.store(((last >> kTeamBits) + 1) << kTeamBits | uint64_t(team), std::memory_order_seq_cst);
-  if (sleeping_.load(std::memory_order_seq_cst) > 0) {
-    std::lock_guard<std::mutex> lock(sleep_);
-    wake_.notify_all();
-  }
+  for (int share = 1; share < team; ++share) workers_[share]->give_share(team);
 }
 
 void ThreadPool::finish() {
@@ -136,31 +160,20 @@ void ThreadPool::finish() {
     return;
   }
   if (team > 1) {
-    const uint64_t region = region_word_.load(std::memory_order_relaxed);
-    for (int share = 1; share < team; ++share) {
-      if (claim(share, region)) run_share(share);
+    for (int share = 1, members; share < team; ++share) {
+      if (!workers_[share]->take_share(members)) continue;
+      number = share;
+      work_(argument_);
+      running_.fetch_sub(1, std::memory_order_release);
     }
     number = 0;
     wait_until([this] { return running_.load(std::memory_order_acquire) == 0; });
     invalid_in_region |= invalid_.exchange(false, std::memory_order_relaxed);
+    if (abandoned_.exchange(false, std::memory_order_relaxed)) arrived_.store(0, std::memory_order_relaxed);
     team = 1;
     region_.unlock();
   }
   depth = 0;
-}
-
-bool ThreadPool::claim(int share, uint64_t region) {
-  uint64_t last = claimed_[share].load(std::memory_order_relaxed);
-  while (last < region) {
-    if (claimed_[share].compare_exchange_weak(last, region, std::memory_order_acq_rel)) return true;
-  }
-  return false;
-}
-
-void ThreadPool::run_share(int share) {
-  number = share;
-  work_(argument_);
-  running_.fetch_sub(1, std::memory_order_release);
 }
 
 void ThreadPool::barrier() {
@@ -170,31 +183,51 @@ void ThreadPool::barrier() {
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == members) {
     arrived_.store(0, std::memory_order_relaxed);
     barrier_round_.fetch_add(1, std::memory_order_release);
-  } else {
-    wait_until([this, round] { return barrier_round_.load(std::memory_order_acquire) != round; });
+    return;
   }
+  const auto passed = [&] { return barrier_round_.load(std::memory_order_acquire) != round; };
+  wait_until([&] { return passed() || abandoned_.load(std::memory_order_relaxed); });
+  if (!passed()) throw Abandoned();
 }
 
-uint64_t ThreadPool::wait_for_work(uint64_t seen) {
-  const auto changed = [&] { return region_word_.load(std::memory_order_seq_cst) != seen; };
-  if (!spin(changed, kSpin)) {
-    std::unique_lock<std::mutex> lock(sleep_);
-    sleeping_.fetch_add(1, std::memory_order_seq_cst);  // before the last look at the word: start() looks the other way round
-    wake_.wait(lock, changed);
-    sleeping_.fetch_sub(1, std::memory_order_relaxed);
-  }
-  return region_word_.load(std::memory_order_acquire);
+void ThreadPool::abandon() {
+  if (in_parallel()) abandoned_.store(true, std::memory_order_relaxed);
 }
 
-void ThreadPool::worker(int own_number) {
+void ThreadPool::Worker::give_share(int team) {
+  share_of_team.store(team, std::memory_order_seq_cst);
+  if (!sleeping.load(std::memory_order_seq_cst)) return;
+  { const std::lock_guard<std::mutex> lock(mutex); }  // it sleeps, or looks once more before it does
+  wake.notify_one();
+}
+
+bool ThreadPool::Worker::take_share(int& team) {
+  if (!share_of_team.load(std::memory_order_relaxed)) return false;
+  team = share_of_team.exchange(0, std::memory_order_acq_rel);
+  return team != 0;
+}
+
+void ThreadPool::Worker::wait_for_share() {
+  const auto given = [&] { return share_of_team.load(std::memory_order_seq_cst) != 0; };
+  if (spin(given, kSpin)) return;
+  std::unique_lock<std::mutex> lock(mutex);
+  sleeping.store(true, std::memory_order_seq_cst);  // before the last look at the share: give_share looks the other way round
+  if (!wake.wait_for(lock, 2 * Scratch::kKept, given)) {
+    lock.unlock();
+    Scratch::give_back_unused();  // nobody else may come by, if the process has no more calls
+    lock.lock();
+    wake.wait(lock, given);
+  }
+  sleeping.store(false, std::memory_order_relaxed);
+}
+
+void ThreadPool::work_as(int own_number) {
   depth = 1;
-  for (uint64_t seen = 0;;) {
-    seen = wait_for_work(seen);
-    const int members = seen & kTeamMask;
-    if (own_number >= members || !claim(own_number, seen)) continue;
-    team = members;
-    number = own_number;
-    lower_invalid_flag();
+  number = own_number;
+  for (Worker& self = *workers_[own_number];;) {
+    self.wait_for_share();
+    if (!self.take_share(team)) continue;
+    set_float_mode(mode_);
     work_(argument_);
     if (invalid_flag()) invalid_.store(true, std::memory_order_relaxed);
     running_.fetch_sub(1, std::memory_order_release);

@@ -10,8 +10,12 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <mutex>
+#include <string>
+
+#include "float_mode.h"
 
 namespace jaxfuse {
 
@@ -19,20 +23,34 @@ class ThreadPool {
  public:
   using Work = void (*)(void* argument);
 
-  // The process's pool; it lives until the process ends. After a fork the child gets a new one.
+  // What a member of a team is told that waits at a barrier to which another member cannot come.
+  struct Abandoned : std::exception {
+    const char* what() const noexcept override { return "another thread of the team failed"; }
+  };
+
+  // The process's pool; it lives until the process ends. After a fork the child gets a new one of the same size.
   static ThreadPool& instance();
 
-  // Threads of the largest team: OMP_NUM_THREADS, else the processors that the process may run on.
-  int size() const { return size_; }
+  // Makes n the size, of this process's pool and of those of its children, and starts the threads that are missing. Where
+  // the system refuses one, the pool is as large as it could be made. Returns the system's reason, "" if there is none.
+  static std::string resize(int n);
+
+  // Threads of a team that asks for all; the processors until resize() says otherwise.
+  int size() const { return size_.load(std::memory_order_relaxed); }
 
   // Starts work(argument) on threads 1 .. n-1 of a team and makes the caller its thread 0, which must run the work itself
-  // and then call finish(). n < 1 means all. Inside a region the caller becomes a team of one. The members of a team run
-  // at the same time, so they may wait for one another.
+  // and then call finish(). n < 1 means size(); a larger team than size() has the threads that were started before the pool
+  // was made smaller, because oneDNN counts on the teams that it was told of. Inside a region the caller becomes a team of
+  // one. The members of a team run at the same time, so they may wait for one another. They have the caller's
+  // floating-point mode: what becomes of denormals does not depend on who computes. The work must not throw.
   void start(Work work, void* argument, int n);
   void finish();
 
-  // Waits until every thread of the caller's team has come here.
+  // Waits until every thread of the caller's team has come here. Throws Abandoned if one has abandoned the region.
   void barrier();
+
+  // Of the region that the caller works in: it will come to no barrier again.
+  void abandon();
 
   // Whether an invalid operation (IEEE 754's exception: a comparison with NaN, Inf - Inf, ...) happened in the caller's
   // regions, on whatever thread, since it last said forget_invalid(). Always false where the CPU is not x86.
@@ -45,27 +63,37 @@ class ThreadPool {
   static bool in_parallel();
 
  private:
-  ThreadPool();
-  void worker(int number);
-  uint64_t wait_for_work(uint64_t seen);
-  bool claim(int share, uint64_t region);
-  void run_share(int share);
+  static constexpr int kMostThreads = 1024;
 
-  const int size_;
-  std::mutex region_;  // held from start to finish by the one caller whose region runs
+  // What a worker has been given to do, and where it waits for that. A cache line of its own: a region touches only those
+  // of its team, and wakes nobody else.
+  struct alignas(64) Worker {
+    // The team in which it has a share, or 0. Whoever exchanges it for 0 runs the share. Usually that is the worker; if it
+    // has not begun when the caller is done with its own share (another process has its core), the caller takes it. No
+    // share is waited for by one that has ended, so whatever waits inside them, this cannot block.
+    std::atomic<int> share_of_team{0};
+    std::atomic<bool> sleeping{false};
+    std::mutex mutex;
+    std::condition_variable wake;
+
+    void give_share(int team);
+    bool take_share(int& team);
+    void wait_for_share();
+  };
+
+  ThreadPool();
+  std::string grow(int n);
+  void work_as(int number);
+
+  std::atomic<int> size_{1};
+  std::mutex region_;  // held from start to finish by the one caller whose region runs, and while the pool grows
+  std::unique_ptr<Worker> workers_[kMostThreads];  // by thread number, from 1 on
+  std::atomic<int> threads_{1};                    // workers, and a caller
   Work work_ = nullptr;
   void* argument_ = nullptr;
-  std::mutex sleep_;
-  std::condition_variable wake_;
-  // The region's number and, in the low kTeamBits, its team: one word, so that a worker that is late reads both of one
-  // region.
-  alignas(64) std::atomic<uint64_t> region_word_{0};
-  // For each share (thread number) the last region in which somebody took it. Usually that is the worker of this number;
-  // if it has not begun when the caller is done with its own share (another process has its core), the caller takes it.
-  // No share is waited for by one that has ended, so whatever waits inside them, this cannot block.
-  std::unique_ptr<std::atomic<uint64_t>[]> claimed_;
+  FloatMode mode_{};  // the caller's
   std::atomic<bool> invalid_{false};
-  alignas(64) std::atomic<int> sleeping_{0};
+  std::atomic<bool> abandoned_{false};
   alignas(64) std::atomic<int> running_{0};
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<uint32_t> barrier_round_{0};

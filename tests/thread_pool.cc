@@ -1,0 +1,225 @@
+// What test_thread_pool.py builds and runs: the pool without Python, whose corners no handler can be brought to at will.
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#include "parallel.h"
+#include "scratch.h"
+
+using namespace jaxfuse;
+
+#define CHECK(condition)                                                       \
+  do {                                                                         \
+    if (!(condition)) std::printf("line %d: %s\n", __LINE__, #condition), std::exit(1); \
+  } while (false)
+
+namespace {
+
+int team_of(int n) {
+  std::atomic<int> came{0};
+  on_each_thread([&](int) { ++came; }, n);
+  return came;
+}
+
+template <class F>
+std::string thrown_by(F f) {
+  try {
+    f();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
+void sizes() {
+  for (int n : {1, 2, 3, 16, 3}) {
+    CHECK(ThreadPool::resize(n).empty() && max_threads() == n && team_of(0) == n);
+  }
+  CHECK(team_of(2) == 2 && team_of(1) == 1);
+  CHECK(team_of(16) == 16);  // its threads are there, and oneDNN may have been told of them
+}
+
+void exceptions() {
+  ThreadPool::resize(4);
+  for (int thrower = 0; thrower < 4; ++thrower) {
+    const auto loop = [&](int64_t chunk) {
+      if (chunk == thrower) throw std::runtime_error("chunk " + std::to_string(chunk));
+    };
+    CHECK(thrown_by([&] { parallel_for(4, loop); }) == "chunk " + std::to_string(thrower));
+    CHECK(thrown_by([&] { on_each_thread([&](int) { parallel_for(4, loop); }); }) == "chunk " + std::to_string(thrower));
+    const auto meets = [&](int thread) {
+      ThreadPool::instance().barrier();
+      if (thread == thrower) throw std::runtime_error("early");
+      ThreadPool::instance().barrier();
+    };
+    for (int i = 0; i < 20; ++i) CHECK(thrown_by([&] { on_each_thread(meets); }) == "early");
+    CHECK(thrown_by([] { on_each_thread([](int) { ThreadPool::instance().barrier(); }); }).empty());
+  }
+  CHECK(team_of(0) == 4);
+}
+
+volatile float tiny = 1e-38f;
+
+void denormals() {
+  ThreadPool::resize(4);
+  const auto each = [](float expected) {
+    on_each_thread([&](int) { CHECK(tiny * 0.25f == expected); });
+  };
+  constexpr float kept = 0.25e-38f;
+  each(kept);
+  {
+    const DenormalsFlushed mode;
+    each(0);
+  }
+  each(kept);
+}
+
+void invalid_operations() {
+  ThreadPool::resize(4);
+  for (int thread = 0; thread < 4; ++thread) {
+    ThreadPool::forget_invalid();
+    CHECK(!ThreadPool::saw_invalid());
+    on_each_thread([&](int own) {
+      volatile float infinite = INFINITY;
+      if (own == thread) infinite = infinite - infinite;
+    });
+    CHECK(ThreadPool::saw_invalid());
+  }
+}
+
+// How often each of the process's threads but this one has slept.
+std::map<std::string, std::string> sleeps() {
+  std::map<std::string, std::string> found;
+  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+    if (task.path().filename() == std::to_string(getpid())) continue;
+    std::ifstream file(task.path() / "status");
+    for (std::string line; std::getline(file, line);) {
+      if (line.rfind("voluntary_ctxt_switches", 0) == 0) found[task.path()] = line;
+    }
+  }
+  return found;
+}
+
+void only_the_team_wakes() {
+  ThreadPool::resize(16);
+  team_of(0);
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  const auto before = sleeps();
+  for (int i = 0; i < 50; ++i) team_of(2);
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  int woken = 0;
+  for (const auto& [thread, count] : sleeps()) woken += before.at(thread) != count;
+  CHECK(before.size() == 15 && woken <= 1);
+}
+
+// Enough address space for `stacks` more threads.
+void leave_room_for(int stacks) {
+  rlimit limit;
+  pthread_attr_t attributes;
+  size_t stack;
+  pthread_attr_init(&attributes);
+  pthread_attr_getstacksize(&attributes, &stack);
+  long pages;
+  std::ifstream("/proc/self/statm") >> pages;
+  getrlimit(RLIMIT_AS, &limit);
+  limit.rlim_cur = pages * sysconf(_SC_PAGESIZE) + stacks * stack + stack / 2;
+  setrlimit(RLIMIT_AS, &limit);
+}
+
+void unlimited() {
+  rlimit limit;
+  getrlimit(RLIMIT_AS, &limit);
+  limit.rlim_cur = limit.rlim_max;
+  setrlimit(RLIMIT_AS, &limit);
+}
+
+void threads_that_cannot_start() {
+  ThreadPool::resize(2);
+  leave_room_for(0);
+  CHECK(!ThreadPool::resize(4).empty());
+  CHECK(max_threads() == 2 && team_of(0) == 2);
+  leave_room_for(1);
+  CHECK(!ThreadPool::resize(4).empty());
+  CHECK(max_threads() == 3 && team_of(0) == 3);
+  unlimited();
+  CHECK(ThreadPool::resize(4).empty() && team_of(0) == 4);
+}
+
+void in_child(void (*f)()) {
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(20);
+    f();
+    _exit(0);
+  }
+  int status;
+  waitpid(child, &status, 0);
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
+void forks() {
+  ThreadPool::resize(3);
+  std::atomic<bool> done{false};
+  std::vector<std::thread> busy;  // hold the pool and the scratch memory's lock while the process forks
+  for (int i = 0; i < 2; ++i) {
+    busy.emplace_back([&] {
+      while (!done) Scratch(1 << 16), team_of(0);
+    });
+  }
+  for (int i = 0; i < 20; ++i) {
+    in_child([] {
+      Scratch memory(1 << 16);
+      CHECK(max_threads() == 3 && team_of(0) == 3);
+    });
+  }
+  done = true;
+  for (std::thread& each : busy) each.join();
+  in_child([] {
+    leave_room_for(0);
+    CHECK(team_of(0) == max_threads());
+  });
+}
+
+// At the end: it exits while a thread is in a region.
+void exits_in_a_region() {
+  std::atomic<bool> begun{false};
+  std::thread([&] {
+    on_each_thread([&](int) {
+      begun = true;
+      for (;;) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    });
+  }).detach();
+  while (!begun) std::this_thread::yield();
+  std::exit(0);
+}
+
+const std::pair<const char*, void (*)()> kTests[] = {
+    {"sizes", sizes},
+    {"exceptions", exceptions},
+    {"denormals", denormals},
+    {"invalid_operations", invalid_operations},
+    {"only_the_team_wakes", only_the_team_wakes},
+    {"threads_that_cannot_start", threads_that_cannot_start},
+    {"forks", forks},
+    {"exits_in_a_region", exits_in_a_region},
+};
+
+}  // namespace
+
+int main(int, char** arguments) {
+  for (const auto& [name, test] : kTests) {
+    if (!std::strcmp(name, arguments[1])) return test(), 0;
+  }
+  return 2;
+}
