@@ -80,7 +80,7 @@ def _quotas(root: Path) -> Iterator[Limit]:
         _, controllers, group = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
-        mounts = (f"sys/fs/cgroup/{name}" for name in (controllers, "cpu") if name) if controllers else ("sys/fs/cgroup", "sys/fs/cgroup/unified")
+        mounts = [f"sys/fs/cgroup/{controllers}", "sys/fs/cgroup/cpu"] if controllers else ["sys/fs/cgroup", "sys/fs/cgroup/unified"]
         for mount in dict.fromkeys(mounts):
             # In a container the group may be named as the host has it, and lie at the mount itself.
             for folder in (Path(group), *Path(group).parents):

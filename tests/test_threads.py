@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,8 @@ from jaxfuse import doctor, ffi, ops, threads
 
 COUNTS = [1, 2, 3, 16]
 # Of these no sum is oneDNN's, which cuts its own by the number of threads.
-OURS = ["batch_norm-residual_relu", "batch_norm-relu", "max_pool-3x3_stride2", "layer_norm-rows", "group_norm-silu", "lstm-forward",
-        "gru-forward", "attention-plain"]
+OURS = ["batch_norm-residual_relu", "batch_norm-relu", "max_pool-3x3_stride2", "layer_norm-many_rows", "group_norm-images_silu",
+        "lstm-two_threads", "gru-two_threads_zrn", "attention-plain", "attention-many_keys"]
 FORWARD = ["conv-3x3", "conv-depthwise", "conv-groups_4", "dense-many_columns"]
 
 
@@ -32,3 +33,169 @@ def as_many_as_before():
     before = jaxfuse.get_num_threads()
     yield
     jaxfuse.set_num_threads(before)
+
+
+def results_on(n, run, args):
+    jaxfuse.set_num_threads(n)
+    return jax.tree.map(lambda a: np.asarray(a).tobytes(), run(*args))
+
+
+@pytest.mark.parametrize("scale", [1, 1e-19], ids=["normal", "denormal"])
+@pytest.mark.parametrize("name", OURS + FORWARD)
+def test_bits_on_any_number_of_threads(name, scale):
+    """Products of numbers of 1e-19 are denormal: they are flushed whichever thread computes them."""
+    case = CASES[name]
+    if ffi.unavailable(f"jaxfuse_{case.module}_fwd") and case.op != "batch_norm":
+        pytest.skip("no such kernel here")
+    arrays, cotangents = with_cotangents(case, jax.tree.map(lambda a: a * scale, case.inputs()))
+    if name in OURS:
+        run = jit(lambda arrays, cotangents: value_and_gradients(case.fused, arrays, cotangents))
+    else:
+        run = jit(lambda arrays, cotangents: case.fused(arrays))
+    alone, *others = (results_on(n, run, (arrays, cotangents)) for n in COUNTS)
+    for other in others:
+        assert other == alone
+
+
+def test_the_number_of_threads():
+    for n in [*COUNTS, np.int64(2).item()]:
+        jaxfuse.set_num_threads(n)
+        assert jaxfuse.get_num_threads() == n
+        assert threads.limit() == (n, "jaxfuse.set_num_threads")
+    assert "2, by jaxfuse.set_num_threads" in doctor.doctor()
+    for wrong in (0, -1, 1025, 2.0, "2", True, None):
+        with pytest.raises(ValueError, match="n is .*, expected a whole number of 1 to 1024"):
+            jaxfuse.set_num_threads(wrong)
+    assert jaxfuse.get_num_threads() == 2
+
+
+def test_a_number_that_changes_while_kernels_run():
+    """oneDNN's primitives are made for a number of threads, and may run when it is another."""
+    names = ["conv-3x3", "batch_norm-residual_relu", "lstm-two_threads"]
+    runs = {name: jit(lambda arrays, name=name: CASES[name].fused(arrays)) for name in names}
+    inputs = {name: CASES[name].inputs() for name in names}
+    expected = {name: jax.block_until_ready(runs[name](inputs[name])) for name in names}
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        found = [pool.submit(lambda name: (name, jax.block_until_ready(runs[name](inputs[name]))), name) for name in names * 20]
+        for i in range(100):
+            jaxfuse.set_num_threads(COUNTS[i % 4])
+        for name, result in (each.result() for each in found):
+            for value, other in pairs(result, expected[name]):
+                np.testing.assert_array_equal(value, other)
+
+
+PROGRAM = """
+    import os, signal, sys, threading, time, warnings
+    import jax, jax.numpy as jnp, numpy as np
+    import jaxfuse
+    from jaxfuse import ops
+
+    x, w, s = jnp.ones((4, 14, 14, 32)), jnp.ones((3, 3, 32, 32)) / 288, jnp.ones(32)
+
+    @jax.jit
+    def f(x):
+        return ops.batch_norm(ops.conv(x, w, activation="relu"), s, s)[0] if conv else ops.layer_norm(x, s, s)
+
+    def steps(x):
+        return jax.lax.fori_loop(0, 300, lambda i, x: f(x), x)
+
+    conv = not jaxfuse.ffi.unavailable("jaxfuse_conv_fwd")
+    expected = np.asarray(f(x))
+"""
+
+
+def run(code, signals=(), **environment):
+    """Runs it after PROGRAM in a process of its own, which gets the signals when it has printed something."""
+    paths = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-c", textwrap.dedent(PROGRAM) + textwrap.dedent(code)], text=True,
+        env=os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"} | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    if signals:
+        process.stdout.readline()
+        time.sleep(0.5)  # until it is in the midst of it
+    for each in signals:
+        process.send_signal(each)
+    out, error = process.communicate(timeout=120)
+    return process.returncode, out, error
+
+
+def test_a_forked_child():
+    """With a pool of its own, after the parent has used its. (A program that JAX has not run before the fork hangs there,
+    without us too: its threads are gone.)"""
+    code, out, error = run("""
+        warnings.simplefilter("ignore")
+        child = os.fork()
+        if not child:
+            signal.alarm(60)
+            jaxfuse.set_num_threads(3)
+            same = np.array_equal(np.asarray(f(x)), expected)
+            os._exit(0 if same and jaxfuse.get_num_threads() == 3 else 1)
+        print(os.waitpid(child, 0)[1], np.array_equal(np.asarray(f(x)), expected))
+    """, OMP_NUM_THREADS="2")
+    assert (code, out) == (0, "0 True\n"), error
+
+
+def test_the_process_ends_while_kernels_run():
+    code, _, error = run("y = jax.jit(steps)(x)")
+    assert code == 0, error
+
+
+def test_ctrl_c_while_kernels_run():
+    code, _, error = run("""
+        g = jax.jit(steps)
+        g(x).block_until_ready()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        print("runs")
+        while True:
+            g(x).block_until_ready()
+    """, [signal.SIGINT])
+    assert code == -signal.SIGINT and "KeyboardInterrupt" in error, error
+
+
+def test_ctrl_c_while_a_command_compiles():
+    """XLA goes on compiling on a thread of its own while the process ends."""
+    code, out, error = run("""
+        import runpy
+        from jaxfuse import tune
+
+        def compile_long(quick):
+            print("runs")
+            for n in range(100, 200):  # unrolled
+                jax.jit(lambda x: [x := jax.lax.sort(jnp.sin(x + i)) for i in range(n)][-1])(x[0, 0]).block_until_ready()
+
+        tune.run = compile_long
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.argv = ["jaxfuse", "bench", "--tune", "--quick"]
+        runpy.run_module("jaxfuse", run_name="__main__", alter_sys=True)
+    """, [signal.SIGINT])
+    assert (code, out) == (130, ""), error
+
+
+def test_threads_that_there_are_not():
+    """Address space for one more stack: one of the threads asked for starts, and kernels run."""
+    code, out, error = run("""
+        import resource
+        assert "processors" in jaxfuse.threads.limit().reason or "CPU quota" in jaxfuse.threads.limit().reason
+        jaxfuse.set_num_threads(2)
+        pages = int(open("/proc/self/statm").read().split()[0])
+        stack = 8 << 20
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2 * stack, resource.RLIM_INFINITY))
+        jaxfuse.set_num_threads(16)
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        print(jaxfuse.get_num_threads() < 16, np.array_equal(np.asarray(f(x)), expected), "allows of 16" in jaxfuse.threads.limit().reason)
+    """, OMP_NUM_THREADS="many")
+    assert (code, out) == (0, "True True True\n"), error
+    assert error.count('OMP_NUM_THREADS is "many"') == 1 and "of 16 threads" in error
+
+
+def layer_norm_of_a_spawned_worker(n):
+    jaxfuse.set_num_threads(n)
+    x = jnp.arange(1024.0).reshape(16, 64)
+    return np.asarray(ops.layer_norm(x, jnp.ones(64), jnp.ones(64))), jaxfuse.get_num_threads()
+
+
+def test_spawned_workers():
+    here, _ = layer_norm_of_a_spawned_worker(2)
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        there, n = pool.submit(layer_norm_of_a_spawned_worker, 3).result(timeout=120)
+    assert n == 3 and np.array_equal(here, there)

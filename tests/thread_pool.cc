@@ -1,4 +1,5 @@
 // What test_thread_pool.py builds and runs: the pool without Python, whose corners no handler can be brought to at will.
+#include <sched.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -95,6 +96,26 @@ void invalid_operations() {
       if (own == thread) infinite = infinite - infinite;
     });
     CHECK(ThreadPool::saw_invalid());
+  }
+}
+
+// More threads than processors, of which each waits for all others.
+void one_processor() {
+  cpu_set_t one;
+  CPU_ZERO(&one);
+  CPU_SET(sched_getcpu(), &one);
+  CHECK(sched_setaffinity(0, sizeof one, &one) == 0);
+  ThreadPool::resize(4);
+  for (int i = 0; i < 10; ++i) {
+    std::atomic<int> rounds{0};
+    on_each_thread([&](int) {
+      for (int round = 0; round < 10; ++round) {
+        ++rounds;
+        ThreadPool::instance().barrier();
+        CHECK(rounds >= 4 * (round + 1));
+      }
+    });
+    CHECK(rounds == 40);
   }
 }
 
@@ -209,6 +230,7 @@ const std::pair<const char*, void (*)()> kTests[] = {
     {"exceptions", exceptions},
     {"denormals", denormals},
     {"invalid_operations", invalid_operations},
+    {"one_processor", one_processor},
     {"only_the_team_wakes", only_the_team_wakes},
     {"threads_that_cannot_start", threads_that_cannot_start},
     {"forks", forks},

@@ -32,11 +32,11 @@ struct PrimitiveCache {
 // until nobody changes it, so that the child can use it.
 PrimitiveCache& primitive_cache() {
   static PrimitiveCache& instance = *new PrimitiveCache;
-  static const int registered = pthread_atfork([] { instance.mutex.lock(); }, [] { instance.mutex.unlock(); },
-                                               [] { instance.mutex.unlock(); });
-  (void)registered;
   return instance;
 }
+
+[[maybe_unused]] const int whole_in_children = pthread_atfork(
+    [] { primitive_cache().mutex.lock(); }, [] { primitive_cache().mutex.unlock(); }, [] { primitive_cache().mutex.unlock(); });
 
 std::optional<SharedPrimitive> find(const Key& key) {
   PrimitiveCache& cache = primitive_cache();

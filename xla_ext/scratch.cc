@@ -52,11 +52,11 @@ struct Pool {
 // until nobody changes it, so that the child can use it.
 Pool& pool() {
   static Pool& instance = *new Pool;
-  static const int registered = pthread_atfork([] { instance.mutex.lock(); }, [] { instance.mutex.unlock(); },
-                                               [] { instance.mutex.unlock(); });
-  (void)registered;
   return instance;
 }
+
+[[maybe_unused]] const int whole_in_children = pthread_atfork(
+    [] { pool().mutex.lock(); }, [] { pool().mutex.unlock(); }, [] { pool().mutex.unlock(); });
 
 void free_all(const std::vector<char*>& buffers) {
   for (char* buffer : buffers) std::free(buffer);

@@ -65,6 +65,12 @@ std::atomic<int> wanted_size{0};  // as resize() said last; a forked child goes 
 std::atomic<ThreadPool*> the_pool{nullptr};
 std::atomic_flag making_it = ATOMIC_FLAG_INIT;
 
+// A forked child has none of the parent's threads: it makes a pool of its own when it needs one.
+[[maybe_unused]] const int forgotten_by_children = pthread_atfork(nullptr, nullptr, [] {
+  the_pool = nullptr;
+  making_it.clear();
+});
+
 // While one lives, threads that the caller starts take no signals that are meant for the process: Ctrl-C is Python's.
 class SignalsBlocked {
  public:
@@ -93,12 +99,6 @@ ThreadPool& ThreadPool::instance() {
     struct Made {
       ~Made() { making_it.clear(); }
     } made;
-    // A forked child has none of the parent's threads: it makes a pool of its own when it needs one.
-    static const int registered = pthread_atfork(nullptr, nullptr, [] {
-      the_pool = nullptr;
-      making_it.clear();
-    });
-    (void)registered;
     if (!the_pool.load()) the_pool = new ThreadPool;
   }
 }
