@@ -105,6 +105,35 @@ LONG = {  # sums of so many products that f32 kernels cut them up
     "long sums, 3-D": Case((1, 3, 4, 5, 64), (3, 3, 3, 64, 64), padding=(1, 1)),
 }
 CASES |= LONG
+MANY_PIXELS = {  # images so large that no sum of a filter's gradient takes in all of one
+    "1-D, one input": Case((1, 16001, 1), (9, 1, 16), padding=(4, 4)),
+    "1-D, strided": Case((2, 20003, 4), (3, 4, 8), strides=2, padding=(1, 2)),
+    "1-D, dilated": Case((1, 5001, 7), (4, 7, 9), padding=(6, 0), dilation=5),
+    "1-D, dilated, many features": Case((1, 3001, 20), (3, 20, 18), padding=(40, 2), dilation=21),
+    "1-D, NCH": Case((2, 6, 2001), (11, 6, 3), layout=("NCH", "OIH", "NHC")),
+    "1-D, groups": Case((1, 9001, 12), (5, 4, 6), padding=(2, 2), groups=3),
+    "1-D, depthwise, NCH": Case((1, 5, 4001), (5, 1, 4), padding=(3, 0), groups=5, layout=("NCH", "OIH", "NCH")),
+    "stem": Case((2, 97, 201, 3), (7, 7, 3, 10), strides=2, padding=[(3, 2), (2, 3)]),
+    "one input": Case((1, 113, 111, 1), (3, 3, 1, 8), padding=(1, 1)),
+    "one input, one output": Case((1, 131, 127, 1), (5, 5, 1, 1), padding=(2, 2)),
+    "wide": Case((1, 5, 1111, 5), (3, 3, 5, 4), padding=[(0, 1), (2, 0)]),
+    "strided": Case((1, 62, 71, 20), (3, 2, 20, 33), strides=(2, 1), padding=[(1, 1), (0, 0)]),
+    "dilated": Case((2, 61, 59, 16), (3, 3, 16, 20), padding=[(2, 2), (4, 0)], dilation=(2, 3)),
+    "features in parts": Case((1, 33, 31, 70), (2, 2, 70, 131), strides=(1, 1), dilation=(1, 2)),
+    "1x1, few inputs": Case((2, 90, 91, 3), (1, 1, 3, 8)),
+    "1x1, strided": Case((1, 120, 101, 9), (1, 1, 9, 17), strides=(2, 1)),
+    "NCHW": Case((2, 3, 60, 61), (8, 3, 3, 3), padding=(1, 1), layout=("NCHW", "OIHW", "NCHW")),
+    "batch last": Case((30, 31, 7, 5), (3, 3, 7, 6), padding=(1, 1), layout=("HWCN", "HWIO", "HWCN")),
+    "groups": Case((2, 53, 54, 32), (3, 3, 8, 36), padding=(1, 1), groups=4),
+    "groups, dilated": Case((1, 53, 54, 8), (3, 3, 2, 12), padding=(2, 2), dilation=2, groups=4),
+    "depthwise": Case((1, 111, 113, 19), (3, 3, 1, 19), padding=(1, 1), groups=19),
+    "depthwise, NCHW": Case((2, 5, 61, 43), (5, 1, 3, 3), padding=(1, 1), groups=5, layout=("NCHW", "OIHW", "NCHW")),
+    "two filters for each input": Case((1, 81, 83, 6), (3, 3, 1, 12), strides=(1, 2), padding=(1, 1), groups=6),
+    "3-D": Case((1, 14, 21, 13, 2), (3, 3, 3, 2, 4), padding=(1, 1)),
+    "3-D, strided": Case((2, 21, 12, 34, 18), (3, 1, 2, 18, 20), strides=(2, 1, 1), padding=[(1, 1), (0, 0), (0, 1)]),
+    "3-D, dilated, groups": Case((1, 12, 15, 21, 6), (2, 3, 3, 3, 8), padding=[(1, 3), (2, 2), (0, 4)], dilation=(3, 2, 2), groups=2),
+    "3-D, depthwise": Case((1, 13, 12, 21, 10), (3, 3, 3, 1, 10), padding=(1, 1), groups=10),
+}
 ALPHA = 0.125
 
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from conv_oracle import CASES, LONG, backward, forward, random, random_filter
+from conv_oracle import CASES, LONG, MANY_PIXELS, backward, forward, random, random_filter
 from jaxfuse import ffi
 from jaxfuse.ops import dense
 
@@ -54,8 +54,8 @@ def run_product(m, k, n, behind):
 def run_all() -> int:
     count = 0
     for behind in (True, False):
-        for name in [*LONG, *ODD]:
-            run_convolution(CASES[name], behind)
+        for case in [*(CASES[name] for name in [*LONG, *ODD]), *MANY_PIXELS.values()]:
+            run_convolution(case, behind)
             count += 1
         for sizes in PRODUCTS:
             run_product(*sizes, behind)
@@ -72,7 +72,7 @@ def environment(**more):
 def test_nothing_is_read_outside(level):
     run = subprocess.run([sys.executable, __file__], env=environment(**level), capture_output=True, text=True, timeout=500)
     assert run.returncode == 0, run.stderr[-2000:]
-    assert json.loads(run.stdout) == 2 * len([*LONG, *ODD, *PRODUCTS])
+    assert json.loads(run.stdout) == 2 * len([*LONG, *ODD, *MANY_PIXELS, *PRODUCTS])
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of Linux")

@@ -33,6 +33,7 @@ struct Geometry {
   bool transposed() const;
   Geometry adjoint(const Tensor& w) const;
 
+  int64_t taps(const Tensor& w) const { return w.size() / w.shape[rhs_spec[0]] / w.shape[rhs_spec[1]]; }
   int64_t inputs_per_group(const Tensor& w) const { return filter_swapped ? w.shape[rhs_spec[0]] / groups : w.shape[rhs_spec[1]]; }
 
   size_t spatial_rank() const { return strides.size(); }

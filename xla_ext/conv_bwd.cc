@@ -207,8 +207,10 @@ void weights_in_slices(const Geometry& geometry, const Tensor& x, const Tensor& 
 void weights_gradient(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g) {
   if (dw.size() == 0) return;
   if (x.size() == 0 || g.size() == 0) return (void)std::memset(dw.data, 0, dw.bytes());
-  if (filter::takes(geometry, x, dw, g)) return filter::gradient(geometry, x, dw, g);
   const int64_t batch = g.shape[geometry.out_spec[0]], step = images_per_sum(geometry, dw, g);
+  const bool f32 = x.dtype == DType::F32;
+  if (step == 0 && depthwise::has_single_inputs(geometry, dw)) return depthwise::weights_gradient_of_copies(geometry, x, dw, g);
+  if (step == 0 || (f32 && filter::is_faster(geometry, dw))) return filter::gradient(geometry, x, dw, g);
   step < batch ? weights_in_slices(geometry, x, dw, g, step) : weights_by_onednn(geometry, x, dw, g);
 }
 

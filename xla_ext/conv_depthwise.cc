@@ -84,14 +84,14 @@ struct Problem {
   int64_t taps() const { return dimensions[0].taps * dimensions[1].taps * dimensions[2].taps; }
 };
 
-// A convolution of x cut into pieces of rows of its outputs, whose sums in f32 stay in the caches.
+// A convolution of x cut into pieces of rows of its outputs, whose sums in f32 stay in the caches; of so many outputs at most.
 class Pieces {
  public:
-  Pieces(const Problem& problem, const void* x, std::vector<Phase> phases)
+  Pieces(const Problem& problem, const void* x, std::vector<Phase> phases, int64_t longest = kElements)
       : p_(problem), x_(static_cast<const char*>(x)), phases_(std::move(phases)) {
     for (int d = 0; d < 2; ++d) sources_[d] = p_.dimensions[d].sources();
-    constexpr int64_t kElements = 8 << 10, kOutputs = 16;
-    const int64_t width = p_.dimensions[2].out, most = std::max(kOutputs, kElements / p_.channels / 8 * 8);
+    constexpr int64_t kOutputs = 16;
+    const int64_t width = p_.dimensions[2].out, most = std::min(std::max(kOutputs, kElements / p_.channels / 8 * 8), longest);
     per_row_ = (width + most - 1) / most;
     length_ = ((width + per_row_ - 1) / per_row_ + 7) / 8 * 8;
     per_row_ = (width + length_ - 1) / length_;
@@ -117,6 +117,8 @@ class Pieces {
   }
 
  private:
+  static constexpr int64_t kElements = 8 << 10;
+
   int64_t row_bytes() const { return p_.dimensions[2].in * p_.channels * p_.element_bytes(); }
 
   // The row of x behind these, if there is one: most often what the next outputs read first.
@@ -251,7 +253,8 @@ void data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, 
 void weights_gradient(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g, float* db) {
   const Problem problem(geometry, x, dw, g);
   const Dimension& last = problem.dimensions[2];
-  const Pieces pieces(problem, x.data, {{0, 1, -last.padding_low, last.stride, last.dilation, 0, 1, last.taps}});
+  constexpr int64_t kLongestSum = 256;  // in f32, one product after the other
+  const Pieces pieces(problem, x.data, {{0, 1, -last.padding_low, last.stride, last.dilation, 0, 1, last.taps}}, kLongestSum);
   const Args args = pieces.args();
   const Cut cut(problem, pieces);
   const Kernels& run = kernels();

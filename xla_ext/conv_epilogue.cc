@@ -10,10 +10,10 @@ namespace {
 
 const Kernels& kernels() { return choose(portable_kernels, avx2_kernels, avx512_kernels); }
 
-constexpr int64_t kChunkElements = 1 << 15, kMostChunks = 256;
+constexpr int64_t kChunkElements = 1 << 15, kMostChunks = 256, kLongestSum = 1024;
 
 // A tensor as (outer, features, inner), cut into chunks of whole rows. The cut depends on the shape alone, so sums per
-// chunk repeat bit for bit on any number of threads.
+// chunk repeat bit for bit on any number of threads; those of f32 are of kLongestSum pixels at most.
 struct Chunks {
   int64_t features, inner = 1, rows = 0, step = 0, count = 0;
 
@@ -23,7 +23,8 @@ struct Chunks {
     inner = size_of(Shape(shape.begin() + feature_position + 1, shape.end()));
     rows = size_of(shape) / inner;  // elements, if inner == 1
     const int64_t unit = inner == 1 ? features : 1, units = rows / unit;
-    const int64_t wanted = std::clamp<int64_t>(size_of(shape) / kChunkElements, 1, std::min(kMostChunks, units));
+    const int64_t even = std::clamp<int64_t>(size_of(shape) / kChunkElements, 1, std::min(kMostChunks, units));
+    const int64_t wanted = inner == 1 ? std::max(even, (units + kLongestSum - 1) / kLongestSum) : even;
     step = (units + wanted - 1) / wanted * unit;
     count = (rows + step - 1) / step;
   }

@@ -28,140 +28,210 @@ struct Dimension {
   int64_t packed(int64_t outputs) const { return (outputs - 1) * output_step() + (taps - 1) * dilation + 1; }
   int64_t output_step() const { return taps == 1 ? 1 : stride; }
   int64_t source(int64_t output, int64_t i) const { return output * stride - padding_low + i * (taps == 1 ? stride : 1); }
+  bool inside(int64_t input) const { return input >= 0 && input < in; }
 };
 
-// Two spatial dimensions, a missing one of extent 1 in front.
-struct Problem {
-  int64_t items, inputs, outputs;
-  Dimension rows, columns;
+// x or g, with its strides as three spatial dimensions have them.
+struct View {
+  const float* data;
+  int64_t image, feature, plane, row, column;
 
-  Problem(const Geometry& g, const Tensor& x, const Tensor& dw, const Tensor& dy)
-      : items(dy.shape[0]), inputs(x.shape.back()), outputs(dy.shape.back()) {
+  View(const Geometry& g, const Tensor& t, const Spec& spec) : data(t.as<float>()) {
+    const auto strides = g.data(t, spec).get_strides();
     const size_t n = g.spatial_rank();
-    Dimension* const dimensions[] = {&rows, &columns};
+    image = strides[0], feature = strides[1], column = strides[n + 1];
+    row = n > 1 ? strides[n] : 0, plane = n > 2 ? strides[n - 1] : 0;
+  }
+};
+
+// Three spatial dimensions, missing ones of extent 1 in front; features are a group's.
+struct Problem {
+  int64_t images, groups, inputs, outputs;
+  Dimension planes, rows, columns;
+  View x, g;
+  // Whether the taps of a row, with all their features, are taken for as many features of one pixel: few would leave most
+  // of a panel empty.
+  bool row_as_features;
+
+  Problem(const Geometry& geometry, const Tensor& in, const Tensor& dw, const Tensor& dy)
+      : images(dy.shape[geometry.out_spec[0]]),
+        groups(geometry.groups),
+        inputs(in.shape[geometry.lhs_spec[1]] / groups),
+        outputs(dy.shape[geometry.out_spec[1]] / groups),
+        x(geometry, in, geometry.lhs_spec),
+        g(geometry, dy, geometry.out_spec) {
+    const size_t n = geometry.spatial_rank();
+    Dimension* const dimensions[] = {&planes, &rows, &columns};
     for (size_t i = 0; i < n; ++i) {
-      *dimensions[2 - n + i] = {x.shape[i + 1], dy.shape[i + 1], dw.shape[g.rhs_spec[i + 2]],
-                                g.strides[i],   g.dilation[i],   g.padding_low[i]};
+      *dimensions[3 - n + i] = {in.shape[geometry.lhs_spec[i + 2]],  dy.shape[geometry.out_spec[i + 2]],
+                                dw.shape[geometry.rhs_spec[i + 2]],  geometry.strides[i],
+                                geometry.dilation[i],                geometry.padding_low[i]};
     }
+    row_as_features = inputs <= kFewInputs && columns.dilation == 1;
   }
 
+  static constexpr int64_t kFewInputs = 16;
+
+  int64_t items() const { return images * planes.out; }  // with rows and columns
   int64_t taps() const { return rows.taps * columns.taps; }
+  int64_t panel() const { return row_as_features ? inputs : kInputs; }  // features of a pixel that lie together
 };
 
-// Some rows of g of one image, or several whole images.
+// Some columns of a row of g of one item, some rows, or several whole items.
 struct Block {
-  int64_t item, items, row, rows;
+  int64_t item, items, row, rows, column, columns;
 };
 
 // How the sums are cut, by the shapes alone, so that they repeat bit for bit. What a task works on, a block of packed
 // pixels and its share of dw, fits into a second-level cache.
 struct Cut {
   static constexpr int64_t kPixels = 256, kMostInputs = 66, kMostOutputs = 128;
-  static constexpr int64_t kFewTasks = 16, kMostTasks = 256, kLargePart = 8;  // blocks
+  static constexpr int64_t kFewTasks = 16, kMostTasks = 256, kLargePart = 8, kLongPart = 128;  // blocks
   int64_t inputs, outputs, input_parts, output_parts;  // a task's features, whole panels of them
-  int64_t items, rows, blocks_per_image, count;        // of a block
+  int64_t items, rows, columns;                        // of a block
+  int64_t blocks_per_row, blocks_per_item, count;
+  int64_t tiles;                                       // tasks that share a block
   int64_t parts;                                       // of the blocks, each with sums of its own
 
   explicit Cut(const Problem& p) {
     const auto even = [](int64_t extent, int64_t most, int64_t panel) {
       return blocks(blocks(extent, blocks(extent, most)), panel) * panel;
     };
-    inputs = even(p.inputs, kMostInputs, kInputs), outputs = even(p.outputs, kMostOutputs, kOutputs);
+    inputs = even(p.inputs, kMostInputs, p.panel()), outputs = even(p.outputs, kMostOutputs, kOutputs);
     input_parts = blocks(p.inputs, inputs), output_parts = blocks(p.outputs, outputs);
+    columns = p.columns.out <= 2 * kPixels ? p.columns.out : share(p.columns.out, kPixels);
     rows = share(p.rows.out, kPixels / p.columns.out);
-    items = share(p.items, kPixels / (p.rows.out * p.columns.out));
-    blocks_per_image = blocks(p.rows.out, rows);
-    count = blocks(p.items, items) * blocks_per_image;
-    // A part costs a dw to write and to add: beyond what a few threads need, only large ones are worth it.
-    const int64_t tiles = input_parts * output_parts;
-    parts = std::clamp<int64_t>(std::max(kFewTasks / tiles, std::min(kMostTasks / tiles, count / kLargePart)), 1, count);
+    items = share(p.items(), kPixels / (p.rows.out * p.columns.out));
+    blocks_per_row = blocks(p.columns.out, columns), blocks_per_item = blocks(p.rows.out, rows) * blocks_per_row;
+    count = blocks(p.items(), items) * blocks_per_item;
+    // A part costs a dw to write and to add: beyond what a few threads and short sums need, only large ones are worth it.
+    tiles = input_parts * output_parts * p.groups * p.planes.taps;
+    const int64_t tasks = std::max(kFewTasks / tiles, std::min(kMostTasks / tiles, count / kLargePart));
+    parts = std::clamp<int64_t>(std::max(tasks, count / kLongPart), 1, count);
   }
 
   Block block(const Problem& p, int64_t i) const {
-    const int64_t item = i / blocks_per_image * items, row = i % blocks_per_image * rows;
-    return {item, std::min(items, p.items - item), row, std::min(rows, p.rows.out - row)};
+    const int64_t item = i / blocks_per_item * items, row = i % blocks_per_item / blocks_per_row * rows,
+                  column = i % blocks_per_row * columns;
+    return {item, std::min(items, p.items() - item), row,    std::min(rows, p.rows.out - row),
+            column, std::min(columns, p.columns.out - column)};
   }
 };
 
 // `count` features of a pixel, or zeros where from is null, into panels of `size`; the last one is filled up with zeros.
-template <int64_t size>
-void pack_pixel(const float* from, int64_t count, float* to, int64_t panel_stride) {
-  for (; count >= size && from; count -= size, from += size, to += panel_stride) std::memcpy(to, from, size * sizeof(float));
+void pack_pixel(const float* from, int64_t stride, int64_t count, float* to, int64_t size, int64_t panel_stride) {
   for (; count > 0; count -= size, to += panel_stride) {
-    std::memset(to, 0, size * sizeof(float));
-    if (from) std::memcpy(to, from, count * sizeof(float));
+    const int64_t some = from ? std::min(count, size) : 0;
+    for (int64_t i = 0; i < some; ++i) to[i] = from[i * stride];
+    for (int64_t i = some; i < size; ++i) to[i] = 0;
+    if (from) from += size * stride;
   }
 }
 
-// A task: some features of x and of g.
+// The same of features that lie side by side.
+template <int64_t size>
+void pack_pixel(const float* from, int64_t count, float* to, int64_t panel_stride) {
+  for (; count >= size && from; count -= size, from += size, to += panel_stride) std::memcpy(to, from, size * sizeof(float));
+  if (count > 0) pack_pixel(from, 1, count, to, size, panel_stride);
+}
+
+// A task: some features of x and of g, of a group, and the taps in a plane.
 class Task {
  public:
-  Task(const Problem& problem, const Cut& cut, int64_t input_part, int64_t output_part)
+  Task(const Problem& problem, const Cut& cut, int64_t tile)
       : p_(problem),
-        cut_(cut),
-        input_(input_part * cut.inputs),
+        input_(tile % cut.input_parts * cut.inputs),
         inputs_(std::min(cut.inputs, problem.inputs - input_)),
-        output_(output_part * cut.outputs),
+        output_(tile / cut.input_parts % cut.output_parts * cut.outputs),
         outputs_(std::min(cut.outputs, problem.outputs - output_)),
-        width_(problem.columns.packed(problem.columns.out)),
-        x_panel_(cut.items * problem.rows.packed(cut.rows) * width_ * kInputs),
-        g_panel_(cut.items * cut.rows * problem.columns.out * kOutputs),
-        scratch_((x_panel_ * blocks(inputs_, kInputs) + g_panel_ * blocks(outputs_, kOutputs)) * sizeof(float)),
+        group_(tile / cut.input_parts / cut.output_parts % problem.groups),
+        plane_(tile / cut.input_parts / cut.output_parts / problem.groups),
+        width_(problem.columns.packed(cut.columns)),
+        x_panel_(cut.items * problem.rows.packed(cut.rows) * width_ * problem.panel()),
+        narrow_(outputs_ <= kOutputs / 2),
+        g_panel_(cut.items * cut.rows * cut.columns * g_size()),
+        scratch_((x_panel_ * blocks(inputs_, problem.panel()) + g_panel_ * blocks(outputs_, kOutputs)) * sizeof(float)),
         x_(reinterpret_cast<float*>(scratch_.data())),
-        g_(x_ + x_panel_ * blocks(inputs_, kInputs)) {}
+        g_(x_ + x_panel_ * blocks(inputs_, problem.panel())) {}
 
-  // Adds the block's products to sums, of shape (taps, inputs, outputs), or writes them there.
-  void run(const Block& block, const float* x, const float* g, float* sums, bool first) {
-    pack_x(block, x);
-    pack_g(block, g);
+  // Adds the block's products to sums, of shape (planes, groups, taps, inputs, outputs), or writes them there.
+  void run(const Block& block, float* sums, bool first) {
+    pack_x(block);
+    pack_g(block);
     const Dimension &rows = p_.rows, &columns = p_.columns;
     offsets_.clear();
     for (int64_t item = 0; item < block.items; ++item) {
       for (int64_t row = 0; row < block.rows; ++row) {
-        offsets_.push_back((item * rows.packed(block.rows) + row * rows.output_step()) * width_ * kInputs);
+        offsets_.push_back((item * rows.packed(block.rows) + row * rows.output_step()) * width_ * p_.panel());
       }
     }
+    const int64_t taps_beside = p_.row_as_features ? columns.taps : 1, inputs = taps_beside * inputs_;
+    float* const own = sums + (plane_ * p_.groups + group_) * p_.taps() * p_.inputs * p_.outputs;
     for (int64_t o = 0; o < outputs_; o += kOutputs) {
-      for (int64_t i = 0; i < inputs_; i += kInputs) {
-        for (int64_t tap = 0; tap < p_.taps(); ++tap) {
+      for (int64_t i = 0; i < inputs; i += kInputs) {
+        for (int64_t tap = 0; tap < p_.taps(); tap += taps_beside) {
           const int64_t at = tap / columns.taps * rows.dilation * width_ + tap % columns.taps * columns.dilation;
-          const product::Panels packed{x_ + i / kInputs * x_panel_ + at * kInputs, g_ + o / kOutputs * g_panel_,
-                                       offsets_.data(), int64_t(offsets_.size()), columns.out,
-                                       columns.output_step() * kInputs, kOutputs};
-          float* to = sums + (tap * p_.inputs + input_ + i) * p_.outputs + output_ + o;
-          add_tile(packed, to, std::min(kInputs, inputs_ - i), std::min(kOutputs, outputs_ - o), first);
+          const int64_t feature = p_.row_as_features ? i : i / kInputs * x_panel_;
+          const product::Panels packed{x_ + at * p_.panel() + feature, g_ + o / kOutputs * g_panel_, offsets_.data(),
+                                       int64_t(offsets_.size()), block.columns, columns.output_step() * p_.panel(), g_size(), 1, narrow_};
+          float* to = own + (tap * p_.inputs + input_ + i) * p_.outputs + output_ + o;
+          add_tile(packed, to, std::min(kInputs, inputs - i), std::min(kOutputs, outputs_ - o), first);
         }
       }
     }
   }
 
  private:
-  void pack_x(const Block& block, const float* x) {
+  void pack_x(const Block& block) {
     const Dimension &rows = p_.rows, &columns = p_.columns;
+    const View& x = p_.x;
     float* to = x_;
     for (int64_t item = block.item; item < block.item + block.items; ++item) {
-      for (int64_t i = 0; i < rows.packed(block.rows); ++i) {
+      const int64_t plane = p_.planes.source(item % p_.planes.out, 0) + plane_ * p_.planes.dilation;
+      const float* const from = x.data + item / p_.planes.out * x.image + plane * x.plane +
+                                (group_ * p_.inputs + input_) * x.feature;
+      for (int64_t i = 0; i < rows.packed(block.rows); ++i, to += width_ * p_.panel()) {
         const int64_t row = rows.source(block.row, i);
-        for (int64_t j = 0; j < width_; ++j, to += kInputs) {
-          const int64_t column = columns.source(0, j);
-          const bool inside = row >= 0 && row < rows.in && column >= 0 && column < columns.in;
-          const int64_t pixel = (item * rows.in + row) * columns.in + column;
-          pack_pixel<kInputs>(inside ? x + pixel * p_.inputs + input_ : nullptr, inputs_, to, x_panel_);
+        pack_row(p_.planes.inside(plane) && rows.inside(row) ? from + row * x.row : nullptr, columns.source(block.column, 0),
+                 columns.packed(block.columns), to);
+      }
+    }
+  }
+
+  // `count` pixels of a row of x, or of zeros where it is null, of which the first is in column `begin`.
+  void pack_row(const float* row, int64_t begin, int64_t count, float* to) const {
+    const int64_t panel = p_.panel(), step = p_.columns.source(0, 1) - p_.columns.source(0, 0);
+    for (int64_t j = 0, column = begin; j < count; ++j, column += step, to += panel) {
+      const float* const from = row && p_.columns.inside(column) ? row + column * p_.x.column : nullptr;
+      if (p_.x.feature == 1 && panel == kInputs) {
+        pack_pixel<kInputs>(from, inputs_, to, x_panel_);
+      } else {
+        pack_pixel(from, p_.x.feature, inputs_, to, panel, x_panel_);
+      }
+    }
+  }
+
+  void pack_g(const Block& block) {
+    const View& g = p_.g;
+    float* to = g_;
+    for (int64_t item = block.item; item < block.item + block.items; ++item) {
+      for (int64_t row = block.row; row < block.row + block.rows; ++row) {
+        const float* from = g.data + item / p_.planes.out * g.image + item % p_.planes.out * g.plane + row * g.row +
+                            block.column * g.column + (group_ * p_.outputs + output_) * g.feature;
+        for (int64_t i = 0; i < block.columns; ++i, from += g.column, to += g_size()) {
+          g.feature == 1 && !narrow_ ? pack_pixel<kOutputs>(from, outputs_, to, g_panel_)
+                                     : pack_pixel(from, g.feature, outputs_, to, g_size(), g_panel_);
         }
       }
     }
   }
 
-  void pack_g(const Block& block, const float* g) {
-    const int64_t width = p_.columns.out, pixels = block.items * block.rows * width;
-    const float* from = g + (block.item * p_.rows.out + block.row) * width * p_.outputs + output_;
-    for (int64_t i = 0; i < pixels; ++i) pack_pixel<kOutputs>(from + i * p_.outputs, outputs_, g_ + i * kOutputs, g_panel_);
-  }
+  int64_t g_size() const { return narrow_ ? kOutputs / 2 : kOutputs; }  // of a panel
 
   void add_tile(const product::Panels& packed, float* to, int64_t inputs, int64_t outputs, bool first) const {
-    if (inputs == kInputs && outputs == kOutputs) return product::kernels().outer_products(packed, kInputs, to, p_.outputs, first);
+    if (outputs == kOutputs) return product::kernels().outer_products(packed, inputs, to, p_.outputs, first);
     float tile[kInputs * kOutputs];
-    product::kernels().outer_products(packed, kInputs, tile, kOutputs, true);
+    product::kernels().outer_products(packed, inputs, tile, kOutputs, true);
     for (int64_t i = 0; i < inputs; ++i) {
       for (int64_t o = 0; o < outputs; ++o) {
         float& sum = to[i * p_.outputs + o];
@@ -171,8 +241,9 @@ class Task {
   }
 
   const Problem& p_;
-  const Cut& cut_;
-  const int64_t input_, inputs_, output_, outputs_, width_, x_panel_, g_panel_;
+  const int64_t input_, inputs_, output_, outputs_, group_, plane_, width_, x_panel_;
+  const bool narrow_;  // few features of g
+  const int64_t g_panel_;
   const onednn::Scratch scratch_;
   float *const x_, *const g_;
   std::vector<int64_t> offsets_;
@@ -181,17 +252,20 @@ class Task {
 // dw, in whatever order its dimensions are, from the sums of the parts, of which the first is overwritten.
 void add_parts(const Geometry& geometry, const Problem& p, int64_t parts, float* sums, const Tensor& dw) {
   const Shape strides = geometry.filter_strides(dw);
-  const int64_t column_stride = strides.back(), row_stride = strides.size() > 3 ? strides[2] : 0;
-  parallel_for(p.taps() * p.inputs, [&](int64_t row) {
-    const int64_t tap = row / p.inputs;
-    float* to = dw.as<float>() + tap / p.columns.taps * row_stride + tap % p.columns.taps * column_stride +
-                row % p.inputs * strides[1];
-    float* const sum = sums + row * p.outputs;
+  const size_t n = strides.size();
+  const int64_t column = strides[n - 1], row = n > 3 ? strides[n - 2] : 0, plane = n > 4 ? strides[2] : 0;
+  const int64_t input = strides[!geometry.filter_swapped], output = strides[geometry.filter_swapped];
+  const int64_t group = geometry.filter_swapped ? p.inputs * input : p.outputs * output;
+  parallel_for(dw.size() / p.outputs, [&](int64_t i) {
+    const int64_t tap = i / p.inputs % p.taps(), outer = i / p.inputs / p.taps();
+    float* to = dw.as<float>() + outer / p.groups * plane + outer % p.groups * group + tap / p.columns.taps * row +
+                tap % p.columns.taps * column + i % p.inputs * input;
+    float* const sum = sums + i * p.outputs;
     for (int64_t part = 1; part < parts; ++part) {
       const float* const own = sum + part * dw.size();
       for (int64_t o = 0; o < p.outputs; ++o) sum[o] += own[o];
     }
-    for (int64_t o = 0; o < p.outputs; ++o) to[o * strides[0]] = sum[o];
+    for (int64_t o = 0; o < p.outputs; ++o) to[o * output] = sum[o];
   });
 }
 
@@ -205,29 +279,23 @@ bool is_features_last(const Spec& spec) {
 
 }  // namespace
 
-// As measured, see the table in README.md: of one tap oneDNN's kernels are as fast, few inputs leave most of a panel empty,
-// and rows are not cut, so that of long ones no block fits into a cache.
-bool takes(const Geometry& g, const Tensor& x, const Tensor& dw, const Tensor& dy) {
-  if (simd_level() != SimdLevel::avx2 || x.dtype != DType::F32 || dw.dtype != DType::F32) return false;
-  if (g.groups > 1 || g.transposed() || g.spatial_rank() > 2) return false;
-  if (!is_channels_last(g.lhs_spec) || !is_channels_last(g.out_spec)) return false;
-  if (x.size() == 0 || dw.size() == 0 || dy.size() == 0) return false;
-  const Problem p(g, x, dw, dy);
-  return p.taps() > 1 && p.inputs >= kInputs && p.columns.out <= 2 * Cut::kPixels;
+// As measured, see the table in FILTERS.md: of one tap oneDNN's kernels are as fast, with AVX-512 also those of many inputs.
+bool is_faster(const Geometry& g, const Tensor& dw) {
+  if (simd_level() == SimdLevel::portable || g.groups > 1 || g.taps(dw) == 1) return false;
+  return simd_level() == SimdLevel::avx2 || g.inputs_per_group(dw) < Problem::kFewInputs;
 }
 
 void gradient(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g) {
   const Problem p(geometry, x, dw, g);
   const Cut cut(p);
-  const bool in_place = cut.parts == 1 && is_features_last(geometry.rhs_spec);
+  const bool in_place = cut.parts == 1 && p.groups == 1 && is_features_last(geometry.rhs_spec);
   const onednn::Scratch scratch(in_place ? 0 : cut.parts * dw.bytes());
   float* sums = in_place ? dw.as<float>() : reinterpret_cast<float*>(scratch.data());
-  const int64_t tiles = cut.input_parts * cut.output_parts;
-  parallel_for(cut.parts * tiles, [&](int64_t i) {
-    Task task(p, cut, i % cut.input_parts, i / cut.input_parts % cut.output_parts);
-    const int64_t part = i / tiles, begin = part * cut.count / cut.parts, end = (part + 1) * cut.count / cut.parts;
+  parallel_for(cut.parts * cut.tiles, [&](int64_t i) {
+    Task task(p, cut, i % cut.tiles);
+    const int64_t part = i / cut.tiles, begin = part * cut.count / cut.parts, end = (part + 1) * cut.count / cut.parts;
     for (int64_t block = begin; block < end; ++block) {
-      task.run(cut.block(p, block), x.as<float>(), g.as<float>(), sums + part * dw.size(), block == begin);
+      task.run(cut.block(p, block), sums + part * dw.size(), block == begin);
     }
   });
   if (!in_place) add_parts(geometry, p, cut.parts, sums, dw);

@@ -1,14 +1,14 @@
-// The gradient of a dense convolution's filter by our own loops.
+// The gradient of a convolution's filter by our own loops, whose sums are short whatever the shapes are.
 #pragma once
 
 #include "conv.h"
 
 namespace jaxfuse::conv::filter {
 
-// Whether it is an f32 convolution of one group with x and g channels last, none of them empty, of a kind for which the
-// loops are faster than oneDNN.
-bool takes(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g);
+// Whether they are faster than oneDNN's.
+bool is_faster(const Geometry& geometry, const Tensor& dw);
 
+// Of f32, of any layout and number of groups; none of the tensors may be empty.
 void gradient(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g);
 
 }  // namespace jaxfuse::conv::filter

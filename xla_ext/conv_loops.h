@@ -89,19 +89,24 @@ void gradient_features_last(const GradientArgs& given, int64_t begin, int64_t en
   }
 }
 
+constexpr int64_t kLongestSum = 1024;  // of f32 numbers; sums of those are in double
+
 template <class T, Activation activation>
 void gradient_inner(const GradientArgs& given, int64_t begin, int64_t end, float* sums) {
   const GradientArgs args = given;
   for (int64_t row = begin; row < end; ++row) {
-    Floats sum{};
-    for_vectors(0, args.inner, [&](int64_t i, auto lanes) {
-      const Floats g = gradient_vector<T, activation>(args, row * args.inner + i, lanes);
-      if (args.g) store(static_cast<T*>(args.g) + row * args.inner + i, g, lanes);
-      sum += g;
-    });
-    float total = 0;
-    for (int i = 0; i < kLanes; ++i) total += sum[i];
-    if (sums) sums[row - begin] = total;
+    double total = 0;
+    for (int64_t first = 0; first < args.inner; first += kLongestSum) {
+      const int64_t last = args.inner - first < kLongestSum ? args.inner : first + kLongestSum;
+      Floats sum{};
+      for_vectors(first, last, [&](int64_t i, auto lanes) {
+        const Floats g = gradient_vector<T, activation>(args, row * args.inner + i, lanes);
+        if (args.g) store(static_cast<T*>(args.g) + row * args.inner + i, g, lanes);
+        sum += g;
+      });
+      for (int i = 0; i < kLanes; ++i) total += sum[i];
+    }
+    if (sums) sums[row - begin] = float(total);
   }
 }
 

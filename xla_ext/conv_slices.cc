@@ -8,7 +8,21 @@ namespace {
 // Products in one sum, near XLA's error: with AVX-512 that is 3.8e-7, and 4.8e-7, four units of f32, is not passed; without,
 // XLA's sums are longer. More slices are closer and slower, see the tables in README.md.
 int64_t longest_sum() { return onednn::has_avx512() ? 640 : 1200; }
-constexpr int64_t kLongestGradientSum = 1024;  // of the filter
+
+// Pixels in one sum of a filter's gradient, so that it errs by some 5e-7; see the table in FILTERS.md.
+constexpr int64_t kLongestGradientSum = 800, kManyFeatures = 16;
+
+// As many as that of oneDNN's: its kernels of one tap add up a few pixels at a time, and with AVX-512 also those of many
+// features, neither strided nor dilated.
+int64_t longest_gradient_sum(const Geometry& geometry, const Tensor& dw) {
+  const Shape ones(geometry.spatial_rank(), 1);
+  const int64_t inputs = geometry.inputs_per_group(dw) * geometry.groups, filters = dw.size() / geometry.taps(dw);
+  const bool many = inputs >= kManyFeatures && filters > geometry.groups;  // and not depthwise
+  if (many && geometry.groups == 1 && geometry.taps(dw) == 1) return 80 * kLongestGradientSum;
+  const bool dense = geometry.strides == ones && geometry.dilation == ones;
+  return many && dense && onednn::has_avx512() ? 16 * kLongestGradientSum : kLongestGradientSum;
+}
+
 constexpr int64_t kFeatureStep = 16, kFewestFeatures = 32;  // whole vectors, and enough of them
 
 bool is_channels_last(const dnnl::memory::desc& md) { return md == channels_last(md, ElementType::f32); }
@@ -53,10 +67,10 @@ Slice::Slice(const Geometry& whole, const Tensor& whole_x, const Tensor& whole_w
 }
 
 int64_t images_per_sum(const Geometry& geometry, const Tensor& dw, const Tensor& g) {
-  const int64_t taps = dw.size() / dw.shape[geometry.rhs_spec[0]] / dw.shape[geometry.rhs_spec[1]];
   const int64_t batch = g.shape[geometry.out_spec[0]], pixels = g.size() / batch / g.shape[geometry.out_spec[1]];
-  if (taps == 1 || g.dtype != DType::F32 || geometry.lhs_spec[0] != 0 || geometry.out_spec[0] != 0) return batch;
-  return std::clamp<int64_t>(kLongestGradientSum / pixels, 1, batch);
+  const int64_t fitting = longest_gradient_sum(geometry, dw) / pixels;
+  if (g.dtype != DType::F32 || fitting >= batch) return batch;
+  return geometry.lhs_spec[0] == 0 && geometry.out_spec[0] == 0 ? fitting : 0;
 }
 
 Tensor images(const Tensor& t, int64_t begin, int64_t count) {

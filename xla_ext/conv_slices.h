@@ -18,8 +18,8 @@ struct Slice {
   Tensor x, w;
 };
 
-// How many images of the batch one sum of the filter's gradient, over their pixels of g, should take in: all, unless x and g
-// have the batch outermost and oneDNN's own sums are long, which those of one tap are not.
+// How many images of the batch one sum of oneDNN's of the filter's gradient, over their pixels of g, may take in: all, some
+// where x and g have the batch outermost, or 0 where even those of one are too many.
 int64_t images_per_sum(const Geometry& geometry, const Tensor& dw, const Tensor& g);
 
 // Images [begin, begin + count) of t, whose batch is outermost.

@@ -60,14 +60,16 @@ Backward checked(const Call& call) {
   return b;
 }
 
-constexpr int64_t kChunkElements = 1 << 15, kMostChunks = 256;
+constexpr int64_t kChunkElements = 1 << 15, kMostChunks = 256, kLongestSum = 1024;
 
-// g (or null) and, where it is wanted, db. The chunks depend on the shape alone, and so does what is added to what.
+// g (or null) and, where it is wanted, db. The chunks depend on the shape alone, and so does what is added to what, in f32
+// kLongestSum rows at most.
 void run_gradient(const Backward& b, void* g) {
   const GradientArgs args{element_of(b.dy.dtype), b.sizes.columns, b.activation, b.parameters, b.by_value, b.dy.data,
                           b.told ? b.told->data : nullptr, g};
   const int64_t columns = b.sizes.columns, rows = b.dy.size() / columns;
-  const int64_t wanted = std::clamp<int64_t>(b.dy.size() / kChunkElements, 1, std::min(kMostChunks, rows));
+  const int64_t even = std::clamp<int64_t>(b.dy.size() / kChunkElements, 1, std::min(kMostChunks, rows));
+  const int64_t wanted = std::max(even, (rows + kLongestSum - 1) / kLongestSum);
   const int64_t step = (rows + wanted - 1) / wanted, chunks = (rows + step - 1) / step;
   std::vector<float> sums(b.db ? chunks * columns : 0);
   parallel_for(chunks, [&](int64_t chunk) {

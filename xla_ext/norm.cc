@@ -73,7 +73,7 @@ struct Arguments {
   // Large enough to be worth a thread's while, small enough to go round; few, because each has sums of its own. Whole
   // items, so that every task has rows of all groups.
   int64_t rows_of_task() const {
-    constexpr int64_t kTasks = 16, kSmallest = 16 << 10, kMostRows = 512;
+    constexpr int64_t kTasks = 16, kSmallest = 16 << 10, kMostRows = 256;
     const int64_t items = std::max(extent.outer / kTasks, kSmallest / extent.item());
     return std::clamp<int64_t>(items, 1, std::max<int64_t>(kMostRows / extent.groups, 1)) * extent.groups;
   }

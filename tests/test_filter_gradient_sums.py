@@ -1,0 +1,113 @@
+"""Gradients that are sums over very many pixels or rows err by no more than a few units of float32, whatever the shapes are."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conv_oracle import BF16, F32, MANY_PIXELS, backward, gradients, random
+from exact import in_float64
+from jax import lax
+
+import jaxfuse
+from jaxfuse import ffi
+
+pytestmark = pytest.mark.skipif(ffi.unavailable("jaxfuse_conv_bwd") is not None, reason=str(ffi.unavailable("jaxfuse_conv_bwd")))
+UNITS = 5  # of float32, 2**-23
+LEVELS = {"avx2": dict(JAXFUSE_SIMD="avx2", ONEDNN_MAX_CPU_ISA="AVX2"), "portable": dict(JAXFUSE_SIMD="portable")}
+
+
+def error(got, want):
+    """Root mean square, relative, in units of float32."""
+    return np.sqrt(np.mean((np.float64(got) - want) ** 2) / np.mean(np.float64(want) ** 2)) * 2.0**23
+
+
+def positive(shape, seed=0):
+    """Numbers of one sign, as a relu leaves them."""
+    return jnp.abs(random(shape, seed=seed))
+
+
+def filter_error(case, dtype=F32):
+    x, g = positive(case.x).astype(dtype), random(case.y, dtype, 1)
+    found = backward(case, x, jnp.zeros(case.w, dtype), g, None, "none", want=("dw", "db"))
+    bias = np.float64(g).sum(tuple(i for i in range(g.ndim) if i != case.specs.out_spec[1]))
+    return error(found["dw"], gradients(case, x, np.zeros(case.w), g)[1]), error(found["db"], bias)
+
+
+@pytest.mark.parametrize("name", MANY_PIXELS)
+def test_filter_gradient(name):
+    assert max(filter_error(MANY_PIXELS[name])) <= UNITS
+
+
+@pytest.mark.parametrize("name", ["1-D, one input", "depthwise, NCHW", "3-D"])
+def test_filter_gradient_of_bfloat16(name):
+    """Its sums are rounded once, where oneDNN has no kernels for it; what it makes of them elsewhere is its own."""
+    of_filter, of_bias = filter_error(MANY_PIXELS[name], BF16)
+    assert of_filter <= 2.0**16 and of_bias <= UNITS
+
+
+def main():
+    for name, case in MANY_PIXELS.items():
+        assert max(filter_error(case)) <= UNITS, name
+    print("all")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_filter_gradient_of_lesser_instruction_sets(level):
+    if ffi.native().info()["simd"] in (level, "portable"):
+        pytest.skip("this machine's own")
+    environment = os.environ | LEVELS[level] | dict(PYTHONPATH=os.pathsep.join([os.path.dirname(__file__), *sys.path]))
+    code = "import test_filter_gradient_sums as t; t.main()"
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200)
+    assert run.stdout == "all\n", run.stderr
+
+
+def convolution(**options):
+    def f(x, w):
+        return lax.conv_general_dilated(x, w, (1, 1), dimension_numbers=("NHWC", "HWIO", "NHWC"), **options)
+
+    return f
+
+
+def biased(x, w, b):
+    return jax.nn.gelu(x @ w + b)
+
+
+def layer_norm(x, gamma, beta):
+    centred = x - x.mean(-1, keepdims=True)
+    return centred * lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * gamma + beta
+
+
+def batch_norm(x, gamma, beta):
+    centred = x - x.mean(0)
+    return centred * lax.rsqrt((centred**2).mean(0) + 1e-5) * gamma + beta
+
+
+OTHERS = {
+    "transposed": (convolution(padding=((2, 2), (2, 2)), lhs_dilation=(2, 2)), (2, 40, 41, 12), (4, 4, 12, 16)),
+    "transposed, groups": (
+        convolution(padding=((2, 1), (1, 2)), lhs_dilation=(2, 2), feature_group_count=3), (1, 40, 41, 12), (3, 3, 4, 6)
+    ),
+    "transposed, depthwise": (
+        convolution(padding=((1, 1), (1, 1)), lhs_dilation=(2, 2), feature_group_count=8), (1, 40, 41, 8), (3, 3, 1, 8)
+    ),
+    "dense": (biased, (60000, 6), (6, 10), (10,)),
+    "layer norm": (layer_norm, (40000, 16), (16,), (16,)),
+    "batch norm": (batch_norm, (60000, 8), (8,), (8,)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_parameters(name):
+    function, *shapes = OTHERS[name]
+    args = [positive(shapes[0]), *(random(shape, seed=i) for i, shape in enumerate(shapes[1:], 1))]
+    g = random(jax.eval_shape(function, *args).shape, seed=9)
+    fused = jaxfuse.fuse(function, policy="always")
+    assert jaxfuse.explain(function, *args, policy="always").fused
+    found = jax.jit(lambda args: jax.vjp(fused, *args)[1](g))(args)
+    want = in_float64(lambda args, g: jax.vjp(function, *args)[1](g), args, g)
+    for got, exact in zip(found[1:], want[1:]):
+        assert error(got, np.asarray(exact)) <= UNITS
