@@ -11,6 +11,7 @@ from jaxfuse.memory import retain_memory
 from jaxfuse.report import FusionError, FusionReport, Site
 from jaxfuse.threads import get_num_threads, set_num_threads
 
+__version__ = "0.1.0"  # and in pyproject.toml
 __all__ = ["FusionError", "FusionReport", "Site", "explain", "fuse", "get_num_threads", "ops", "retain_memory", "set_num_threads"]
 
 memory.retain_if_asked()

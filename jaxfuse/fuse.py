@@ -2,20 +2,21 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jaxfuse import loops, patterns, platforms, policy as policies, private, report as reports, versions
 from jaxfuse.graph import RULED, Emission, Graph, Node, evaluate, inside, programs, retraced, subprograms
+from jaxfuse.jitted import Fused
 from jaxfuse.live import accept, circular
 from jaxfuse.match import Match, Refusal
 from jaxfuse.ops.errors import one_of
 from jaxfuse.patterns import autodiff
 from jaxfuse.reasons import lacks_kernel
 from jaxfuse.settings import ours, unwatched
-from jaxfuse.signature import Call, Untraceable, compiled, is_part_of_a_program
+from jaxfuse.signature import Traced, is_part_of_a_program, trace
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -154,34 +155,43 @@ def _closed(body) -> ClosedJaxpr:
     return body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ())
 
 
-def fuse(fn: Callable[P, R], *, policy: str = "measured", strict: bool = False) -> Callable[P, R]:
-    """`fn` with its convolutions and batch norms, and what follows each, replaced by fused operations.
+@overload
+def fuse(fn: Callable[P, R], /, *, policy: str = ..., strict: bool = ..., **options: Any) -> Fused[P, R]: ...
+@overload
+def fuse(*, policy: str = ..., strict: bool = ..., **options: Any) -> Callable[[Callable[P, R]], Fused[P, R]]: ...
+def fuse(fn=None, /, *, policy="measured", strict=False, **options):
+    """`jax.jit(fn)` with its convolutions, dense layers and norms, and what follows each, replaced by fused operations.
 
     Args:
-      fn: a JAX function: a network, a loss, a train step; jitted or not. Takes and returns any pytrees.
+      fn: a JAX function: a network, a loss, a train step; jitted (`jax.jit`, `flax.nnx.jit`) or not. Without it a decorator
+        with these options is returned. Takes and returns any pytrees, and Flax nnx's modules, optimizers, metrics and rngs,
+        which are carried in and out as by `nnx.jit`.
       policy: "measured" rewrites where the fused kernel was measured faster, "always" every correct match, "never" none.
       strict: raise `FusionError`, with the table of sites, if a site stays unfused that a kernel could have taken. What is
         recognised and has no kernel yet does not count.
+      options: keyword arguments of `jax.jit`: `static_argnames`, `donate_argnums`, `in_shardings`, … They add to those that
+        fn was jitted with.
 
-    Returns: a function of the same signature, compiled on first use for each signature as by `jax.jit`; it can be jitted,
-    differentiated in both modes, vmapped and scanned like `fn`. Derivatives taken of it use the fused backward kernels.
+    Returns: a function of the same signature, with what `jax.jit` gives: `lower`, `trace`, `eval_shape`, `clear_cache`. It can
+    be jitted, differentiated in both modes, vmapped and scanned like `fn`. Derivatives taken of it use the fused backward
+    kernels. Strings, bytes, functions and types among the arguments are part of the signature wherever they stand.
 
-    Raises: ValueError for an unknown policy (here); FusionError if strict, when called.
+    Raises: ValueError for an unknown policy and what `jax.jit` raises, TypeError if fn is not callable (here); FusionError if
+    strict, and what `jax.jit` raises for arguments that are no arrays and for functions that look at values (when called).
     """
     judge = policies.judge(policy)
-
-    def give_up(failure: Untraceable):
-        reports.log(_untraceable(failure))
-        if strict:
-            raise reports.FusionError(str(_untraceable(failure))) from failure
-
-    return compiled(fn, functools.partial(_run, fn, judge, strict), give_up)
+    again = functools.partial(fuse, policy=policy, strict=strict, **options)
+    if fn is None:
+        return again
+    if isinstance(fn, Fused):
+        fn, options = fn.__wrapped__, fn.options | options
+    return Fused(fn, functools.partial(_run, judge, strict), again, options)
 
 
 def inline(fn: Callable[P, R], *, policy: str = "measured") -> Callable[P, R]:
     """As `fuse(fn)`, but traced anew at every call and compiled with the caller: for a layer of a larger program.
 
-    Within a function that is itself being fused, fn as it is: the whole is fused.
+    Within a function that is itself being fused, fn as it is: the whole is fused. So where fn cannot be traced.
     """
     judge = policies.judge(policy)
 
@@ -190,10 +200,11 @@ def inline(fn: Callable[P, R], *, policy: str = "measured") -> Callable[P, R]:
         if is_part_of_a_program():
             return fn(*args, **kwargs)
         try:
-            return _run(fn, judge, False, *args, **kwargs)
-        except Untraceable as failure:
+            traced = trace(fn, args, kwargs)
+        except Exception as failure:  # fn itself says what is wrong
             reports.log(_untraceable(failure))
             return fn(*args, **kwargs)
+        return _rewritten(traced, judge, False)
 
     return call
 
@@ -209,39 +220,32 @@ def explain(fn: Callable, *args, policy: str = "measured", platform: str | None 
         one_of(platform, platforms.NAMES, "platform")
     with platforms.assumed(platform or platforms.committed((args, kwargs))):
         for concrete in (False, True):
-            call = Call(args, kwargs, concrete)
             try:
-                return _report(plan(call.trace(fn)[0], judge))
-            except Untraceable as error:
+                closed = trace(fn, args, kwargs, concrete).closed
+            except Exception as error:
                 failure = error
+            else:
+                return _report(plan(closed, judge))
         return _untraceable(failure)
 
 
-def _run(fn, judge, strict: bool, /, *args, **kwargs):
+def _run(judge, strict: bool, fn, args, kwargs):
     """Under `jax.jit`: traces fn, plans, and computes the rewritten program."""
-    if _is_looked_into((args, kwargs)):
-        return fn(*args, **kwargs)
-    call = Call(args, kwargs, concrete=True)
-    closed, out_tree = call.trace(fn)
-    program = plan(closed, judge)
+    return _rewritten(trace(fn, args, kwargs), judge, strict)
+
+
+def _rewritten(traced: Traced, judge, strict: bool):
+    program = plan(traced.closed, judge)
     report = _report(program)
     reports.log(report)
     missed = [site for site in report.skipped if not lacks_kernel(site.reason)]
     if strict and missed:
         raise reports.FusionError(f"{len(missed)} sites stay unfused\n{report}")
-    return jax.tree.unflatten(out_tree, program(call.leaves))
+    return jax.tree.unflatten(traced.out_tree, program(traced.leaves))
 
 
-def _is_looked_into(arguments) -> bool:
-    """Whether JAX runs what was jitted line by line: the user looks for a place in their own code."""
-    config = jax.config
-    if not (config.jax_debug_nans or config.jax_debug_infs):
-        return config.jax_disable_jit
-    return not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments))
-
-
-def _untraceable(failure: Untraceable) -> reports.FusionReport:
-    reason = f"the function cannot be traced for these arguments and runs as it is: {failure}"
+def _untraceable(failure: Exception) -> reports.FusionReport:
+    reason = f"the function cannot be traced for these arguments: {type(failure).__name__}: {failure}".splitlines()[0]
     return reports.FusionReport((), (reports.Site("program", "forward", (), (), "unknown", reason=reason),))
 
 

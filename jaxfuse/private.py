@@ -79,8 +79,22 @@ def run_alone(primitive) -> None:
     dispatch.simple_impl(primitive)
 
 
-def jit_options(fn) -> dict | None:
-    """Which arguments of a jitted function are static and which are donated, as `jax.jit` was told; None: fn is not jitted."""
+def jit_options(fn) -> dict[str, Any]:
+    """The keyword arguments of `jax.jit` that fn was jitted with; none if it was not."""
     info = getattr(fn, "_jit_info", None)
-    names = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
-    return None if info is None else {name: getattr(info, name) for name in names}
+    if info is None:
+        return {}
+    names = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames", "keep_unused", "device", "backend", "inline")
+    options = {name: value for name in names if (value := getattr(info, name, None))}
+    for side in ("in", "out"):
+        shardings, layouts = (getattr(info, f"{side}_{what}_leaves") for what in ("shardings", "layouts"))
+        if not all(type(s).__name__ == "UnspecifiedValue" for s in shardings) and not any(layouts):
+            options[f"{side}_shardings"] = getattr(info, f"{side}_shardings_treedef").unflatten(shardings)
+    if info.compiler_options_kvs:
+        options["compiler_options"] = dict(info.compiler_options_kvs)
+    return options
+
+
+def unjitted(fn):
+    """The function that `jax.jit` was given; fn itself, if it is not jitted."""
+    return fn._fun if hasattr(fn, "_jit_info") and hasattr(fn, "_fun") else fn

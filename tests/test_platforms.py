@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import jaxfuse
-from jaxfuse import cuda, ops, platforms, signature
+from jaxfuse import cuda, ops, platforms
 
 LARGE, SMALL = (32, 56, 56, 64), (2, 8, 8, 64)
 
@@ -152,8 +152,7 @@ def test_a_call_goes_by_where_its_arguments_are(monkeypatch):
     """And is traced anew for another platform."""
     at, seen = ["cuda"], []
     monkeypatch.setattr(platforms, "committed", lambda tree: at[0])
-    monkeypatch.setattr(signature.private, "jit_options", lambda fn: None)
-    call = signature.compiled(lambda x: x, lambda x: (seen.append(platforms.current()), x)[1], None)
+    call = jaxfuse.fuse(lambda x: (seen.append(platforms.current()), x)[1])
     for at[0] in ("cuda", None, "cpu", "cuda"):
         call(jnp.zeros(3))
     assert seen == ["cuda", "cpu"]
