@@ -181,6 +181,19 @@ def _per_channel_of(config, n_statistics, *args):
     return _coefficients(config, args[:n_statistics], args[n_statistics:])
 
 
+def _parts(cotangent, dtype):
+    """Numbers of x's dtype whose sum is the cotangent: `per_channel` may be written in it, and the mean of few elements must
+    cancel what each of them gets on its own."""
+    if jnp.finfo(dtype).bits >= jnp.finfo(cotangent.dtype).bits:
+        return [cotangent]
+    parts = []
+    for _ in range(-(-jnp.finfo(cotangent.dtype).nmant // jnp.finfo(dtype).nmant)):
+        parts.append(lax.reduce_precision(cotangent, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant))
+        rest = cotangent - parts[-1]
+        cotangent = jnp.where(jnp.isfinite(rest), rest, 0)
+    return parts
+
+
 def _gradients(two_passes, shards, linear: Linear, *args):
     """By `two_passes`, as `batch_norm_grad.by_xla`, over one of `shards` equal parts of the batch."""
     config = linear.config
@@ -195,13 +208,15 @@ def _gradients(two_passes, shards, linear: Linear, *args):
     dcoefficients = -scale * sum_g, sum_gx + (mean - center) * sum_g, sum_g
     per_channel = functools.partial(_per_channel_of, config, len(statistics))
     coefficient_types, vjp = jax.vjp(per_channel, *statistics, *parameters)
-    dsmall = vjp(tuple(d.astype(t.dtype) for d, t in zip(dcoefficients, coefficient_types)))
+    dcoefficients = tuple(d.astype(t.dtype) for d, t in zip(dcoefficients, coefficient_types))
+    dsmall = vjp(dcoefficients)
     full = []
     if want_dx or want_dresidual:
         b = c = None  # of given statistics: x has no other part in z, and its NaN or Inf must not come into dx
         if statistics:
             count = float(x.size // max(1, x.shape[config.axis])) * shards
-            dmean, dvar = [d + ct for d, ct in zip(dsmall, dstatistics)]
+            pulled = [vjp(part)[:2] for part in zip(*(_parts(d, x.dtype) for d in dcoefficients))]
+            dmean, dvar = [sum(parts) + ct for parts, ct in zip(zip(*pulled), dstatistics)]
             b, c = 2 * dvar / count, dmean / count
         full = finish(scale, b, c)
     grads = (*full[1 - want_dx :], *[None] * (config.has_residual and not want_dresidual), *dsmall[len(statistics) :])
