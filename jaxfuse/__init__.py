@@ -5,7 +5,7 @@
     jaxfuse.retain_memory()                  before the first computation: memory that is freed stays in the process
 """
 
-from jaxfuse import memory, ops
+from jaxfuse import ffi, memory, ops
 from jaxfuse.fuse import explain, fuse
 from jaxfuse.memory import retain_memory
 from jaxfuse.report import FusionError, FusionReport, Site
@@ -15,3 +15,4 @@ __version__ = "0.1.0"  # and in pyproject.toml
 __all__ = ["FusionError", "FusionReport", "Site", "explain", "fuse", "get_num_threads", "ops", "retain_memory", "set_num_threads"]
 
 memory.retain_if_asked()
+ffi.register_all()  # programs that jax.export wrote call our targets without a line of ours

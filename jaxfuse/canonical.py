@@ -27,7 +27,12 @@ class NotPerChannel:
 
 
 def size(value: Value) -> int:
-    return int(np.prod(value.shape, dtype=np.int64))
+    return math.prod(value.shape)
+
+
+def is_long(n) -> bool:
+    """Whether an axis of this length has more places than one; one of unknown length is taken to."""
+    return n not in (0, 1)
 
 
 def per_channel(value: Value, like: Value, axes: int | tuple[int, ...]) -> Value | NotPerChannel:
@@ -62,12 +67,12 @@ def _repeated(value: Value) -> Value | None:
 
 def repeats(value: Value) -> bool:
     """Whether it is a smaller value, broadcast."""
-    return varying_axes(value) != {axis for axis, n in enumerate(value.shape) if n > 1}
+    return varying_axes(value) != {axis for axis, n in enumerate(value.shape) if is_long(n)}
 
 
 def varying_axes(value: Value) -> set[int]:
     """Axes along which the value may change; broadcasts are seen through."""
-    axes = {i for i, n in enumerate(value.shape) if n > 1}
+    axes = {i for i, n in enumerate(value.shape) if is_long(n)}
     node = value.producer
     if node is None or node.primitive not in ("broadcast_in_dim", "pvary", CAST) and scaled(node) is None:
         return axes
@@ -225,7 +230,7 @@ def filled(value: Value, number):
 
 
 def lengths(value: Value) -> list[int]:
-    return [n for n in value.shape if n > 1]
+    return [n for n in value.shape if is_long(n)]
 
 
 def scale_factor(node: Node, value: Value) -> float | None:

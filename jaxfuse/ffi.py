@@ -16,7 +16,7 @@ import jaxlib
 import numpy as np
 from jax import lax
 
-from jaxfuse import processors
+from jaxfuse import private, processors
 
 TARGETS = (
     "jaxfuse_conv_fwd",
@@ -41,8 +41,10 @@ TARGETS = (
 
 _ONEDNN = "_native_onednn.so"  # our own copy of the library, beside the module
 REINSTALL = "reinstall jaxfuse with its dependencies: from its source tree, python -m pip install --force-reinstall ."
+VERSION = 1  # of the targets that exported programs call; tests/test_export.py holds what they take
 _NOT_BUILT = "the native module is not built; to build it: python -m pip install . in the source tree of jaxfuse"
 _loading = threading.RLock()
+_exporting = jax.make_user_context(False)
 _thread_limit = processors.Limit(1, "the native module is not loaded")
 
 WORTH_A_THREAD = 1 << 20  # bytes that a call reads and writes; handing less over costs as much as it takes
@@ -64,7 +66,27 @@ def call(target: str, out_types: Any, *operands: jax.Array, **attrs: Any) -> Any
 def call_registered(target: str, out_types: Any, *operands: jax.Array, **attrs: Any) -> Any:
     """``call`` of whatever is registered by that name for the platform that the program is lowered for."""
     attributes = {name: _attribute(value) for name, value in attrs.items()}
-    return jax.ffi.ffi_call(target, out_types)(*operands, **attributes)
+    return jax.ffi.ffi_call(promised(target) if _exporting.value else target, out_types)(*operands, **attributes)
+
+
+def exporting():
+    """A context in which programs are lowered that another version of this package will run: by targets with a version."""
+    return _exporting(True)
+
+
+def promised(target: str) -> str:
+    """The name by which exported programs call a target. What that name takes and computes never changes: a handler that
+    changes gets another version, and the old one stays registered."""
+    return f"{target}_v{VERSION}"
+
+
+def register_all() -> None:
+    """Registers the handlers, if there are any, for programs that were lowered elsewhere. What keeps the native module from
+    loading is reported by the first call."""
+    try:
+        unavailable(TARGETS[0])
+    except RuntimeError:
+        pass
 
 
 def _with_cost(outputs: Any, operands: tuple) -> Any:
@@ -74,8 +96,10 @@ def _with_cost(outputs: Any, operands: tuple) -> Any:
     none for custom calls. So the first element of the first output is put together anew from its bits, in place.
     """
     first, *others = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+    if not isinstance(first, jax.core.Tracer) or private.is_symbolic((first, *others, *operands)):
+        return outputs
     moved = sum(array.size * array.dtype.itemsize for array in (first, *others, *operands))
-    if not isinstance(first, jax.core.Tracer) or not first.size or moved < WORTH_A_THREAD:
+    if not first.size or moved < WORTH_A_THREAD:
         return outputs
     width = 8 * first.dtype.itemsize
     unsigned = np.dtype(f"uint{width}")
@@ -179,7 +203,8 @@ def _register(module: ModuleType) -> frozenset[str]:
     """Registers every handler with XLA, and returns the names."""
     handlers = module.registrations()
     for name, handler in handlers.items():
-        jax.ffi.register_ffi_target(name, handler, platform="cpu")
+        for known_as in (name, promised(name)):
+            jax.ffi.register_ffi_target(known_as, handler, platform="cpu")
     return frozenset(handlers)
 
 

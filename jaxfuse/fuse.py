@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from jaxfuse import loops, patterns, platforms, policy as policies, private, report as reports, versions
+from jaxfuse import loops, patterns, platforms, policy as policies, private, report as reports, symbolic, versions
 from jaxfuse.graph import RULED, Emission, Graph, Node, evaluate, inside, programs, retraced, subprograms
 from jaxfuse.jitted import Fused
 from jaxfuse.live import accept, circular
@@ -36,7 +36,12 @@ class Plan(NamedTuple):
     def __call__(self, arguments: list) -> list:
         if not self.replacements:  # with its nested jits, which need not be traced and compiled anew
             return jaxpr_as_fun(self.closed)(*arguments)
-        return evaluate(self.graph, arguments, self.replacements)
+        try:
+            return evaluate(self.graph, arguments, self.replacements)
+        except Exception:
+            if not self.graph.is_symbolic:
+                raise
+            return jaxpr_as_fun(self.closed)(*arguments)  # whether all of it can be written for unknown sizes is seen by trying
 
 
 @unwatched
@@ -44,14 +49,19 @@ def plan(closed: ClosedJaxpr, judge, outer: tuple[Graph, Node] | None = None) ->
     """Finds every site of the program, the bodies of its loops and branches included; `outer` as in `Graph`."""
     versions.warn_if_newer()
     graph = Graph(closed, outer)
+    if not graph.is_symbolic:
+        return _plan(closed, graph, judge)
+    try:
+        return _plan(closed, graph, symbolic.judge(judge))
+    except Exception as error:
+        return Plan(closed, graph, {}, [Refusal("program", graph.nodes[0], (), symbolic.cannot_be_told(error))])
+
+
+def _plan(closed: ClosedJaxpr, graph: Graph, judge) -> Plan:
     replacements: dict[int, Emission] = {}
     partial = [node for node in graph.nodes if any(value.is_partial for value in (*node.inputs, *node.outputs))]
     found: list = [Refusal("program", partial[0], (), PARTIAL)] if partial else []
     claimed = {node.index for node in partial}
-    symbolic = graph.symbolic()
-    if symbolic:
-        reason = f"{symbolic} gives {symbolic.out!r}, a symbolic shape: kernels are chosen for known ones"
-        return Plan(closed, graph, {}, [Refusal("program", symbolic, (), reason)])
     for pattern in patterns.ORDER:
         for anchor in pattern.anchors(graph):
             if anchor.index in claimed:
@@ -93,7 +103,8 @@ def _matches(pattern, graph: Graph, anchor: Node, claimed: set[int], judge):
         yield from pattern.match(graph, anchor, claimed, judge)
     except Exception as error:
         name = pattern.__name__.rpartition(".")[2]
-        yield Refusal(name, anchor, (), versions.unread(f"what follows {anchor}", error))
+        reason = symbolic.cannot_be_told(error) if graph.is_symbolic else ""
+        yield Refusal(name, anchor, (), reason or versions.unread(f"what follows {anchor}", error))
 
 
 def _fed_by(match: Match, found: list) -> list[Match]:

@@ -5,7 +5,6 @@ its custom derivative rules; a `Value` is what flows between nodes.
 """
 
 import functools
-import numbers
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from jaxfuse.private import name_of, params_of
+from jaxfuse.private import is_symbolic, name_of, params_of
 from jaxfuse.source import user_line
 
 INLINED = ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr")
@@ -134,10 +133,10 @@ class Graph:
                 needed.add(node.index)
         return frozenset(range(len(self.nodes))) - needed
 
-    def symbolic(self) -> Node | None:
-        """The first node with an output of no fixed shape, as `jax.export` traces them."""
-        return next((node for node in self.nodes for v in node.outputs
-                     if not all(isinstance(n, numbers.Integral) for n in getattr(v.aval, "shape", ()))), None)
+    @functools.cached_property
+    def is_symbolic(self) -> bool:
+        """Whether a value has no fixed shape, as `jax.export` traces them."""
+        return is_symbolic([v.aval for node in self.nodes for v in (*node.inputs, *node.outputs)])
 
     def _read(self, environment, atom) -> Value:
         return Value(atom.aval, literal=atom.val) if isinstance(atom, Literal) else environment[atom]

@@ -30,7 +30,7 @@ class Layout:
 
     @classmethod
     def of(cls, shape) -> "Layout":
-        shape = tuple(map(int, shape))
+        shape = tuple(shape)
         return cls(shape, tuple(enumerate(shape)), tuple(range(len(shape))), shape)
 
     @property
@@ -53,7 +53,7 @@ class Layout:
 
     def then(self, node: Node) -> "Layout | None":
         """The layout of the node's output, if the node only moves elements and the result can be told in this form."""
-        shape = tuple(map(int, node.out.shape))
+        shape = tuple(node.out.shape)
         if is_reshape(node):
             return dataclasses.replace(self, shape=shape)
         if node.primitive == "transpose":

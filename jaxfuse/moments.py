@@ -7,7 +7,7 @@ import numbers
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from jaxfuse.canonical import CAST, chosen, is_float_cast, is_square, lengths, per_channel, scale_factor, size, widens
+from jaxfuse.canonical import CAST, chosen, is_float_cast, is_long, is_square, lengths, per_channel, scale_factor, size, widens
 from jaxfuse.graph import Node, Value
 from jaxfuse.layout import Layout, is_reshape
 
@@ -65,8 +65,8 @@ def reductions(tensor: Value) -> Iterator[Reduction]:
 def _moved(node: Node, value: Value, axes: tuple) -> Iterator[tuple]:
     """What the axes of `value` are in the node's output, if the node does no arithmetic: of None an axis of length 1."""
     if is_reshape(node) and lengths(node.out) == lengths(value):
-        longer = iter([axis for axis, n in zip(axes, value.shape) if n > 1])
-        yield tuple(next(longer) if n > 1 else None for n in node.out.shape)
+        longer = iter([axis for axis, n in zip(axes, value.shape) if is_long(n)])
+        yield tuple(next(longer) if is_long(n) else None for n in node.out.shape)
     elif node.primitive == "transpose":
         yield tuple(axes[d] for d in node.params["permutation"])
     elif node.primitive == "stack":

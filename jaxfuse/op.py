@@ -23,7 +23,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
 
-from jaxfuse import platforms, private
+from jaxfuse import ffi, platforms, private, symbolic
 from jaxfuse.batch import BatchAxes, equally_varying, merge, split
 from jaxfuse.partition import sharded
 from jaxfuse.reasons import no_kernel
@@ -87,7 +87,7 @@ class Stage:
         reason = no_kernel()
         for kernel in self.kernels:
             if kernel.platform == platform:
-                refused = kernel.refuse(config, args)
+                refused = symbolic.refused(kernel, config, args)
                 if refused is None:
                     return kernel, ""
                 reason = refused
@@ -170,9 +170,16 @@ class Stage:
 
             return sharded(run, axes, args, [len(o.shape) for o in outs], devices[:n])
 
+        def exported(*args, config):
+            with ffi.exporting():
+                return self.run(config, args, platform)
+
+        if private.is_exported(ctx):
+            promised = n == 1 and platform == "cpu" and private.promise(map(ffi.promised, ffi.TARGETS))
+            return ctx, exported if promised else self._as_defined
         if n == 1:
             return ctx, whole
-        if private.is_exported(ctx) or len(devices) < n:
+        if len(devices) < n:
             return ctx, self._as_defined
         return private.with_devices(ctx, devices[:n]), divided
 

@@ -50,9 +50,31 @@ def scan_over(eqn, body, num_consts: int, used: list[bool]) -> dict[str, Any]:
     return params | {"num_consts": num_consts} | linear
 
 
+def is_symbolic(arrays) -> bool:
+    """Whether any of the shapes has a number that is not known yet, as `jax.export` traces them."""
+    return any(hasattr(n, "_get_vars") for a in arrays for n in getattr(a, "shape", ()))
+
+
+BATCH = 32  # what a size is taken to be that is not known
+
+
+def known(size) -> int:
+    """The size itself, or of a symbolic one what it is for a representative batch."""
+    return size._evaluate(dict.fromkeys(size._get_vars(), BATCH)) if hasattr(size, "_get_vars") else size
+
+
 def is_exported(ctx) -> bool:
     """Whether the program that is being lowered is for `jax.export`."""
     return ctx.module_context.lowering_parameters.for_export
+
+
+def promise(targets) -> bool:
+    """Tells `jax.export` that these custom calls keep their meaning. False where this JAX cannot be told so."""
+    stable = getattr(importlib.import_module("jax._src.export._export"), "_CUSTOM_CALL_TARGETS_GUARANTEED_STABLE", None)
+    if not isinstance(stable, set):
+        return False
+    stable.update(targets)
+    return True
 
 
 def divided_among(ctx) -> int:

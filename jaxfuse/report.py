@@ -8,6 +8,7 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
+from jaxfuse.private import known
 from jaxfuse.match import Match, Refusal
 from jaxfuse.source import calling_line
 
@@ -46,7 +47,7 @@ def site(found: Match | Refusal) -> Site:
     if source == "unknown":
         source = calling_line()
     scopes = tuple(dict.fromkeys(node.scope() for node in found.nodes)) or (found.anchor.scope(),)
-    kernel, saved, reason = (found.kernel, found.bytes_saved, "") if isinstance(found, Match) else ("", 0, found.reason)
+    kernel, saved, reason = (found.kernel, known(found.bytes_saved), "") if isinstance(found, Match) else ("", 0, found.reason)
     return Site(found.pattern, found.direction, shapes, dtypes, source, kernel, saved, reason, scopes)
 
 

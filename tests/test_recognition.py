@@ -206,12 +206,12 @@ def test_dense_layers_of_a_framework(make):
     assert recognised(apply, weights, X) == ["dense+bias+gelu_tanh", "dense+bias+relu", "dense+bias"]
 
 
-def test_symbolic_shapes_run_as_they_did():
+def test_symbolic_shapes_are_read():
     def fn(x):
         return jax.nn.relu((x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5) @ W)
 
     spec = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, t, 8"), jnp.float32)
     exported = jax.export.export(jax.jit(jaxfuse.fuse(fn, policy="always")))(spec)
     assert jnp.allclose(exported.call(X), fn(X), atol=1e-5)
-    ((pattern, reason),) = rows(fn, spec)
-    assert pattern == "program" and "a symbolic shape: kernels are chosen for known ones" in reason
+    reasons = [reason for _, reason in rows(fn, spec)]
+    assert not any("cannot be told" in reason for reason in reasons)

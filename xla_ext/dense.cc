@@ -24,7 +24,7 @@ Forward checked(const Call& call) {
   const bool has_bias = call.attr<bool>("has_bias"), has_residual = call.attr<bool>("has_residual"),
              wants_z = call.results() == 2;
   call.expect_counts(2 + has_bias + has_residual, 1 + wants_z);
-  Forward f{Sizes(call), call.operand(0, "x"), call.operand(1, "w"),
+  Forward f{Sizes(call, call.result(0, "y")), call.operand(0, "x"), call.operand(1, "w"),
             {activation_attr(call), parameters_attr(call), {}, {}, {}, false, call.result(0, "y"), {}}};
   auto& [activation, parameters, scale, bias, residual, residual_last, y, z] = f.epilogue;
   call.expect_dtype(f.x, {DType::F32, DType::BF16, DType::F16});
@@ -156,13 +156,17 @@ void multiply(const Shape& batch, int64_t rows, int64_t inner, int64_t columns, 
   });
 }
 
-Sizes::Sizes(const Call& call)
+Sizes::Sizes(const Call& call, const Tensor& output)
     : batch(call.int_array("batch")),
       rows(call.attr<int64_t>("rows")),
       inner(call.attr<int64_t>("inner")),
       columns(call.attr<int64_t>("columns")),
       x_strides(call.int_array("x_strides")),
       w_strides(call.int_array("w_strides")) {
+  int64_t known = columns, *unknown = nullptr;
+  for (int64_t& n : batch) n == -1 && !unknown ? void(unknown = &n) : void(known *= n);
+  rows == -1 && !unknown ? void(unknown = &rows) : void(known *= rows);
+  if (unknown && known > 0) *unknown = output.size() / known;
   Shape all = with(batch, rows, columns);
   all.push_back(inner);
   if (*std::min_element(all.begin(), all.end()) < 1) {

@@ -29,7 +29,8 @@ void multiply(const Shape& batch, int64_t rows, int64_t inner, int64_t columns, 
 
 // batch × [rows, inner]·[inner, columns]; the output is row-major, without gaps.
 struct Sizes {
-  explicit Sizes(const Call& call);
+  // One of batch and rows may be -1, a number that was not known when the program was exported: as many as `output` has.
+  Sizes(const Call& call, const Tensor& output);
 
   Shape batch;
   int64_t rows, inner, columns;

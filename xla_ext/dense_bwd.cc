@@ -44,7 +44,8 @@ Backward checked(const Call& call) {
              want_db = call.attr<bool>("want_db"), want_dresidual = call.attr<bool>("want_dresidual");
   const Activation activation = activation_attr(call);
   const Parameters parameters = parameters_attr(call);
-  Backward b{Sizes(call), activation, parameters, by_value_attr(call, activation, parameters), {}, {}, {}, {}, {}, {}, {}, {}};
+  Backward b{Sizes(call, call.operand(want_dw + want_dx, "dy")), activation, parameters,
+             by_value_attr(call, activation, parameters), {}, {}, {}, {}, {}, {}, {}, {}};
   const bool told = b.activation != Activation::none;
   call.expect_counts(want_dw + want_dx + 1 + told, want_dx + want_dw + want_db + want_dresidual);
   size_t operand = 0, result = 0;

@@ -19,8 +19,12 @@ class Matrices:
     w_strides: tuple[int, ...]
 
     def attributes(self) -> dict:
+        """A number of products or of rows that is not known before the program runs is -1: the kernel sees it."""
+        batch, rows = (tuple(n if isinstance(n, int) else -1 for n in sizes) for sizes in (self.batch, (self.rows,)))
+        if (*batch, *rows).count(-1) > 1:
+            raise NotImplementedError(f"of {self.batch} products of {self.rows} rows only one number may be unknown")
         return {name: np.asarray(value, np.int64) if isinstance(value, tuple) else value
-                for name, value in dataclasses.asdict(self).items()}
+                for name, value in (vars(self) | dict(batch=batch, rows=rows[0])).items()}
 
 
 def matrices(x_shape: tuple[int, ...], w_shape: tuple[int, ...], dimension_numbers) -> Matrices | str:
@@ -41,7 +45,7 @@ def matrices(x_shape: tuple[int, ...], w_shape: tuple[int, ...], dimension_numbe
         steps[name] = [_step(shape, axes) for axes in sides]
         if 1 not in steps[name]:
             return f"the last axis of {name}, of shape {shape}, is a batch axis: no matrix in memory"
-    batch = [(i, j) for i, j in zip(x_batch, w_batch) if x_shape[i] > 1]
+    batch = [(i, j) for i, j in zip(x_batch, w_batch) if x_shape[i] not in (0, 1)]
     return Matrices(
         tuple(x_shape[i] for i, _ in batch), _length(x_shape, x_free), _length(x_shape, x_contracted), _length(w_shape, w_free),
         (*[_stride(x_shape, i) for i, _ in batch], *steps["x"]), (*[_stride(w_shape, j) for _, j in batch], *steps["w"]))
@@ -57,7 +61,7 @@ def _stride(shape, axis: int) -> int:
 
 def _step(shape, axes) -> int | None:
     """From one element to the next along these axes taken as one; None if there is no such step."""
-    axes = [d for d in axes if shape[d] > 1]
+    axes = [d for d in axes if shape[d] not in (0, 1)]
     if any(_stride(shape, d) != _stride(shape, then) * shape[then] for d, then in zip(axes, axes[1:])):
         return None
     return _stride(shape, axes[-1]) if axes else 1

@@ -3,7 +3,7 @@ on to the product with the values. Every axis gets a letter at that first produc
 
 import dataclasses
 
-from jaxfuse.canonical import ADD, CAST, constant, is_float_cast, scale_factor
+from jaxfuse.canonical import ADD, CAST, constant, is_float_cast, is_long, scale_factor
 from jaxfuse.graph import Node, Value
 from jaxfuse.patterns.attention_axes import Labels, Operand, aligned, moved, origin
 
@@ -168,8 +168,8 @@ class _Reader:
         for user in self.value.users:
             if user.primitive == primitive and user.inputs[0] is self.value:
                 found = origin(user.inputs[1], aligned(user.inputs[1], self.value, self.labels), node)
-                wide = [a for a, n in zip(found.labels, found.value.shape) if n > 1]
-                if found.value is node.out and wide == [a for a, n in zip(rows, node.out.shape) if n > 1]:
+                wide = [a for a, n in zip(found.labels, found.value.shape) if is_long(n)]
+                if found.value is node.out and wide == [a for a, n in zip(rows, node.out.shape) if is_long(n)]:
                     return user
         return None
 
@@ -201,7 +201,7 @@ class _Reader:
         else:
             return False
         found = origin(other, taken)
-        whole = len(after) == node.out.ndim and len(found.spec) >= sum(n > 1 for n in found.value.shape)
+        whole = len(after) == node.out.ndim and len(found.spec) >= sum(is_long(n) for n in found.value.shape)
         if not whole or not set(found.spec) <= set(self.shared):
             return False
         self.factors.append(found)
@@ -267,7 +267,7 @@ class _Reader:
 
         specs = [named(labels) for labels in (self.sides[1 - keys], self.sides[keys], v_labels)]
         lost = [a for a in specs[0] if a != "d" and a not in named(self.labels)]
-        if any(None in spec for spec in specs) or any(sizes[a] > 1 for a in self.sides[1 - keys] if renamed.get(a, a) in lost):
+        if any(None in spec for spec in specs) or any(is_long(sizes[a]) for a in self.sides[1 - keys] if renamed.get(a, a) in lost):
             return f"{self.node} and the product with the values do not have the same axes"
         of_q, of_k, of_v = ("".join(filter(None, spec)) for spec in specs)
         out = "".join((*lost, *filter(None, named(self.labels))))

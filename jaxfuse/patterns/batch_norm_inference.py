@@ -1,6 +1,6 @@
 """Batch norm with given statistics that no convolution before it took, and what follows it. No kernel yet."""
 
-from jaxfuse.canonical import ADD, CAST, NotPerChannel, constant, per_channel, size
+from jaxfuse.canonical import ADD, CAST, NotPerChannel, constant, is_long, per_channel, size
 from jaxfuse.graph import Node, Value
 from jaxfuse.layout import RESHAPES
 from jaxfuse.match import Refusal, Walk
@@ -54,7 +54,7 @@ def _follows_convolution(value: Value) -> bool:
 
 def _is_variance(value: Value) -> bool:
     node = value.producer
-    if node is None or node.primitive not in ADD or size(value) < 2:
+    if node is None or node.primitive not in ADD or not is_long(size(value)):
         return False
     small = [v for v in node.inputs if constant(v) is None]
     return len(small) == 1 and is_parameter(small[0])

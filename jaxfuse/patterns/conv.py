@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxfuse.canonical import constant, varying_axes
+from jaxfuse.canonical import constant, size, varying_axes
 from jaxfuse.graph import Emission, Node, Value
 from jaxfuse.layout import channels_last, inverse, laid, only_moved, transposed
 from jaxfuse.match import NARROW, Chain, Match, Refusal, Walk, as_vector, ends_wide, longest
@@ -260,6 +260,6 @@ def _fused(graph, node: Node, head: Head, chain: Chain, measured) -> Match | str
         yield from chain.masks_from(chain.layout.place(y, permutation))
 
     itemsize = np.dtype(given_dtype).itemsize
-    saved = 2 * itemsize * int(np.prod(head.out.shape)) * bool(chain.nodes)
+    saved = 2 * itemsize * size(head.out) * bool(chain.nodes)
     emission = Emission((*full, *smalls), (chain.end, *[twin] * bool(twin), *chain.masks, *saved_z), run)
     return Match(_label(head, chain), node, (node, *head.nodes, *chain.nodes), (emission,), kernel.name, full, saved)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfuse.canonical import is_long
 from jaxfuse.graph import Node, Value
 from jaxfuse.ops.norm_config import NormConfig
 from jaxfuse.rows import MEAN, VAR, Key, Rows, merged, row_major
@@ -112,7 +113,7 @@ def _root(table) -> Root | None:
 
 def _view(x: Value, axes: set[int], runs: list[tuple[int, int]]) -> tuple[int, tuple[int, int, int], int] | str:
     """(first, inner, repeats) for parameters that are (x's flat index // stride) % count, the `runs`."""
-    kinds = [(d in axes, d) for d in range(x.ndim) if x.shape[d] > 1 or d in axes]
+    kinds = [(d in axes, d) for d in range(x.ndim) if is_long(x.shape[d]) or d in axes]
     pieces = [(normalised, [d for _, d in group]) for normalised, group in itertools.groupby(kinds, lambda k: k[0])]
     batch: list[int] = []
     if pieces and not pieces[0][0]:

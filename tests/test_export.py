@@ -1,0 +1,231 @@
+"""Exported programs: by targets that keep their meaning, loaded in a fresh process, for any batch. Programs compiled ahead of
+time, taken from the disk, and checked."""
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import checkify, serialize_executable
+
+import jaxfuse
+from cases import CASES, CORE
+from compare import distance, pairs
+from jaxfuse import ffi
+
+EACH = {CASES[name].op: CASES[name] for name in reversed(CORE)}  # one case of each op
+PROMISE = json.loads(pathlib.Path(__file__).with_name("exported_targets.json").read_text())
+ATTRIBUTES = re.compile(r"stablehlo\.custom_call @(jaxfuse_\w+)\(.*?mhlo\.backend_config = \{(.*?)\}, ", re.DOTALL)
+native = pytest.mark.skipif(any(ffi.unavailable(target) for target in ffi.TARGETS), reason="not every kernel is built")
+
+
+def forward_and_gradients(case):
+    return lambda arrays: (case.fused(arrays), jax.grad(lambda a: sum(jnp.sum(jnp.sin(y)) for y in case.fused(a)))(arrays))
+
+
+def exported(function, *args, **options):
+    return jax.export.export(jax.jit(function), **options)(*args)
+
+
+def called(module: str) -> dict[str, set[str]]:
+    """Target -> the names and types of its attributes, as text."""
+    found: dict[str, set[str]] = {}
+    for target, attributes in ATTRIBUTES.findall(module):
+        typed = re.findall(r'(\w+) = (true|false|"[^"]*"|dense<[^>]*> : tensor<\d+x\w+>|[-+.e\w]+ : \w+)', attributes)
+        found.setdefault(target, set()).update(f"{name}: {_type(value)}" for name, value in typed)
+    return found
+
+
+def _type(value: str) -> str:
+    kinds = {"true": "bool", "false": "bool"}
+    if array := re.fullmatch(r"dense<.*x(\w+)>", value):
+        return f"array of {array[1]}"
+    return kinds.get(value) or ("str" if value[0] == '"' else value.split()[-1])
+
+
+@native
+@pytest.mark.parametrize("op", EACH)
+def test_by_promised_targets(op):
+    """Without any argument to `jax.export`. A handler that takes other attributes than `exported_targets.json` says must get
+    another version, and the old one stay: programs out there call it."""
+    function, arrays = forward_and_gradients(EACH[op]), EACH[op].inputs()
+    program = exported(function, arrays)
+    targets = called(program.mlir_module())
+    assert targets and all(name.endswith(f"_v{ffi.VERSION}") for name in targets)
+    assert {name: sorted(attributes) for name, attributes in targets.items()} == {name: PROMISE[name] for name in targets}
+    for value, wanted in pairs(jax.jit(program.call)(arrays), jax.jit(function)(arrays)):
+        assert distance(value, wanted) < 1e-6
+
+
+@native
+def test_the_promise_names_what_is_registered():
+    assert {ffi.promised(target) for target in ffi.TARGETS} == set(PROMISE)
+
+
+def dense(x, w):
+    return jax.nn.relu(x @ w)
+
+
+def conv(x, w):
+    return jax.nn.relu(jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")))
+
+
+def pool(x, w):
+    return jax.lax.reduce_window(x * w, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+
+
+def norm(x, w):
+    mean, var = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
+    return (x - mean) * jax.lax.rsqrt(var + 1e-5) * w
+
+
+SYMBOLIC = {
+    "dense": (dense, (16,), (16, 8)),
+    "dense of sequences": (dense, (5, 16), (16, 8)),
+    "conv": (conv, (6, 6, 8), (3, 3, 8, 8)),
+    "max pool": (pool, (6, 6, 8), (8,)),
+    "norm": (norm, (6, 8), (8,)),
+}
+
+
+@native
+@pytest.mark.parametrize("name", SYMBOLIC)
+def test_of_any_batch(name):
+    """With kernels, forward and in the gradients."""
+    function, x_shape, w_shape = SYMBOLIC[name]
+    both = lambda x, w: (function(x, w), jax.grad(lambda x, w: jnp.sum(jnp.sin(function(x, w))), (0, 1))(x, w))
+    (batch,) = jax.export.symbolic_shape("b")
+    types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((batch, *x_shape), w_shape)]
+    program = exported(jaxfuse.fuse(both, policy="always"), *types)
+    assert {name.split("_")[-2] for name in called(program.mlir_module())} == {"fwd", "bwd"}
+    rng = np.random.default_rng(0)
+    for batch in (1, 5):
+        x, w = (rng.normal(size=shape).astype("float32") for shape in ((batch, *x_shape), w_shape))
+        for value, wanted in pairs(program.call(x, w), jax.jit(both)(x, w)):
+            assert distance(value, wanted) < 1e-5
+
+
+def test_for_several_platforms():
+    x, w = np.ones((2, 16), np.float32), np.ones((16, 8), np.float32)
+    program = exported(jaxfuse.fuse(dense, policy="always"), x, w, platforms=("cpu", "cuda", "tpu"))
+    assert np.array_equal(program.call(x, w), dense(x, w))
+
+
+LOADED = """
+import sys, jax, numpy as np
+program = jax.export.deserialize(bytearray(open(sys.argv[1], "rb").read()))
+x, w = np.ones((2, 16), np.float32), np.ones((16, 8), np.float32)
+try:
+    program.call(x, w)
+except Exception as error:
+    print("without:", error)
+import jaxfuse
+print("with:", np.asarray(program.call(x, w)).sum())
+"""
+
+
+@native
+def test_loaded_in_a_fresh_process(tmp_path):
+    pytest.importorskip("flatbuffers")
+    x, w = np.ones((2, 16), np.float32), np.ones((16, 8), np.float32)
+    (tmp_path / "program").write_bytes(exported(jaxfuse.fuse(dense, policy="always"), x, w).serialize())
+    run = subprocess.run([sys.executable, "-c", LOADED, tmp_path / "program"], capture_output=True, text=True, timeout=300,
+                         cwd=pathlib.Path(jaxfuse.__file__).parents[1])
+    assert "with: 256.0" in run.stdout, run.stderr
+    assert re.search(r"without:.*jaxfuse_dense_fwd_v1", run.stdout, re.DOTALL)
+
+
+def network(parameters, x):
+    return jnp.mean(conv(x, parameters["w"]), (1, 2)) @ parameters["d"]
+
+
+def loss(parameters, x):
+    return jnp.mean(network(parameters, x) ** 2)
+
+
+def arguments():
+    rng = np.random.default_rng(0)
+    parameters = dict(w=0.1 * rng.normal(size=(3, 3, 8, 8)), d=rng.normal(size=(8, 4)))
+    return jax.tree.map(lambda a: a.astype("float32"), (parameters, rng.normal(size=(4, 8, 8, 8))))
+
+
+def close(made, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-6), made, expected)
+
+
+@native
+def test_the_gradient_of_what_was_loaded():
+    pytest.importorskip("flatbuffers")
+    written = exported(jaxfuse.fuse(loss, policy="always"), *arguments()).serialize(vjp_order=1)
+    loaded = jax.export.deserialize(written)
+    assert "jaxfuse_conv_bwd_v1" in loaded.vjp().mlir_module()
+    close(jax.grad(loaded.call)(*arguments()), jax.grad(loss)(*arguments()))
+
+
+@native
+def test_of_any_height_and_width():
+    """The pixels' mean divides by a number that is not known: XLA's. The convolution and the dense layer are ours."""
+    height, width = jax.export.symbolic_shape("h, w")
+    parameters, x = arguments()
+    program = exported(jaxfuse.fuse(network, policy="always"), parameters, jax.ShapeDtypeStruct((4, height, width, 8), jnp.float32))
+    assert {"jaxfuse_conv_fwd_v1", "jaxfuse_dense_fwd_v1"} == set(called(program.mlir_module()))
+    close(program.call(parameters, x), network(parameters, x))
+
+
+def test_what_depends_on_the_unknown_batch_is_left_alone():
+    """Statistics over the batch: the kernels of batch norm are told the number of rows."""
+    def norm(x):
+        y = conv(x, 0.1 * jnp.ones((3, 3, 8, 8)))
+        return (y - y.mean((0, 1, 2))) * jax.lax.rsqrt(y.var((0, 1, 2)) + 1e-5)
+
+    (batch,) = jax.export.symbolic_shape("b")
+    program = exported(jaxfuse.fuse(norm, policy="always"), jax.ShapeDtypeStruct((batch, 8, 8, 8), jnp.float32))
+    close(program.call(arguments()[1]), norm(arguments()[1]))
+
+
+def test_ahead_of_time(tmp_path):
+    """`lower(...).compile()`, and its executable written and read."""
+    compiled = jaxfuse.fuse(loss, policy="always").lower(*arguments()).compile()
+    close(compiled(*arguments()), loss(*arguments()))
+    written = serialize_executable.serialize(compiled)
+    close(serialize_executable.deserialize_and_load(*written)(*arguments()), loss(*arguments()))
+
+
+CACHED = """
+import sys, jax, jaxfuse, jax.numpy as jnp, numpy as np
+hits = []
+jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+y = jaxfuse.fuse(lambda x, w: jax.nn.relu(x @ w), policy="always")(np.ones((2, 16), "float32"), np.ones((16, 8), "float32"))
+print(float(y.sum()), sum("cache_hits" in event for event in hits) > 0)
+"""
+
+
+def test_persistent_compilation_cache(tmp_path):
+    """A second process takes the compiled program from the disk, and it runs."""
+    said = [subprocess.run([sys.executable, "-c", CACHED, tmp_path], capture_output=True, text=True, timeout=300,
+                           cwd=pathlib.Path(jaxfuse.__file__).parents[1]).stdout for _ in range(2)]
+    assert said == ["256.0 False\n", "256.0 True\n"]
+
+
+def test_checkify_outside_and_inside():
+    def checked(parameters, x):
+        checkify.check(jnp.all(x < 100), "large")
+        return loss(parameters, x)
+
+    parameters, x = arguments()
+    error, value = checkify.checkify(jaxfuse.fuse(loss, policy="always"), errors=checkify.float_checks)(parameters, x)
+    assert error.get() is None
+    close(value, loss(parameters, x))
+    error, _ = checkify.checkify(jaxfuse.fuse(loss, policy="always"), errors=checkify.float_checks)(parameters, x * np.nan)
+    assert "nan generated" in error.get()
+    inside = jaxfuse.fuse(checkify.checkify(checked), policy="always")
+    assert inside(parameters, x)[0].get() is None and "large" in inside(parameters, x + 200)[0].get()
+    close(inside(parameters, x)[1], loss(parameters, x))
