@@ -3,6 +3,7 @@
 import enum
 import functools
 import sys
+import threading
 import types
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -38,6 +39,7 @@ class Fused(Generic[P, R]):
         functools.update_wrapper(self, fn, updated=())
         self._rewritten, self._remade, self.options = rewritten, remade, options
         self._has_constants = False
+        self._lock = threading.RLock()  # of these two
         self._jitted: Any = self._of_nnx() if stateful.is_nnx_jit(fn) else _jitted(rewritten, fn, options)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -45,10 +47,11 @@ class Fused(Generic[P, R]):
             return self.__wrapped__(*args, **kwargs)
         if self._has_constants or (platform := platforms.committed((args, kwargs))) and platform != platforms.current():
             return self._through("__call__", args, kwargs)
+        tried = self._jitted
         try:
-            return self._jitted(*args, **kwargs)
+            return tried(*args, **kwargs)
         except (Stateful, TypeError):
-            if not self._adapted(args, kwargs):
+            if not self._adapted((tried, False), args, kwargs):
                 raise
         return self._through("__call__", args, kwargs)
 
@@ -87,24 +90,32 @@ class Fused(Generic[P, R]):
 
     def _through(self, method: str, args, kwargs):
         with platforms.assumed(platforms.committed((args, kwargs))):
-            given = jax.tree.map(_wrapped, (args, kwargs)) if self._has_constants else (args, kwargs)
+            with self._lock:
+                jitted, has_constants = tried = self._jitted, self._has_constants
+            given = jax.tree.map(_wrapped, (args, kwargs)) if has_constants else (args, kwargs)
             try:
-                return getattr(self._jitted, method)(*given[0], **given[1])
+                return getattr(jitted, method)(*given[0], **given[1])
             except (Stateful, TypeError):
-                if not self._adapted(args, kwargs):
+                if not self._adapted(tried, args, kwargs):
                     raise
             return self._through(method, args, kwargs)
 
-    def _adapted(self, args, kwargs) -> bool:
-        """Makes ready for what has failed under `jax.jit`. False: it should not have been passed, or fn has failed."""
-        if stateful.is_nnx_jit(self._jitted):
-            return False
-        if stateful.holds_state((args, kwargs)):
-            self._jitted, self._has_constants = self._of_nnx(), False
-            return True
-        found = not self._has_constants and any(isinstance(leaf, CONSTANT) for leaf in jax.tree.leaves((args, kwargs)))
-        self._has_constants = self._has_constants or found
-        return found
+    def _adapted(self, tried: tuple, args, kwargs) -> bool:
+        """Makes ready for what has failed under `jax.jit`; so may another thread have, since this one `tried`.
+
+        False: it should not have been passed, or fn has failed.
+        """
+        with self._lock:
+            if tried != (self._jitted, self._has_constants):
+                return True
+            if stateful.is_nnx_jit(self._jitted):
+                return False
+            if stateful.holds_state((args, kwargs)):
+                self._jitted, self._has_constants = self._of_nnx(), False
+                return True
+            found = not self._has_constants and any(isinstance(leaf, CONSTANT) for leaf in jax.tree.leaves((args, kwargs)))
+            self._has_constants = self._has_constants or found
+            return found
 
     def _of_nnx(self):
         return stateful.carried(self.__wrapped__, self.options, functools.partial(_jitted, self._rewritten, is_pure=True))

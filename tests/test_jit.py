@@ -123,6 +123,26 @@ def test_constants_reach_every_method():
     assert fused._cache_size() == 2
 
 
+def test_two_first_calls_at_once():
+    """A call that finds out what the arguments are leaves others that began before it to go on."""
+    @jax.tree_util.register_pytree_node_class
+    class Meanwhile:
+        calls = 1
+
+        def tree_flatten(self):
+            if Meanwhile.calls:
+                Meanwhile.calls -= 1
+                close(fused(X, "a", X), conv(X))
+            return (X,), None
+
+        @classmethod
+        def tree_unflatten(cls, aux, children):
+            return children[0]
+
+    fused = jaxfuse.fuse(lambda x, mode, other: conv(x) if mode == "a" else -conv(x), policy="always")
+    close(fused(X, "b", Meanwhile()), -conv(X))
+
+
 @pytest.mark.parametrize("fn, args", [
     (lambda x, flag: conv(x) if flag else x, (X, True)), (lambda x, n: sum(conv(x) for _ in range(n)), (X, 3)),
     (lambda x: conv(x) if float(x.mean()) > 1 else x, (X,)), (lambda x, n: conv(x) * n, (X, 2**40)),
