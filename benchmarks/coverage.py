@@ -73,7 +73,7 @@ def covered(report, kind: str) -> int:
 
 def reasons(report) -> collections.Counter:
     """(pattern, reason) of what stays, the lines of the program left out of the reasons."""
-    return collections.Counter((site.pattern, re.sub(r" at \S+:\d+", "", site.reason)) for site in report.skipped)
+    return collections.Counter((site.pattern, re.sub(r" at \S+:\d+", "", site.reason)) for site in (*report.skipped, *report.unfused_steps))
 
 
 def main():

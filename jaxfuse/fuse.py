@@ -1,5 +1,6 @@
 """fuse(fn): trace → graph → match → rewrite. The rest of the package is each of these words in a file of its own."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
@@ -11,12 +12,13 @@ from jaxfuse import loops, patterns, platforms, policy as policies, private, rep
 from jaxfuse.graph import RULED, Emission, Graph, Node, evaluate, inside, programs, retraced, subprograms
 from jaxfuse.jitted import Fused
 from jaxfuse.live import accept, circular
-from jaxfuse.match import Match, Refusal
+from jaxfuse.match import Match, Refusal, UnfusedStep
 from jaxfuse.ops.errors import one_of
 from jaxfuse.patterns import autodiff
-from jaxfuse.reasons import lacks_kernel
+from jaxfuse.reasons import Untraced, asks_nothing
 from jaxfuse.settings import ours, unwatched
 from jaxfuse.signature import Traced, is_part_of_a_program, trace
+from jaxfuse.source import raising_line
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -73,28 +75,47 @@ def _plan(closed: ClosedJaxpr, graph: Graph, judge) -> Plan:
                     claimed |= accept(graph, result)
                     replacements |= {id(value): emission for emission in result.emissions for value in emission.defines}
     joined = _joined(graph, claimed, judge)
+    at: dict[int, int] = {}
     for node in graph.nodes:
         bodies = {} if node.index in graph.gone else subprograms(node)
+        inner: list = []
         if node.index in joined:
             emissions, inner = joined[node.index]
-            found += inner
             replacements |= {id(value): emission for emission in emissions for value in emission.defines}
         elif bodies:
             emission, inner = _enter(graph, node, bodies, judge)
-            found += inner
             if emission:
                 replacements |= {id(value): emission for value in node.outputs}
         elif node.primitive in RULED:
             reason = f"it is inside a {node.primitive}: a function with rules of its own stays as it is"
             for body in programs(node).values():
-                found += _refused(reason, plan(_closed(body), judge).found)
+                inner += _refused(reason, plan(_closed(body), judge).found)
+        found += inner
+        at |= {id(row): node.index for row in inner}
     while replacements and (waiting := circular(graph, replacements)):
         match = next(result for result in reversed(found) if isinstance(result, Match) and set(result.emissions) & set(waiting))
         for back in (match, *_fed_by(match, found)):
             replacements = {key: emission for key, emission in replacements.items() if emission not in back.emissions}
-            found[found.index(back)] = Refusal(back.pattern, back.anchor, back.operands, CIRCULAR, back.direction)
-    found.sort(key=lambda result: result.anchor.index)
-    return Plan(closed, graph, replacements, found)
+            found[found.index(back)] = given_up = Refusal(back.pattern, back.anchor, back.operands, CIRCULAR, back.direction)
+            at |= {id(given_up): at[id(back)]} if id(back) in at else {}
+    return Plan(closed, graph, replacements, _in_order(graph, found, at))
+
+
+def _in_order(graph: Graph, found: list, at: dict[int, int]) -> list:
+    """The rows in program order, a backward row after its forward row; those of a loop's body where the loop is: `at` has
+    the index of its node by their ids. What autodiff made is backward, whatever pattern found it."""
+    backward = autodiff.backward(graph)
+
+    def place(row) -> tuple[int, bool]:
+        if id(row) in at:
+            return at[id(row)], False
+        return min([row.anchor.index, *(node.index for node in row.nodes)]), row.direction == "backward"
+
+    def directed(row):
+        is_backward = id(row) not in at and row.anchor.index in backward
+        return dataclasses.replace(row, direction="backward") if is_backward else row
+
+    return [directed(row) for row in sorted(found, key=place)]
 
 
 def _matches(pattern, graph: Graph, anchor: Node, claimed: set[int], judge):
@@ -159,7 +180,8 @@ def _enter(graph: Graph, node: Node, bodies: dict, judge) -> tuple[Emission | No
 
 def _refused(reason: str, found: list) -> list:
     """The sites, of which none is rewritten, for this reason unless they have another."""
-    return [Refusal(s.pattern, s.anchor, s.operands, reason) if isinstance(s, Match) else s for s in found]
+    return [Refusal(s.pattern, s.anchor, s.operands, reason, s.direction) if isinstance(s, Match) else s
+            for s in found if not isinstance(s, UnfusedStep)]
 
 
 def _closed(body) -> ClosedJaxpr:
@@ -178,7 +200,7 @@ def fuse(fn=None, /, *, policy="measured", strict=False, **options):
         with these options is returned. Takes and returns any pytrees, and Flax nnx's modules, optimizers, metrics and rngs,
         which are carried in and out as by `nnx.jit`.
       policy: "measured" rewrites where the fused kernel was measured faster, "always" every correct match, "never" none.
-      strict: raise `FusionError`, with the table of sites, if a site stays unfused that a kernel could have taken. What is
+      strict: raise `FusionError`, with a line for each, if a site stays unfused that a kernel could have taken. What is
         recognised and has no kernel yet does not count.
       options: keyword arguments of `jax.jit`: `static_argnames`, `donate_argnums`, `in_shardings`, … They add to those that
         fn was jitted with.
@@ -249,17 +271,20 @@ def _rewritten(traced: Traced, judge, strict: bool):
     program = plan(traced.closed, judge)
     report = _report(program)
     reports.log(report)
-    missed = [site for site in report.skipped if not lacks_kernel(site.reason)]
+    missed = [site for site in report.skipped if not asks_nothing(site.reason)]
     if strict and missed:
-        raise reports.FusionError(f"{len(missed)} sites stay unfused\n{report}")
+        raise reports.FusionError(f"{len(missed)} sites stay unfused\n" + "\n".join(map(str, missed)))
     return jax.tree.unflatten(traced.out_tree, program(traced.leaves))
 
 
 def _untraceable(failure: Exception) -> reports.FusionReport:
-    reason = f"the function cannot be traced for these arguments: {type(failure).__name__}: {failure}".splitlines()[0]
-    return reports.FusionReport((), (reports.Site("program", "forward", (), (), "unknown", reason=reason),))
+    words = f"the function cannot be traced for these arguments: {type(failure).__name__}: {failure}".splitlines()[0]
+    site = reports.Site("program", "forward", (), (), raising_line(failure), reason=Untraced(words))
+    return reports.FusionReport((), (site,))
 
 
 def _report(program: Plan) -> reports.FusionReport:
-    sites = [(reports.site(found), isinstance(found, Match)) for found in program.found]
-    return reports.FusionReport(tuple(s for s, fused in sites if fused), tuple(s for s, fused in sites if not fused))
+    rows: dict[type, list] = {Match: [], Refusal: [], UnfusedStep: []}
+    for found in program.found:
+        rows[type(found)].append(reports.site(found))
+    return reports.FusionReport(*map(tuple, rows.values()))

@@ -29,6 +29,7 @@ def accept(graph: Graph, match: Match) -> set[int]:
     needs += [value.producer.inputs[0] for value in needs if value.producer and value.producer.index < 0]  # of a transpose
     for value in dict.fromkeys(needs):
         value.users.append(reader)  # type: ignore[arg-type]  # it has what readers are asked for
+    _revive(graph, needs)
     defined = tuple(value for emission in match.emissions for value in emission.defines)
     graph.replaced |= set(map(id, defined))
     gone = unneeded(graph, defined, aside=graph.dead)
@@ -37,6 +38,17 @@ def accept(graph: Graph, match: Match) -> set[int]:
             value.users.remove(node)
     graph.gone |= set(gone)
     return set(gone)
+
+
+def _revive(graph: Graph, needs: list[Value]) -> None:
+    """What the program itself did not need may be what a match reads: a relu's value, in a gradient without its loss."""
+    pending, revived = list(needs), set()
+    while pending:
+        node = pending.pop().producer
+        if node is not None and node.index in graph.dead and node.index not in revived:
+            revived.add(node.index)
+            pending += node.inputs
+    graph.dead -= revived
 
 
 def circular(graph: Graph, replacements: dict[int, Emission]) -> list[Emission]:

@@ -62,10 +62,12 @@ class Chain:
         return zip(self.masks, self.region.replay(y, self.masks)) if self.masks else iter(())
 
     def label(self, anchor: str) -> str:
-        """Like "conv+bias+add+relu". Shifts alone are a bias, together with a factor they are a normalisation."""
-        kinds = [kind for kind, _ in self.affine]
-        scaled, shifted = {"mul", "div"} & set(kinds), {"add", "sub"} & set(kinds)
-        parts = [anchor, *["bn" if shifted else "scale"] * bool(scaled), *["bias"] * bool(shifted and not scaled)]
+        """Like "conv+bias+add+relu". Factors with a mean before them, or a shift after them, are a normalisation. A number, or
+        factors after a bias as in ConvNeXt, are a scale."""
+        steps = dict.fromkeys("bias" if kind in ("add", "sub") else "scale" for kind, _ in self.affine)
+        factors = any(kind in ("mul", "div") and value.literal is None for kind, value in self.affine)
+        centered = bool(self.affine) and (self.affine[0][0] == "sub" or self.affine[-1][0] in ("add", "sub"))
+        parts = [anchor, *(["bn"] if factors and centered and len(steps) == 2 else steps)]
         added, activated = ["add"] * (self.residual is not None), [self.activation.name] if self.activation else []
         parts += [*activated, *added] if self.residual_last else [*added, *activated]
         return "+".join(parts)
@@ -112,6 +114,10 @@ class Refusal:
     reason: str
     direction: str = "forward"
     nodes: tuple[Node, ...] = ()
+
+
+class UnfusedStep(Refusal):
+    """The layer itself is fused: `pattern` names it with a step before or after it that stays XLA's."""
 
 
 class Walk:

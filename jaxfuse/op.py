@@ -84,7 +84,7 @@ class Stage:
         """The first kernel of the platform (None: where programs run here) that takes these arguments, or (None, why the
         last one does not)."""
         platform = platform or platforms.current()
-        reason = no_kernel()
+        reason: str = no_kernel()
         for kernel in self.kernels:
             if kernel.platform == platform:
                 refused = symbolic.refused(kernel, config, args)

@@ -3,14 +3,21 @@
 import dataclasses
 import io
 import os
+import re
 import sys
+from collections import Counter
+from collections.abc import Iterable
 
 from rich.console import Console
 from rich.table import Table
 
 from jaxfuse.private import known
 from jaxfuse.match import Match, Refusal
+from jaxfuse.reasons import heading
 from jaxfuse.source import calling_line
+
+FEW = 24  # rows that are printed with the overview; of more the overview says how to see them
+NOTHING = "nothing to fuse: no convolution, dense layer, attention, norm, recurrent cell or max pool in this program"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +25,7 @@ class Site:
     """One place in the program.
 
     pattern: like "conv+bias+relu"; direction: "forward" or "backward"; shapes, dtypes: of the full-size operands;
-    source: "file:line" of the user's code; kernel: what runs it ("onednn", "native", "reference"), "" if skipped;
+    source: "file:line" of the user's code; kernel: what runs it ("onednn", "native", "plain JAX"), "" if skipped;
     bytes_saved: an estimate of the memory traffic that the fused kernel avoids, in bytes;
     reason: for a skipped site the first check that failed, with the value or the reader that failed it;
     scopes: the `jax.named_scope`s of its parts; those of Flax linen are modules: "jvp(ResNet)/Bottleneck_2/Conv_1".
@@ -39,6 +46,11 @@ class Site:
         verdict = f"fused, {self.kernel}" if not self.reason else f"skipped: {self.reason}"
         return f"{self.pattern} {self.direction} {shapes} at {self.source}: {verdict}"
 
+    @property
+    def module(self) -> str:
+        """The first scope without JAX's transformations: "ResNet/Bottleneck_2/Conv_1"."""
+        return re.sub(r"\w+\(|\)", "", self.scopes[0]).removeprefix("/") if self.scopes else ""
+
 
 def site(found: Match | Refusal) -> Site:
     shapes = tuple(tuple(v.shape) for v in found.operands)
@@ -53,44 +65,107 @@ def site(found: Match | Refusal) -> Site:
 
 @dataclasses.dataclass(frozen=True)
 class FusionReport:
-    """The sites of a program. `str(report)` is a table; `.fused` and `.skipped` are tuples of `Site`."""
+    """The sites of a program, as tuples of `Site`; `str(report)` is an overview, and the rows where they are few.
+
+    fused: what kernels run; skipped: what stays as it is; unfused_steps: what stays outside of a layer that is itself
+    fused, and is among `fused` without that step.
+    """
 
     fused: tuple[Site, ...]
     skipped: tuple[Site, ...]
+    unfused_steps: tuple[Site, ...] = ()
 
     def __str__(self):
-        out = io.StringIO()
-        console = Console(file=out, width=_width(), no_color=True, markup=False)
-        if self.fused:
-            console.print(self.table())
-        if self.skipped:
-            table = Table("pattern", "direction", "operands", "source", "reason", title=f"{len(self.skipped)} skipped")
-            for site in self.skipped:
-                table.add_row(site.pattern, site.direction, _operands(site), site.source, site.reason)
-            console.print(table)
         if not self.fused and not self.skipped:
-            console.print("nothing to fuse: no convolution, dense layer, norm, recurrent cell or max pool in this program")
-        return out.getvalue().rstrip()
+            return NOTHING
+        rows = len(self.fused) + len(self.skipped) + len(self.unfused_steps)
+        rest = self.table() if rows <= FEW else f"All {rows} rows: print(report.table())"
+        return f"{self.overview()}\n\n{rest}"
 
-    def table(self) -> Table:
-        """The fused sites as a rich table."""
+    def overview(self) -> str:
+        """How many sites of each pattern and direction are fused, and what stays XLA's, counted by reason."""
         saved = sum(site.bytes_saved for site in self.fused)
-        title = f"{len(self.fused)} fused, about {saved / 1e6:.1f} MB of memory traffic saved"
-        table = Table("pattern", "direction", "operands", "source", "kernel", "MB saved", title=title)
-        for site in self.fused:
-            table.add_row(site.pattern, site.direction, _operands(site), site.source, site.kernel, f"{site.bytes_saved / 1e6:.2f}")
-        return table
+        every = len(self.fused) + len(self.skipped)
+        parts = [f"{len(self.fused)} of {every} sites fused, about {saved / 1e6:.1f} MB of memory traffic saved"]
+        if self.fused:
+            table = _table("pattern", "forward", "backward", "kernel", "MB saved")
+            for pattern in dict.fromkeys(site.pattern for site in self.fused):
+                sites = [site for site in self.fused if site.pattern == pattern]
+                ways, kernels = Counter(site.direction for site in sites), dict.fromkeys(site.kernel for site in sites)
+                table.add_row(pattern, *(str(ways[way] or "") for way in ("forward", "backward")), ", ".join(kernels), _megabytes(sites))
+            parts.append(_text(table))
+        if self.skipped:
+            parts += ["Left as it is, by reason:", _text(_by_reason(self.skipped))]
+        if self.unfused_steps:
+            parts += ["Steps that stay outside; the layers themselves are fused:", _text(_by_reason(self.unfused_steps))]
+        return "\n\n".join(parts)
+
+    def table(self) -> str:
+        """Every row: the fused sites, the skipped ones, and the steps that stay outside of fused ones."""
+        parts = []
+        if self.fused:
+            table = _rows(self.fused, ("kernel", "MB saved"), lambda site: (site.kernel, _megabytes([site])))
+            table.title = f"{len(self.fused)} fused"
+            parts.append(table)
+        titles = (self.skipped, "skipped"), (self.unfused_steps, "steps outside of fused layers")
+        for sites, title in titles:
+            if sites:
+                table = _rows(sites, ("reason",), lambda site: (site.reason,))
+                table.title = f"{len(sites)} {title}"
+                parts.append(table)
+        return "\n".join(map(_text, parts)) or NOTHING
 
 
 class FusionError(RuntimeError):
-    """`fuse(..., strict=True)` met a site that stays unfused; the message carries the table."""
+    """`fuse(..., strict=True)` met a site that stays unfused; the message has a line for each."""
 
 
 def log(report: FusionReport) -> None:
     """One line per site on stderr, if JAXFUSE_LOG=1."""
     if os.environ.get("JAXFUSE_LOG", "0") not in ("", "0"):
-        for found in (*report.fused, *report.skipped):
+        for found in (*report.fused, *report.skipped, *report.unfused_steps):
             print(f"jaxfuse: {found}", file=sys.stderr)
+
+
+def _by_reason(sites: Iterable[Site]) -> Table:
+    """A row for each kind of reason, pattern and direction, with the words of the first of them."""
+    groups: dict[tuple, list[Site]] = {}
+    for site in sites:
+        groups.setdefault((heading(site.reason), site.pattern, site.direction), []).append(site)
+    table = _table("why", "pattern", "direction", "sites", "the first of them")
+    for (why, pattern, direction), members in sorted(groups.items(), key=lambda group: group[0][0]):
+        table.add_row(why, pattern, direction, str(len(members)), f"{members[0].source}: {members[0].reason}")
+    return table
+
+
+def _rows(sites: tuple[Site, ...], columns: tuple[str, ...], cells) -> Table:
+    """A row for each site; with modules where one line of the program makes several."""
+    modules = {(site.source, site.module) for site in sites}
+    scoped = len(modules) > len({site.source for site in sites})
+    table = _table("pattern", "direction", "operands", "source", *["module"] * scoped, *columns)
+    for site in sites:
+        table.add_row(site.pattern, site.direction, _operands(site), site.source, *[site.module] * scoped, *cells(site))
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(title_justify="left")
+    for name in columns:
+        number = name in ("forward", "backward", "sites", "MB saved")
+        table.add_column(name, justify="right" if number else "left", overflow="fold")
+    return table
+
+
+def _text(table: Table) -> str:
+    out = io.StringIO()
+    Console(file=out, width=_width(), no_color=True, markup=False).print(table)
+    return out.getvalue().rstrip()
+
+
+def _megabytes(sites: Iterable[Site]) -> str:
+    """Empty where nothing is saved by the estimate, as by a convolution alone: such a kernel is faster, it moves no less."""
+    saved = sum(site.bytes_saved for site in sites)
+    return f"{saved / 1e6:.2f}" if saved else ""
 
 
 def _operands(site: Site) -> str:

@@ -5,6 +5,7 @@ import os
 import pathlib
 import sys
 import sysconfig
+import traceback
 from collections.abc import Callable
 from types import FrameType
 
@@ -20,7 +21,7 @@ def user_line(tracebacks: list) -> str:
     framework. The tracebacks are an equation's and those of the inlined jits it stood in, innermost first."""
     *jits, outermost = tracebacks
     for unwanted in (_is_library, _is_framework):
-        lines = [*[_line(traceback, unwanted, True) for traceback in jits], _line(outermost, unwanted, False)]
+        lines = [*[_line(stack, unwanted, True) for stack in jits], _line(outermost, unwanted, False)]
         line = next(filter(None, lines), None)
         if line:
             return line
@@ -35,11 +36,18 @@ def calling_line() -> str:
     return "unknown" if frame is None else f"{_relative(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
+def raising_line(error: BaseException) -> str:
+    """file:line of the innermost frame of the user's code that the error came through."""
+    walked = [f"{_relative(frame.f_code.co_filename)}:{line}" for frame, line in traceback.walk_tb(error.__traceback__)
+              if not _is_library(frame.f_code.co_filename)]
+    return walked[-1] if walked else "unknown"
+
+
 @functools.lru_cache(maxsize=65536)
-def _line(traceback, unwanted: Callable[[str], bool], traced_apart: bool) -> str | None:
+def _line(stack, unwanted: Callable[[str], bool], traced_apart: bool) -> str | None:
     """The innermost frame of a wanted file. A jit is traced once for all who call it: with `traced_apart` only frames
     inside it count, for those outside are the first caller's."""
-    for frame in traceback.frames if traceback is not None else ():
+    for frame in stack.frames if stack is not None else ():
         if traced_apart and "trace_to_jaxpr" in frame.function_name:
             return None
         if not unwanted(frame.file_name):

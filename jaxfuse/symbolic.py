@@ -11,9 +11,9 @@ from jaxfuse import private
 def judge(of_known):
     """A policy that judges a representative shape in place of a symbolic one."""
 
-    def judged(op, config, types, direction="forward"):
+    def judged(op, config, types, direction="forward", cost=""):
         known = [jax.ShapeDtypeStruct(tuple(map(private.known, t.shape)), t.dtype) for t in types]
-        return of_known(op, config, known, direction)
+        return of_known(op, config, known, direction, cost)
 
     return judged
 

@@ -110,10 +110,10 @@ def sites(op: str, program, operands) -> list[tuple[str, int]]:
     """(shape class, size) of each of the program's sites of this op that a kernel takes."""
     found, always = [], judge("always")
 
-    def recording(name, config, types, direction="forward"):
+    def recording(name, config, types, direction="forward", cost=""):
         if name == op:
             found.append((TABLE[op].shape_class(config, types), TABLE[op].size(config, types)))
-        return always(name, config, types, direction)
+        return always(name, config, types, direction, cost)
 
     plan(jax.make_jaxpr(program)(*operands), recording)
     return found

@@ -21,7 +21,7 @@ def rows(fn, *args) -> list[tuple[str, str]]:
     fused = [(site, FUSED) for site in report.fused]
     return [
         (" ".join(["backward"] * (site.direction == "backward") + [site.pattern]), reason)
-        for site, reason in [*fused, *[(site, site.reason) for site in report.skipped]]
+        for site, reason in [*fused, *[(site, site.reason) for site in (*report.skipped, *report.unfused_steps)]]
     ]
 
 

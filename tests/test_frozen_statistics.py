@@ -51,7 +51,8 @@ def loss_of(body):
 
 def sites(step, *args):
     report = jaxfuse.explain(step, *args, policy="always")
-    return sorted((site.direction, site.pattern) for site in report.fused), [(s.pattern, s.reason) for s in report.skipped]
+    left = *report.skipped, *report.unfused_steps
+    return sorted((site.direction, site.pattern) for site in report.fused), [(s.pattern, s.reason) for s in left]
 
 
 def near(step, *args, tolerance=1e-5):

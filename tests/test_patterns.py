@@ -23,7 +23,8 @@ GAMMA, BETA, MEAN, VAR = randn(8, seed=3), randn(8, seed=4), randn(8, seed=5), j
 
 def patterns(fn, *args):
     report = jaxfuse.explain(fn, *args, policy="always")
-    return [s.pattern for s in report.fused], [(s.pattern, s.reason) for s in report.skipped]
+    left = *report.skipped, *report.unfused_steps
+    return [s.pattern for s in report.fused], [(s.pattern, s.reason) for s in left]
 
 
 def check_values(fn, *args, tolerance=2e-5):
@@ -52,7 +53,9 @@ CONV_HITS = {
     "conv+scale": lambda x, w, b, r: conv(x, w) * 0.5,
     "conv+scale, an array of one element": lambda x, w, b, r: b[:1].reshape(1, 1, 1, 1) * conv(x, w),
     "conv+scale+add+relu, a number": lambda x, w, b, r: jax.nn.relu(r + 0.2 * conv(x, w)),
-    "conv+bn+add, scaled after the bias": lambda x, w, b, r: r + b[0] * (conv(x, w) + b),
+    "conv+bias+scale+add, scaled after the bias": lambda x, w, b, r: r + b[0] * (conv(x, w) + b),
+    "conv+bias+add+relu, scaled residual": lambda x, w, b, r: jax.nn.relu(conv(x, w) + b + 0.2 * r),
+    "conv+relu+add, residual scaled after the activation": lambda x, w, b, r: jax.nn.relu(conv(x, w)) + b[0] * r,
     "conv+bias+add, scaled residual read elsewhere": lambda x, w, b, r: (lambda s: (conv(x, w) + b + s, s))(0.2 * r),
     "conv+bias+relu": lambda x, w, b, r: jax.nn.relu(conv(x, w) + b),
     "conv+bias+relu, groups of the batch": lambda x, w, b, r: jax.nn.relu(conv(x, w, batch_group_count=2) + b),
@@ -134,10 +137,6 @@ CONV_MISSES = {
     "bias along another axis": (lambda x, w, b, r: conv(x, w) + b[:, None], "conv+bias", "varies along axis 2", ["conv"]),
     "addend broadcasts": (lambda x, w, b, r: conv(x, w) + r[:1], "conv+bias", "varies along axis 1", ["conv"]),
     "scaled after the residual": (lambda x, w, b, r: (conv(x, w) + r) * b, "conv+add+scale", "scales the sum", ["conv+add"]),
-    "scaled residual": (lambda x, w, b, r: jax.nn.relu(conv(x, w) + b + 0.2 * r), "conv+bias+add+relu", "scales the residual",
-                        ["conv+bias"]),
-    "residual scaled after the activation": (lambda x, w, b, r: jax.nn.relu(conv(x, w)) + b[0] * r, "conv+relu+add",
-                                             "scales the residual", ["conv+relu"]),
     "added before and after": (lambda x, w, b, r: jax.nn.relu(conv(x, w) + r) + r, "conv+add+relu+add",
                                "adds a second full-size value", ["conv+add+relu"]),
     "transposed and strided": (lambda x, w, b, r: conv(x, w, lhs_dilation=(2, 2), window_strides=(2, 2), padding=((1, 1), (1, 1))),

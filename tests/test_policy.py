@@ -47,7 +47,7 @@ WINS, LOSES = points((1, (2, 1))), points((500, (1, 2)))
 
 def test_too_small(monkeypatch):
     rule = Rule(points((50, (1, 2)), (101, (2, 1))))
-    assert judged(monkeypatch, (rule,)) == "too small to gain: 100 elements, measured faster from 101"
+    assert judged(monkeypatch, (rule,)) == "too small to gain: 100 elements, measured faster from 101, the largest measured"
     assert judged(monkeypatch, (Rule(points((50, (1, 2)), (100, (2, 1)))),)) == ""
 
 

@@ -12,11 +12,11 @@ from test_spellings import normalised
 
 HITS = {
     "conv+scale+add": lambda x, w, b, r: r - conv(x, w),
-    "conv+bn+add": lambda x, w, b, r: r - (conv(x, w) + b),
-    "conv+bn": lambda x, w, b, r: b - conv(x, w),
+    "conv+bias+scale+add": lambda x, w, b, r: r - (conv(x, w) + b),
+    "conv+scale+bias": lambda x, w, b, r: b - conv(x, w),
     "conv+scale+add+relu": lambda x, w, b, r: jax.nn.relu(r - conv(x, w)),
-    "conv+bn+add+silu": lambda x, w, b, r: jax.nn.silu(r - (b + conv(x, w))),
-    "conv+bn+add+tanh, in NCHW": lambda x, w, b, r: jnp.tanh(r.transpose(0, 3, 1, 2) - (b + conv(x, w)).transpose(0, 3, 1, 2)),
+    "conv+bias+scale+add+silu": lambda x, w, b, r: jax.nn.silu(r - (b + conv(x, w))),
+    "conv+bias+scale+add+tanh, in NCHW": lambda x, w, b, r: jnp.tanh(r.transpose(0, 3, 1, 2) - (b + conv(x, w)).transpose(0, 3, 1, 2)),
 }
 
 
@@ -57,7 +57,7 @@ def steps(fn, *args):
 
 def test_in_a_train_step():
     assert steps(lambda x, w, b, r: jax.nn.relu(r - (conv(x, w) + b)), X, W, B, R) == [
-        ("backward", "conv+bn+add+relu"), ("forward", "conv+bn+add+relu")]
+        ("backward", "conv+bias+scale+add+relu"), ("forward", "conv+bias+scale+add+relu")]
 
 
 def test_batch_norm_in_a_train_step():

@@ -65,7 +65,7 @@ def test_same_sites_and_numbers_as_through_the_loss(dtype):
     backward, forward = sites(report, "backward"), sites(report, "forward")
     assert backward.pop("dense_grad+bias_grad") == forward.pop("dense+bias") == 1
     assert backward == forward
-    residual = [site for site in report.skipped if site.pattern == "conv+residual gradient"]
+    residual = [site for site in report.unfused_steps if site.pattern == "conv+residual gradient"]
     # the second block's skip connection; and in the first the gradients of two convolutions meet in one sum
     assert len(residual) == 3 and all("add_any" in site.reason and site.direction == "backward" for site in residual)
     step = jaxfuse.fuse(problem.step, policy="always")

@@ -149,7 +149,7 @@ def _refuse_plain(config: MaxPoolConfig, args) -> str | None:
     if config.dilated:
         return no_kernel("a dilated window")
     if config.positions > UNROLLED:
-        return f"window {config.window_dimensions}: worth it up to {UNROLLED} positions"
+        return f"window {config.window_dimensions}: at most {UNROLLED} positions are unrolled"
     return None
 
 

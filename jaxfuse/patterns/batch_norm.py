@@ -8,7 +8,7 @@ from jaxfuse.canonical import ADD, CAST, NotPerChannel, chosen, constant, is_squ
 from jaxfuse.graph import Emission, Graph, Node, Value, evaluate
 from jaxfuse.layout import Layout, channels_last, is_reshape, laid, transposed
 from jaxfuse.live import FusedReader
-from jaxfuse.match import Chain, Match, Refusal, Walk, as_vector, depends_on, longest
+from jaxfuse.match import Chain, Match, Refusal, UnfusedStep, Walk, as_vector, depends_on, longest
 from jaxfuse.moments import Moments, reductions, shared_over
 from jaxfuse.op import equally_varying
 from jaxfuse.ops.batch_norm import OP
@@ -85,9 +85,10 @@ def match(graph, node: Node, claimed: set[int], measured):
             yield _backward(graph, node, gradient, found, chain, measured)
     if refused and _label(refused[0]) != _label(chain) * bool(found):
         unscaled = stop.reason if refused[1] is _UNSCALED else refused[1]
-        yield Refusal(_label(refused[0]), node, (x,), unscaled)
+        row = UnfusedStep if found else Refusal
+        yield row(_label(refused[0]), node, (x,), unscaled)
     elif stop.missed:
-        yield Refusal(f"{_label(chain)}+{stop.missed}", node, (x,), stop.reason)
+        yield UnfusedStep(f"{_label(chain)}+{stop.missed}", node, (x,), stop.reason)
 
 
 def _unflattened(graph, x: Value, axis: int) -> tuple[Value, int]:

@@ -13,7 +13,7 @@ from jax import lax
 from jaxfuse.canonical import constant, size, varying_axes
 from jaxfuse.graph import Emission, Node, Value
 from jaxfuse.layout import channels_last, inverse, laid, only_moved, transposed
-from jaxfuse.match import NARROW, Chain, Match, Refusal, Walk, as_vector, ends_wide, longest
+from jaxfuse.match import NARROW, Chain, Match, Refusal, UnfusedStep, Walk, as_vector, ends_wide, longest
 from jaxfuse.ops.activations import NO_ACTIVATION
 from jaxfuse.ops.conv import OP, ConvConfig
 from jaxfuse.ops.conv_config import batch_groups_as_features
@@ -60,11 +60,12 @@ def _rows(graph, node: Node, head: "Head", claimed: set[int], measured):
     if found:
         yield found
         if head.refused:
-            yield Refusal("pad+conv", node, head.operands, head.refused)
+            yield UnfusedStep("pad+conv", node, head.operands, head.refused)
     if refused:
-        yield Refusal(_label(head, refused[0]), node, head.operands, refused[1])
+        row = UnfusedStep if found else Refusal
+        yield row(_label(head, refused[0]), node, head.operands, refused[1])
     elif stop.missed:
-        yield Refusal(f"{_label(head, chain)}+{stop.missed}", node, head.operands, stop.reason)
+        yield UnfusedStep(f"{_label(head, chain)}+{stop.missed}", node, head.operands, stop.reason)
 
 
 def config_of(node: Node) -> ConvConfig | str:
@@ -240,7 +241,7 @@ def _fused(graph, node: Node, head: Head, chain: Chain, measured) -> Match | str
     types = [jax.eval_shape(spread_x, given_x), given_w, *vectors]
     types += [jax.ShapeDtypeStruct([head.out.shape[d] for d in permutation], given_dtype)] * has_residual
     kernel, reason = OP.forward.kernel(config, tuple(types))
-    reason = reason or measured("conv", config, types) or _scaled_residual(graph, chain, kernel)
+    reason = reason or measured("conv", config, types, cost=_scaled_residual(graph, chain, kernel))
     if reason:
         return reason
     vector = functools.partial(as_vector, channels=channels)

@@ -15,7 +15,7 @@ from jaxfuse.canonical import constant, regions, size
 from jaxfuse.graph import Emission, Graph, Node, Value
 from jaxfuse.layout import channels_last, in_place, inverse, transposed
 from jaxfuse.live import unneeded
-from jaxfuse.match import Match, Refusal, Walk, depends_on
+from jaxfuse.match import Match, Refusal, UnfusedStep, Walk, depends_on
 from jaxfuse.op import Linear, type_of
 from jaxfuse.ops.activations import NO_ACTIVATION, Activation, named
 from jaxfuse.ops.conv import OP, ConvConfig
@@ -71,7 +71,7 @@ def match(graph: Graph, node: Node, claimed: set[int], measured):
             yield result
             if gradients.dx is not None and (add := _residual_add(graph, gradients.dx.out)):
                 reason = no_kernel(f"{add} of the input's gradient")
-                yield Refusal("conv+residual gradient", node, (gradients.dz, *node.inputs), reason, "backward")
+                yield UnfusedStep("conv+residual gradient", node, (gradients.dz, *node.inputs), reason, "backward")
         else:
             yield Refusal(_label(gradients, False), node, (gradients.dz, *node.inputs), result, "backward")
 
@@ -203,7 +203,11 @@ def _regions_of(graph: Graph, mask: Value):
 
 
 def _label(gradients: Gradients, with_add: bool) -> str:
-    steps = ["bn" if gradients.has_bias else "scale"] if gradients.scaled else ["bias"] * gradients.has_bias
+    bias = ["bias"] * gradients.has_bias
+    if gradients.scaled:
+        steps = ["bn"] if bias and not gradients.scaled.is_number else [*bias, "scale"]
+    else:
+        steps = bias
     parts = ["conv", *steps, *["add"] * with_add]
     return "+".join([*parts, *[gradients.activation.name] * (gradients.told is not None)])
 

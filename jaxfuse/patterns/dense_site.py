@@ -12,7 +12,7 @@ from jaxfuse.canonical import constant, size
 from jaxfuse.graph import Emission, Graph, Node
 from jaxfuse.layout import inverse, laid
 from jaxfuse.live import unneeded
-from jaxfuse.match import Chain, Match, Refusal, as_vector, ends_wide
+from jaxfuse.match import Chain, Match, Refusal, UnfusedStep, as_vector, ends_wide
 from jaxfuse.op import type_of
 from jaxfuse.ops.activations import NO_ACTIVATION
 from jaxfuse.ops.dense import OP, DenseConfig
@@ -45,7 +45,7 @@ def found(graph: Graph, part: Graph | Part, row, measured):
     yield Match(f"{name}{row.count}", row.layers[0].node, nodes, tuple(s.emission for s in sites), sites[0].kernel,
                 row.operands, saved)
     if row.reason:
-        yield Refusal(label, row.layers[0].node, row.operands, row.reason, nodes=row.nodes)
+        yield UnfusedStep(label, row.layers[0].node, row.operands, row.reason, nodes=row.nodes)
 
 
 def product(graph: Graph, part: Graph | Part, node: Node, name: str, nodes, measured) -> Match | str:

@@ -10,7 +10,7 @@ import numpy as np
 from jaxfuse.batch import reshaped
 from jaxfuse.canonical import ADD, CAST, size, varying_axes
 from jaxfuse.graph import Emission, Node, Value
-from jaxfuse.match import Match, Refusal, Walk, longest
+from jaxfuse.match import Match, Refusal, UnfusedStep, Walk, longest
 from jaxfuse.ops.activations import NO_ACTIVATION
 from jaxfuse.ops.norm import OP, normalised
 from jaxfuse.patterns import norm_grad
@@ -47,7 +47,8 @@ def fused(graph, part, node: Node, norm, name: str, claimed: set[int], measured)
         yield from backward
     if refused and (not found or _steps(refused[0])):
         claims = () if found else (*nodes, *refused[0].nodes)
-        yield Refusal(label + _steps(refused[0]), node, (x,), refused[1], nodes=claims)
+        row = UnfusedStep if found else Refusal
+        yield row(label + _steps(refused[0]), node, (x,), refused[1], nodes=claims)
 
 
 class _Site:

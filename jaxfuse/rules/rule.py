@@ -57,14 +57,20 @@ class Rule(NamedTuple):
         return 0 if sizes and found == sizes[0] else found
 
     @property
+    def largest(self) -> int:
+        """The largest size measured."""
+        return max((p.size for p in self.points), default=0)
+
+    @property
     def sites(self) -> str:
         return " ".join(filter(None, (self.shape, self.dtype, self.direction, self.isa))) or "any"
 
     def wins_from(self, unit: str) -> str:
         """The smallest size in words."""
         if self.smallest == math.inf:
-            return f"never, up to {max((p.size for p in self.points), default=0)} {unit}"
-        return f"{self.smallest} {unit}" if self.smallest else "any size"
+            return f"never, up to {self.largest} {unit}"
+        only = "the largest measured: " * (self.smallest == self.largest)
+        return f"{only}{self.smallest} {unit}" if self.smallest else "any size"
 
 
 class Ladder(NamedTuple):
