@@ -1,4 +1,5 @@
-"""jaxfuse: fused layers for JAX, found in the program you already have: convolutions, dense layers, attention, norms, LSTM and GRU.
+"""jaxfuse: fused layers for JAX, found in the program you already have: convolutions, dense layers, attention, norms,
+max pools, LSTM and GRU.
 
     fast = jaxfuse.fuse(fn)                  same signature, fewer trips to memory
     print(jaxfuse.explain(fn, *args))        what was fused, what was not, and why

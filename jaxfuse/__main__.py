@@ -30,13 +30,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m jaxfuse", description=(
-        "Fused layers for JAX: convolutions, dense layers, attention, norms, LSTM and GRU, on the CPU and on NVIDIA GPUs."))
+        "Fused layers for JAX: convolutions, dense layers, attention, norms, max pools, LSTM and GRU, on the CPU and on NVIDIA GPUs."))
     commands = parser.add_subparsers(metavar="command", required=True)
 
     text = "train and run real networks, unfused and fused: speed and numbers side by side"
-    more = " A small residual network on handwritten digits, then ResNet-50 on a photograph. Takes one to two minutes."
+    more = " A small residual network on handwritten digits, then ResNet-50 on a photograph. Takes some minutes on a few cores; " \
+        "the speeds count only where nothing else runs."
     demo = commands.add_parser("demo", help=text, description=f"{text.capitalize()}.{more}")
-    demo.add_argument("--quick", action="store_true", help="fewer steps and repetitions: less than half a minute")
+    demo.add_argument("--quick", action="store_true", help="fewer steps and repetitions")
     demo.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="where the loss curves go (default: here)")
     demo.set_defaults(run=_demo)
 
@@ -55,8 +56,9 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("rest", nargs=argparse.REMAINDER)
     bench.set_defaults(run=_bench)
 
-    text = "what is built, which instruction set, how many threads, and why something is missing"
+    text = "what works here, in a sentence, then what is built, which instruction set, how many threads, and why something is missing"
     doctor = commands.add_parser("doctor", help=text, description=f"Says {text}.")
+    doctor.add_argument("--rules", action="store_true", help="also from which size on each op is fused by policy \"measured\" here")
     doctor.set_defaults(run=_doctor)
     return parser
 
@@ -103,7 +105,7 @@ def _bench(arguments) -> int:
 def _doctor(arguments) -> int:
     from jaxfuse import doctor
 
-    print(doctor.doctor().rstrip())
+    print(doctor.doctor(arguments.rules).rstrip())
     return 0
 
 

@@ -7,26 +7,57 @@ import jaxlib
 from rich.console import Console
 from rich.table import Table
 
-from jaxfuse import cuda, ffi, threads, tuned
+from jaxfuse import cuda, ffi, memory, threads, tuned
 from jaxfuse.cudnn import backend
 from jaxfuse.rules import TABLE
 
 
-def doctor() -> str:
-    """A table, as text: versions, what the native module was built with and runs on, each of its FFI targets, and the rules
-    by which policy "measured" goes.
+def doctor(rules: bool = False) -> str:
+    """A verdict, and a table, as text: versions, what the native module was built with and runs on, page faults of a call.
+    `rules`: by which policy "measured" goes on this machine, too.
 
     Never raises for a broken installation: the table says what is broken.
     """
     table = Table(show_header=False)
     table.add_column()
     table.add_column(overflow="fold")
-    for name, value in (*_versions(), *_native_module(), *_cuda_library(), *_rules()):
+    for name, value in (*_versions(), *_native_module(), *_cuda_library(), _page_faults(), *_rules(rules)):
         table.add_row(name, value)
-    console = Console(width=110, markup=False)
+    console = Console(width=110, markup=False, highlight=False)
     with console.capture() as capture:
+        console.print(_verdict(), soft_wrap=True)
         console.print(table)
     return capture.get()
+
+
+def _verdict() -> str:
+    """One sentence: what works here, or what keeps it from working."""
+    try:
+        module = ffi.native()
+        missing = _unusable()
+    except RuntimeError as error:
+        return f"BROKEN: {error}"
+    if module is None:
+        return "NOT BUILT: there is no native module here, so every function runs as XLA compiles it."
+    if missing:
+        return f"IN PART: {len(missing)} of {len(ffi.TARGETS)} CPU kernels are missing; the table says why."
+    info = module.info()
+    return f"WORKS: all {len(ffi.TARGETS)} CPU kernels, with {info['simd']}, on {threads.limit()[0]} threads."
+
+
+def _unusable() -> dict[str, str]:
+    """Targets of the native module that are missing, each with why."""
+    return {target: reason for target in ffi.TARGETS if (reason := ffi.unavailable(target))}
+
+
+def _page_faults() -> tuple[str, str]:
+    """What a call pays for memory that the C library gives back to the system."""
+    faults = memory.page_faults_per_call()
+    said = f"{faults} page faults a call (an addition of 32 MB)"
+    if memory.is_retained():
+        return "memory", f"retained; {said}"
+    advice = "jaxfuse.retain_memory() before the first computation, or python -m jaxfuse run script.py, saves them"
+    return "memory", f"{said}; {advice}" if faults > memory.FEW_FAULTS else said
 
 
 def _versions() -> list[tuple[str, str]]:
@@ -40,11 +71,11 @@ def _versions() -> list[tuple[str, str]]:
 def _native_module() -> list[tuple[str, str]]:
     try:
         module = ffi.native()
-        targets = [(target, ffi.unavailable(target) or "usable") for target in ffi.TARGETS]
+        missing = _unusable()
     except RuntimeError as error:
         return [("native module", f"broken: {error}")]
     if module is None:
-        return [("native module", "absent: everything runs by reference"), *targets]
+        return [("native module", "absent: everything runs by reference")]
     info = module.info()
     onednn = f"{info['onednn']}, uses {info['isa']}" if info["onednn"] else f"absent: {info['no_onednn']}"
     return [
@@ -52,7 +83,8 @@ def _native_module() -> list[tuple[str, str]]:
         ("oneDNN", onednn),
         ("our own kernels", f"use {info['simd']}"),
         ("threads", "{}, by {}".format(*threads.limit())),
-        *targets,
+        ("CPU kernels", f"{len(ffi.TARGETS) - len(missing)} of {len(ffi.TARGETS)} usable"),
+        *missing.items(),
     ]
 
 
@@ -65,7 +97,7 @@ def _cuda_library() -> list[tuple[str, str]]:
     info = cuda.info()
     built = f"{cuda.path()}\nnvcc {info.pop('nvcc')} for sm_{info.pop('architectures')}, XLA FFI {info.pop('ffi_api')}"
     rows = [("CUDA library", built), _cuda_devices(), _cudnn(), *info.items()]
-    return rows + [(f"{target} on CUDA", "built") for target in sorted(cuda.targets())]
+    return [*rows, ("CUDA kernels", ", ".join(sorted(cuda.targets())))]
 
 
 def _cuda_devices() -> tuple[str, str]:
@@ -82,8 +114,8 @@ def _cudnn() -> tuple[str, str]:
         return "cuDNN", f"absent: {error}"
 
 
-def _rules() -> list[tuple[str, str]]:
-    """Which rules are in force, since when, and from which size on each op is fused."""
+def _rules(listed: bool) -> list[tuple[str, str]]:
+    """Which rules are in force, since when; and, `listed`, from which size on each op is fused by the instruction sets here."""
     try:
         found = tuned.read()
     except RuntimeError:  # the native module is broken, as its row says
@@ -91,8 +123,10 @@ def _rules() -> list[tuple[str, str]]:
     origin = f"measured on this machine, {found.date}: {tuned.path()}" if found.rules else "built in"
     if found.ignored:
         origin = f"built in; {tuned.path()} is ignored: {found.ignored}"
+    if not listed:
+        return [('policy "measured"', f"{origin}; python -m jaxfuse doctor --rules has the sizes")]
     rows = []
     for op, table in TABLE.items():
-        rules = (*found.rules.get(op, ()), *table.rules)
+        rules = [rule for rule in (*found.rules.get(op, ()), *table.rules) if rule.isa in (None, *tuned.isa())]
         rows.append((f"  {op}", "\n".join(f"{rule.sites}: {rule.wins_from(table.unit)}; {rule.machine}" for rule in rules)))
     return [('policy "measured"', f"{origin}; the fused kernel is used from this size on:"), *rows]

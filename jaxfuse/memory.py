@@ -6,6 +6,7 @@ is mapped and unmapped at every call. One arena, which grows and is never trimme
 
 import ctypes
 import os
+import resource
 import warnings
 
 ENVIRONMENT = "JAXFUSE_RETAIN_MEMORY"
@@ -14,6 +15,7 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8
 _LARGEST = 2**31 - 1  # what an int holds
 _SETTINGS = ((_ARENA_MAX, 1), (_MMAP_THRESHOLD, _LARGEST), (_TRIM_THRESHOLD, _LARGEST), (_TOP_PAD, 512 << 20))
 _retained = False
+FEW_FAULTS = 1000  # of 8192 pages that 32 MB are
 
 
 def retain_memory() -> bool:
@@ -55,6 +57,21 @@ def retain_if_asked() -> None:
 
 def is_retained() -> bool:
     return _retained
+
+
+def page_faults_per_call() -> int:
+    """Measured here and now: of a jitted addition that gives 32 MB, whose result is dropped at every call."""
+    import jax
+    import jax.numpy as jnp
+
+    add, calls = jax.jit(lambda x: x + 1), 8
+    x = jax.device_put(jnp.zeros(8 << 20), jax.local_devices(backend="cpu")[0])
+    for _ in range(3):
+        add(x).block_until_ready()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(calls):
+        add(x).block_until_ready()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // calls
 
 
 def arenas() -> int:

@@ -83,7 +83,23 @@ def test_bench_without_a_checkout_says_where_it_is(monkeypatch, tmp_path, capsys
 
 def test_doctor_speaks(capsys):
     assert cli.main(["doctor"]) == 0
-    assert "jax" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert out.split(":")[0] in ("WORKS", "IN PART", "NOT BUILT", "BROKEN") and len(out.splitlines()) < 60
+    assert "page faults a call" in out
+
+
+def test_doctor_lists_the_rules_of_this_cpu_only(monkeypatch):
+    monkeypatch.setattr(doctor.tuned, "isa", lambda: ("avx2",))
+    said = doctor.doctor(rules=True)
+    assert "avx512" not in said.split("the fused kernel is used")[1] and "never" not in doctor.doctor()
+    assert len(doctor.doctor().splitlines()) < len(said.splitlines())
+
+
+def test_the_demo_says_when_the_machine_is_busy(monkeypatch):
+    monkeypatch.setattr(demo.os, "getloadavg", lambda: (100.0, 0, 0))
+    assert "not to be trusted" in demo._others_running()
+    monkeypatch.setattr(demo.os, "getloadavg", lambda: (0.0, 0, 0))
+    assert demo._others_running() == ""
 
 
 def test_doctor_says_what_the_cuda_library_lacks(monkeypatch, capsys):
@@ -95,7 +111,7 @@ def test_doctor_says_what_the_cuda_library_lacks(monkeypatch, capsys):
     monkeypatch.setattr(doctor.backend, "version", mock.Mock(side_effect=doctor.backend.CudnnError("pip install 'jax[cuda13]'")))
     words = " ".join(doctor.doctor().replace("│", " ").split())
     for text in ("nvcc 13.0.88 for sm_80 90, PTX 90", "so the library is not used here. JAX says: Unknown backend cuda.",
-                 "'jax[cuda13]'", "jaxfuse_norm_fwd on CUDA built"):
+                 "'jax[cuda13]'", "CUDA kernels jaxfuse_norm_fwd"):
         assert text in words
 
 

@@ -111,3 +111,10 @@ def test_numpy_arrays_fit(convert):
 
 def test_a_window_beyond_the_image_gives_an_empty_output():
     assert ops.conv(jnp.ones((1, 2, 2, 3)), jnp.ones((3, 3, 3, 2)), padding="VALID").shape == (1, 0, 0, 2)
+
+
+def test_a_filter_in_pytorchs_order_is_told_the_shape_expected_and_the_transpose():
+    with pytest.raises(ops.OpError, match=r"w is of shape \(16, 8, 3, 3\), expected .*8 input channels.*OIHW.*transpose\(2, 3, 1, 0\)"):
+        ops.conv(jnp.ones((1, 9, 9, 8)), jnp.ones((16, 8, 3, 3)))
+    with pytest.raises(ops.OpError, match=r"w is of shape \(3, 3, 4, 16\), expected \(3, 3, 8, 16\), for 8 input channels in 1 groups"):
+        ops.conv(jnp.ones((1, 9, 9, 8)), jnp.ones((3, 3, 4, 16)))

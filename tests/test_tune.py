@@ -48,7 +48,7 @@ def ignored(path, why):
 
 def said():
     """What the doctor says of the policy, on one line."""
-    words = doctor.doctor().replace("│", " ").split()
+    words = doctor.doctor(rules=True).replace("│", " ").split()
     return " ".join(words[words.index("policy") :])
 
 

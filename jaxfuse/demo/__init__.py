@@ -1,5 +1,6 @@
 """The demo: a network trained unfused and fused on real images, then ResNet-50 on a real photograph."""
 
+import os
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,8 +24,21 @@ def run(quick: bool, out: Path) -> None:
     if not console.is_terminal:
         console = Console(width=100)
     out.mkdir(parents=True, exist_ok=True)
+    busy = _others_running()
+    if busy:
+        console.print(busy, style="bold")
     show_training(console, 40 if quick else 200, out / PNG)
     show_photo(console, 5 if quick else 20)
+    if busy := busy or _others_running(ours=1):
+        console.print(busy, style="bold")
+
+
+def _others_running(ours: float = 0) -> str:
+    """What to say where other programs keep the CPUs busy, which makes the speeds mean little; "" where they do not."""
+    cpus, load = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, os.getloadavg()[0]
+    if load <= cpus / 4 + ours * cpus:
+        return ""
+    return f"This machine is busy (load {load:.1f} on {cpus} CPUs): the ratios of speed here are not to be trusted, run the demo again."
 
 
 def show_training(console: Console, steps: int, png: Path) -> None:

@@ -96,6 +96,20 @@ def dimension_numbers_of(arguments, x, w, dimension_numbers) -> lax.ConvDimensio
         raise
 
 
+def _refuse_filter(arguments, w, dn, channels: int, features: int, groups: int) -> None:
+    """Raises, with the shape that w should have, and with a hint where its axes look like PyTorch's."""
+    arguments.check(channels % groups == 0, "x", f"of {channels} channels", f"a multiple of feature_group_count {groups}",
+                    "check feature_group_count and dimension_numbers")
+    expected = list(w.shape)
+    expected[dn.rhs_spec[1]] = channels // groups
+    expected[dn.rhs_spec[0]] = features if features % groups == 0 else groups
+    remedy = "check w, feature_group_count and dimension_numbers"
+    is_last = dn.rhs_spec[0] == w.ndim - 1
+    if is_last and w.shape[1] * groups == channels and w.shape[0] % groups == 0:
+        remedy = f"if it is OIHW, as PyTorch has it, give w.transpose{(*range(2, w.ndim), 1, 0)}"
+    arguments.check(False, "w", f"of shape {w.shape}", f"{tuple(expected)}, for {channels} input channels in {groups} groups", remedy)
+
+
 def geometry_of(arguments, x, w, window_strides, padding, lhs_dilation, rhs_dilation, feature_group_count, dimension_numbers):
     """The first fields of ConvConfig."""
     spatial, dn = x.ndim - 2, dimension_numbers_of(arguments, x, w, dimension_numbers)
@@ -112,10 +126,8 @@ def geometry_of(arguments, x, w, window_strides, padding, lhs_dilation, rhs_dila
     padding = arguments.pairs("padding", padding, spatial)
     (groups,) = arguments.positive_integers("feature_group_count", (feature_group_count,), 1)
     channels, features, per_group = x.shape[dn.lhs_spec[1]], w.shape[dn.rhs_spec[0]], w.shape[dn.rhs_spec[1]]
-    arguments.check(
-        channels == per_group * groups and features % groups == 0, "w", f"of shape {w.shape}",
-        f"{channels}/{groups} input channels per group and a multiple of {groups} output channels",
-        "check w, feature_group_count and dimension_numbers")
+    if channels != per_group * groups or features % groups:
+        _refuse_filter(arguments, w, dn, channels, features, groups)
     return strides, padding, dilation, groups, dn.lhs_spec, dn.rhs_spec, dn.out_spec, spread
 
 
