@@ -1,0 +1,65 @@
+"""A pytest plugin for other projects' tests: every function that they jit is fused, or their layers are exchanged for ours.
+
+JAXFUSE_OTHERS is "plain" (nothing is changed), "fused" (`jax.jit` fuses with policy "always") or "layers" (Flax's layers are those
+of `jaxfuse.flax`). The numbers of sites that were fused are added up in the file that JAXFUSE_OTHERS_SITES names.
+"""
+
+import os
+
+import jax
+
+MODE = os.environ.get("JAXFUSE_OTHERS", "plain")
+sites: list[int] = []
+
+
+def pytest_configure(config):
+    if MODE != "plain":
+        _count_sites()
+    if MODE == "fused":
+        _fuse_every_jit()
+    if MODE == "layers":
+        _exchange_layers()
+
+
+def pytest_unconfigure(config):
+    if path := os.environ.get("JAXFUSE_OTHERS_SITES"):
+        with open(path, "a") as file:
+            print(sum(sites), file=file)
+
+
+def _count_sites():
+    from jaxfuse import report
+
+    log = report.log
+
+    def counted(found):
+        sites.append(len(found.fused))
+        log(found)
+
+    report.log = counted
+
+
+def _fuse_every_jit():
+    from jaxfuse.fuse import inline
+
+    plain = jax.jit
+
+    def jit(fun=None, /, **options):
+        if fun is None:
+            return lambda fun: jit(fun, **options)
+        return plain(inline(fun, policy="always") if callable(fun) else fun, **options)
+
+    jax.jit = jit
+
+
+def _exchange_layers():
+    import flax.linen
+    import flax.nnx
+
+    import jaxfuse.flax.linen
+    import jaxfuse.flax.nnx
+
+    for theirs, ours in ((flax.linen, jaxfuse.flax.linen), (flax.nnx, jaxfuse.flax.nnx)):
+        for name in ours.__all__:
+            if isinstance(getattr(theirs, name, None), type):
+                setattr(theirs, name, getattr(ours, name))

@@ -1,0 +1,89 @@
+"""Runs other projects' own tests as they are, and with every jitted function fused or every Flax layer exchanged.
+
+    python tests/others/run.py jax ~/src/jax              # a checkout that fits the installed version
+    python tests/others/run.py flax ~/src/flax --mode layers
+
+A test that fails only fused, or only with our layers, is an error of jaxfuse: it is listed, and the exit status is 1.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+HERE = pathlib.Path(__file__).resolve().parent
+JAX = ("lax_test", "lax_autodiff_test", "lax_vmap_test", "nn_test", "lax_control_flow_test", "api_test", "export_test")
+HAIKU = ("basic", "batch_norm", "conv", "depthwise_conv", "group_norm", "layer_norm", "rms_norm", "attention", "recurrent", "pool")
+KERAS = ("activations", "attention", "convolutional", "core", "normalization", "pooling", "rnn")
+LINEN = ("linen_test", "linen_activation_test", "linen_attention_test", "linen_linear_test", "linen_recurrent_test", "linen_dtypes_test")
+SUITES = {
+    "jax": [f"tests/{name}.py" for name in JAX],
+    "flax": [*[f"tests/linen/{name}.py" for name in LINEN], "tests/nnx/nn", "tests/nnx/integration_test.py"],
+    "equinox": ["tests/test_nn.py"],
+    "haiku": [f"haiku/_src/{name}_test.py" for name in HAIKU],
+    "keras": [f"keras/src/layers/{name}" for name in KERAS],
+}
+
+
+class Outcome(NamedTuple):
+    tests: int
+    failed: dict[str, str]  # name -> the first line of the error
+    sites: int
+
+
+def run(checkout: pathlib.Path, paths: list[str], mode: str, arguments: list[str]) -> Outcome:
+    """One run of these tests in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        results, sites = pathlib.Path(folder, "results.xml"), pathlib.Path(folder, "sites")
+        roots = [str(HERE), str(HERE.parent.parent), str(checkout)]
+        environment = os.environ | {
+            "JAXFUSE_OTHERS": mode, "JAXFUSE_OTHERS_SITES": str(sites), "KERAS_BACKEND": "jax",
+            "PYTHONPATH": os.pathsep.join([*roots, os.environ.get("PYTHONPATH", "")])}
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "fused_jit", "--junitxml", str(results), *arguments, *paths]
+        subprocess.run(command, cwd=checkout, env=environment, stdout=sys.stderr)
+        cases = list(ElementTree.parse(results).getroot().iter("testcase"))
+        counts = sites.read_text().split()
+    failed = {}
+    for case in cases:
+        for kind in ("failure", "error"):
+            if (found := case.find(kind)) is not None:
+                failed[f"{case.get('classname')}::{case.get('name')}"] = (found.get("message") or "").splitlines()[0]
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    return Outcome(len(cases) - skipped, failed, sum(map(int, counts)))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("project", choices=SUITES)
+    parser.add_argument("checkout", type=pathlib.Path)
+    parser.add_argument("--mode", choices=["fused", "layers"], default="fused")
+    parser.add_argument("--only", action="append", help="a path within the checkout, instead of the project's list")
+    parser.add_argument("--json", type=pathlib.Path, help="a file to which a row for each path is added")
+    options, arguments = parser.parse_known_args()
+    table = Table("tests of", "run", "fail plain", f"fail {options.mode}", "sites", title=f"{options.project}, {options.mode}")
+    new: dict[str, str] = {}
+    for path in options.only or SUITES[options.project]:
+        plain, fused = (run(options.checkout, [path], mode, arguments) for mode in ("plain", options.mode))
+        new |= {name: text for name, text in fused.failed.items() if name not in plain.failed}
+        row = [path, *map(str, (fused.tests, len(plain.failed), len(fused.failed), fused.sites))]
+        table.add_row(*row)
+        if options.json:
+            with options.json.open("a") as file:
+                print(json.dumps([options.project, options.mode, *row, sorted(new)]), file=file)
+    console = Console()
+    console.print(table)
+    for name, text in new.items():
+        console.print(f"only {options.mode}: {name}\n    {text}", markup=False)
+    return bool(new)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
