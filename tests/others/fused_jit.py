@@ -1,10 +1,11 @@
 """A pytest plugin for other projects' tests: every function that they jit is fused, or their layers are exchanged for ours.
 
-JAXFUSE_OTHERS is "plain" (nothing is changed), "fused" (`jax.jit` fuses with policy "always") or "layers" (Flax's layers are those
-of `jaxfuse.flax`). The numbers of sites that were fused are added up in the file that JAXFUSE_OTHERS_SITES names.
+JAXFUSE_OTHERS is "plain" (nothing is changed), "fused" (`jax.jit` is `jaxfuse.fuse` with policy "always") or "layers" (Flax's layers are
+those of `jaxfuse.flax`). The numbers of sites that were fused are added up in the file that JAXFUSE_OTHERS_SITES names.
 """
 
 import os
+import sys
 
 import jax
 
@@ -40,14 +41,13 @@ def _count_sites():
 
 
 def _fuse_every_jit():
-    from jaxfuse.fuse import inline
+    import jaxfuse
 
     plain = jax.jit
 
-    def jit(fun=None, /, **options):
-        if fun is None:
-            return lambda fun: jit(fun, **options)
-        return plain(inline(fun, policy="always") if callable(fun) else fun, **options)
+    def jit(*args, **options):
+        caller = sys._getframe(1).f_globals["__name__"].partition(".")[0]
+        return plain(*args, **options) if caller == "jaxfuse" else jaxfuse.fuse(*args, policy="always", **options)
 
     jax.jit = jit
 
