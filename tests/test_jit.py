@@ -115,6 +115,17 @@ def test_decorators():
     close(one(X), conv(X))
 
 
+def test_attributes_of_the_function():
+    def named(x):
+        return conv(x)
+
+    named.note, named.options = "seen", 1
+    fused = jaxfuse.fuse(named, policy="always")
+    assert fused.note == "seen" and fused.__wrapped__ is named
+    close(fused(X), conv(X))
+    assert pickle.loads(pickle.dumps(jaxfuse.fuse(conv, keep_unused=True))).options == {"keep_unused": True}
+
+
 def test_constants_reach_every_method():
     fused = jaxfuse.fuse(lambda x, mode: conv(x) if mode == "a" else -conv(x), policy="always")
     assert kernels(fused.lower(X, "b").as_text()) and fused.eval_shape(X, "a").shape == (2, 8, 8, 8)

@@ -32,8 +32,20 @@ SUITES = {
     "haiku": [f"haiku/_src/{name}_test.py" for name in HAIKU],
     "keras": [f"keras/src/layers/{name}" for name in KERAS],
 }
-# Parts of names of tests that must fail: they read the text of the lowered program.
+# Parts of names of tests that must fail, and why.
 EXPECTED = {
+    "jax": {
+        "test_ordered_effects_basic": "looks for an inner jit in the text; a fused function within another is part of it",
+        "test_leak_checker_catches_a_sublevel_leak": "so it has no trace of its own that could leak into the outer one",
+        "JitTest::test_jit_bad_input": "passes a string; it is part of the signature here",
+        "APITest::test_bad_input": "the same",
+        "test_jit_of_nonweakreferenceable_function": "expects a refusal; such a function is taken here",
+        "test_jit_repr": "reads the repr of jit's class",
+        "test_fun_name": "reads the private state that jit's class pickles",
+        "test_cache_miss_explanations": "reads what tracing logs, with the place of the caller: that is jaxfuse",
+        "test_user_trace_context_hooks": "counts traces; the function is traced within its jit",
+        "TracebackTest": "counts the frames between the user and the error",
+    },
     "haiku": {"test_precision": "reads operand_precision in the text; a kernel of float32 is as precise as any asks"},
 }
 
