@@ -44,7 +44,6 @@ EXPECTED = {
         "test_fun_name": "reads the private state that jit's class pickles",
         "test_cache_miss_explanations": "reads what tracing logs, with the place of the caller: that is jaxfuse",
         "test_user_trace_context_hooks": "counts traces; the function is traced within its jit",
-        "TracebackTest": "counts the frames between the user and the error",
     },
     "haiku": {"test_precision": "reads operand_precision in the text; a kernel of float32 is as precise as any asks"},
 }
