@@ -66,7 +66,7 @@ class Chain:
         factors after a bias as in ConvNeXt, are a scale."""
         steps = dict.fromkeys("bias" if kind in ("add", "sub") else "scale" for kind, _ in self.affine)
         factors = any(kind in ("mul", "div") and value.literal is None for kind, value in self.affine)
-        centered = bool(self.affine) and (self.affine[0][0] == "sub" or self.affine[-1][0] in ("add", "sub"))
+        centered = any(kind == "sub" for kind, _ in self.affine) or bool(self.affine) and self.affine[-1][0] == "add"
         parts = [anchor, *(["bn"] if factors and centered and len(steps) == 2 else steps)]
         added, activated = ["add"] * (self.residual is not None), [self.activation.name] if self.activation else []
         parts += [*activated, *added] if self.residual_last else [*added, *activated]
