@@ -13,6 +13,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxfuse
 
+jaxfuse.retain_memory()  # before the first computation
+
 OPTIMIZER = optax.sgd(0.05, momentum=0.9)
 
 

@@ -8,6 +8,8 @@ from common import arguments, batches, closing, digits, train
 
 import jaxfuse
 
+jaxfuse.retain_memory()  # before the first computation
+
 STEPS = 10
 OPTIMIZER = optax.adam(2e-3)
 

@@ -12,6 +12,8 @@ from keras import layers
 
 import jaxfuse
 
+jaxfuse.retain_memory()  # before the first computation
+
 
 class FusedModel(keras.Model):
     """A functional model whose train step is fused."""

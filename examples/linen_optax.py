@@ -15,6 +15,8 @@ from common import arguments, batches, closing, console, digits, train
 
 import jaxfuse
 
+jaxfuse.retain_memory()  # before the first computation
+
 MICROBATCHES = 2
 
 

@@ -5,7 +5,10 @@ import optax
 from common import arguments, batches, closing, console, digits, train
 from flax import nnx
 
+import jaxfuse
 from jaxfuse.flax.nnx import exchanged, explain, replace
+
+jaxfuse.retain_memory()  # before the first computation
 
 
 class Block(nnx.Module):
