@@ -60,6 +60,7 @@ def call(target: str, out_types: Any, *operands: jax.Array, **attrs: Any) -> Any
     """
     if reason := unavailable(target):
         raise NotImplementedError(f"{target}: {reason}")
+    _start()
     return _with_cost(call_registered(target, out_types, *operands, **attrs), operands)
 
 
@@ -135,6 +136,7 @@ def native() -> ModuleType | None:
 
 @functools.cache
 def _native() -> ModuleType | None:
+    global _thread_limit
     path = _native_path()
     if path is None:
         return None
@@ -144,7 +146,8 @@ def _native() -> ModuleType | None:
             raise ImportError("Python has no loader for a file of this name")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        _start_threads(module, processors.limit())
+        _thread_limit = processors.limit()
+        module.intend_threads(_thread_limit.number)
         module.load_onednn(str(path.with_name(_ONEDNN)))
         check_api(module.info()["ffi_api"], path)
     except (ImportError, OSError, AttributeError) as error:  # the last: it comes from another version
@@ -155,18 +158,21 @@ def _native() -> ModuleType | None:
 
 def num_threads() -> int:
     """Of the native module. Raises ``NotImplementedError`` if that is not built."""
+    _start()
     return _built().num_threads()
 
 
 def set_num_threads(limit: processors.Limit) -> None:
     """Starts or retires threads of the native module. Raises ``NotImplementedError`` if that is not built."""
+    global _thread_limit
     with _loading:
-        _start_threads(_built(), limit)
+        _thread_limit = processors.start(_built(), limit)
 
 
 def thread_limit() -> processors.Limit:
     """The number of threads, and what decided it. Raises ``NotImplementedError`` if the native module is not built."""
-    return _thread_limit._replace(number=num_threads())
+    number = num_threads()
+    return _thread_limit._replace(number=number)
 
 
 def _built() -> ModuleType:
@@ -175,9 +181,11 @@ def _built() -> ModuleType:
     raise NotImplementedError(f"jaxfuse: {_NOT_BUILT}")
 
 
-def _start_threads(module: ModuleType, limit: processors.Limit) -> None:
-    global _thread_limit
-    _thread_limit = processors.start(module, limit)
+@functools.cache
+def _start() -> None:
+    """Before the first call, not when this is imported: a program may still say how many threads, or that memory is to stay."""
+    _built()
+    set_num_threads(_thread_limit)
 
 
 def check_api(built: str, path: pathlib.Path) -> None:

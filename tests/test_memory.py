@@ -76,3 +76,10 @@ def test_the_launcher_is_python_to_the_script(tmp_path):
     assert missing.returncode == 1 and "there is no file" in missing.stderr
     module = python("-m", "jaxfuse", "run", "-m", "timeit", "-n", "1", "-r", "1", "pass")
     assert module.returncode == 0 and "1 loop" in module.stdout
+
+
+def test_importing_starts_no_threads():
+    """The kernels are registered by the import; their threads start with the first call."""
+    code = "import threading, jaxfuse, os; print(jaxfuse.memory.arenas(), len(os.listdir('/proc/self/task')))"
+    arenas, threads = python("-c", code).stdout.split()
+    assert (arenas, int(threads) <= 2) == ("1", True)

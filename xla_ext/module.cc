@@ -63,6 +63,7 @@ PYBIND11_MODULE(_native, module) {
              "Opens oneDNN, the file beside this module. Before `registrations`: convolutions are offered with it only. Where it "
              "cannot be used, `info` has `no_onednn`, the reason.");
   module.def("registrations", &jaxfuse::registrations, "FFI target name -> handler capsule, for platform cpu.");
+  module.def("intend_threads", &jaxfuse::ThreadPool::intend, "How many threads to start with the first call, which needs them.");
   module.def("set_num_threads", &jaxfuse::ThreadPool::resize,
              "Sets the number of threads of this process and its children. Returns the system's reason if it refuses some.");
   module.def("num_threads", &jaxfuse::max_threads, "Threads of a parallel region.");

@@ -103,8 +103,10 @@ ThreadPool& ThreadPool::instance() {
   }
 }
 
+void ThreadPool::intend(int n) { wanted_size = std::clamp(n, 1, kMostThreads); }
+
 std::string ThreadPool::resize(int n) {
-  wanted_size = std::clamp(n, 1, kMostThreads);
+  intend(n);
   return instance().grow(wanted_size);
 }
 

@@ -31,6 +31,9 @@ class ThreadPool {
   // The process's pool; it lives until the process ends. After a fork the child gets a new one of the same size.
   static ThreadPool& instance();
 
+  // The size that a pool begins with. Starts nothing.
+  static void intend(int n);
+
   // Makes n the size, of this process's pool and of those of its children, and starts the threads that are missing. Where
   // the system refuses one, the pool is as large as it could be made. Returns the system's reason, "" if there is none.
   static std::string resize(int n);
