@@ -91,9 +91,9 @@ DENSE_MISSES = {
         lambda x, w, v, b, r: (lambda y: jax.nn.relu(y) + jnp.cos(y))(x @ w + b),
         [("dense+bias", FUSED), ("dense+bias+relu", "float32[2, 5, 16] is read 2 times: by custom_jvp_call at ")],
     ),
-    "hard_swish with 1/5": (
-        lambda x, w, v, b, r: (lambda z: z * jax.nn.relu6(z + 3) / 5)(x @ w + b),
-        [("dense+bias", FUSED), ("dense+bias+hard_swish", "resembles hard_swish, but")],
+    "silu with 1.1": (
+        lambda x, w, v, b, r: (lambda z: z * jax.nn.sigmoid(1.1 * z))(x @ w + b),
+        [("dense+bias", FUSED), ("dense+bias+silu", "resembles silu, but")],
     ),
     "weight first and bias in columns": (
         lambda x, w, v, b, r: w.T @ x[0].T + b[:, None],

@@ -37,7 +37,7 @@ def is_derivative(region: Region, mask: Value, of: Activation) -> bool:
 def _near_miss(region: Region, table: np.ndarray) -> Stop:
     """Close to one we know, and where it differs; nothing to report if it resembles none."""
     n = len(FINITE)
-    for activation in candidates(table):
+    for activation in sorted(candidates(table), key=lambda near: np.abs(table[0, :n] - known_table(near)[0, :n]).sum()):
         known, name = known_table(activation), activation.name
         if not np.isclose(table[0, :n], known[0, :n], rtol=0.25, atol=0.05).mean() > 0.9:
             continue
