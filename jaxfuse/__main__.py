@@ -69,6 +69,7 @@ def _demo(arguments) -> int:
         return _fail(f"the demo needs {' and '.join(missing)}; to install: python -m pip install {' '.join(missing)}")
     from jaxfuse import demo
 
+    memory.retain_if_asked(by_default=True)
     demo.run(arguments.quick, arguments.out)
     return 0
 

@@ -46,9 +46,10 @@ def retain_memory() -> bool:
     return True
 
 
-def retain_if_asked() -> None:
-    """`retain_memory` where the environment asks for it; too late is a warning there, for it is an import that comes too late."""
-    if os.environ.get(ENVIRONMENT, "0") not in ("", "0"):
+def retain_if_asked(by_default: bool = False) -> None:
+    """`retain_memory` where the environment asks for it; too late is a warning there, for it is an import that comes too late.
+    by_default: also where the environment does not say."""
+    if (os.environ.get(ENVIRONMENT) or str(int(by_default))) != "0":
         try:
             retain_memory()
         except RuntimeError as error:

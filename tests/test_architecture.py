@@ -55,7 +55,7 @@ ALLOWED = {
     "cuda": {"ffi"},
     "doctor": {"cuda", "cudnn", "ffi", "memory", "__init__", "rules", "threads", "tuned"},
     "flax": {"flax", "fuse", "report", "signature"},
-    "demo": {"__init__", "demo", "report"},
+    "demo": {"__init__", "demo", "memory", "report"},
 }
 
 

@@ -50,6 +50,8 @@ def test_by_the_environment():
     code = "import jaxfuse, os; print(jaxfuse.memory.is_retained())"
     assert python("-c", code, JAXFUSE_RETAIN_MEMORY="1").stdout == "True\n"
     assert python("-c", code, JAXFUSE_RETAIN_MEMORY="0").stdout == "False\n"
+    by_default = code.replace("print", "jaxfuse.memory.retain_if_asked(by_default=True); print")  # as the demo does
+    assert [python("-c", by_default, JAXFUSE_RETAIN_MEMORY=asked).stdout for asked in ("", "0")] == ["True\n", "False\n"]
     late = python("-c", "import jax; jax.devices(); " + code, JAXFUSE_RETAIN_MEMORY="1")
     assert late.stdout == "False\n" and "RuntimeWarning: JAXFUSE_RETAIN_MEMORY: retain_memory: too late" in late.stderr
 

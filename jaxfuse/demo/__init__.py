@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import jaxfuse
+from jaxfuse import memory
 from jaxfuse.demo import digits, photo, plot, training
 
 PNG = "jaxfuse-demo.png"
@@ -27,6 +28,8 @@ def run(quick: bool, out: Path) -> None:
     busy = _others_running()
     if busy:
         console.print(busy, style="bold")
+    if memory.is_retained():
+        console.print(f"Freed memory stays in the process (jaxfuse.retain_memory), fused and unfused; {memory.ENVIRONMENT}=0 gives it back.")
     show_training(console, 40 if quick else 200, out / PNG)
     show_photo(console, 5 if quick else 20)
     if busy := busy or _others_running(ours=1):
