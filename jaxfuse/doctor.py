@@ -7,7 +7,7 @@ import jaxlib
 from rich.console import Console
 from rich.table import Table
 
-from jaxfuse import cuda, ffi, memory, threads, tuned
+from jaxfuse import cuda, ffi, memory, threads, tuned, versions
 from jaxfuse.cudnn import backend
 from jaxfuse.rules import TABLE
 
@@ -81,7 +81,7 @@ def _native_module() -> list[tuple[str, str]]:
     return [
         ("native module", f"{module.__file__}\n{info['compiler']}, XLA FFI {info['ffi_api']}"),
         ("oneDNN", onednn),
-        ("our own kernels", f"use {info['simd']}"),
+        ("our own kernels", f"use {info['simd']}; {versions.tested_with(tuned.isa())}"),
         ("threads", "{}, by {}".format(*threads.limit())),
         ("CPU kernels", f"{len(ffi.TARGETS) - len(missing)} of {len(ffi.TARGETS)} usable"),
         *missing.items(),

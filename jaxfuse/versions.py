@@ -7,6 +7,14 @@ import jax
 
 TESTED = ("0.10", "0.11", "0.12")
 
+# Instruction sets (of our own kernels, of oneDNN) with which the tests of the native module were run, and on what.
+INSTRUCTION_SETS = {
+    ("avx512", "avx512_core_bf16"): "AMD Zen 4",
+    ("avx512", "avx512_core"): "AMD Zen 4, limited by ONEDNN_MAX_CPU_ISA=AVX512_CORE",
+    ("avx2", "avx2"): "AMD Zen 4, limited by JAXFUSE_SIMD=avx2 and ONEDNN_MAX_CPU_ISA=AVX2",
+    ("portable", "sse41"): "AMD Zen 4, limited by JAXFUSE_SIMD=portable and ONEDNN_MAX_CPU_ISA=SSE41",
+}
+
 
 class UnreadWarning(RuntimeWarning):
     """jaxfuse left something alone that it should have read: a newer JAX writes programs in another way, or it has a fault."""
@@ -20,6 +28,14 @@ def warn_if_newer() -> None:
             f"jax {jax.__version__} is newer than the versions that jaxfuse was tested on ({', '.join(TESTED)}). What cannot be read "
             "is left as it is, and explain(fn, *args) says so. If a newer jaxfuse exists: python -m pip install --upgrade jaxfuse",
             UnreadWarning, stacklevel=2)
+
+
+def tested_with(instruction_sets: tuple[str, ...]) -> str:
+    """In words, whether the native module was tested with these instruction sets."""
+    if machine := INSTRUCTION_SETS.get(instruction_sets):
+        return f"tested with these instruction sets on {machine}"
+    known = "; ".join(" and ".join(sets) for sets in INSTRUCTION_SETS)
+    return f"not tested with these instruction sets, but with {known}"
 
 
 def is_newer() -> bool:

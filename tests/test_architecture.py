@@ -53,7 +53,7 @@ ALLOWED = {
     "processors": set(),
     "threads": {"ffi", "processors"},
     "cuda": {"ffi"},
-    "doctor": {"cuda", "cudnn", "ffi", "memory", "__init__", "rules", "threads", "tuned"},
+    "doctor": {"cuda", "cudnn", "ffi", "memory", "__init__", "rules", "threads", "tuned", "versions"},
     "flax": {"flax", "fuse", "report", "signature"},
     "demo": {"__init__", "demo", "memory", "report"},
 }

@@ -102,6 +102,14 @@ def test_the_demo_says_when_the_machine_is_busy(monkeypatch):
     assert demo._others_running() == ""
 
 
+@pytest.mark.parametrize("isa, words", [
+    (("avx2", "avx2"), "tested with these instruction sets on AMD Zen 4"),
+    (("avx512", "avx512_core_amx"), "not tested with these instruction sets, but with avx512 and avx512_core_bf16;")])
+def test_doctor_says_which_instruction_sets_were_tested(monkeypatch, isa, words, some_kernel):
+    monkeypatch.setattr(doctor.tuned, "isa", lambda: isa)
+    assert words in " ".join(doctor.doctor().replace("│", " ").split())
+
+
 def test_doctor_says_what_the_cuda_library_lacks(monkeypatch, capsys):
     """Built, on a machine that has neither a GPU nor cuDNN; words in brackets are no markup."""
     monkeypatch.setattr(doctor.jax, "devices", mock.Mock(side_effect=RuntimeError("Unknown backend cuda.")))

@@ -7,7 +7,7 @@
 namespace jaxfuse::recurrent {
 namespace {
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(JAXFUSE_EMULATE_AVX512)
 constexpr int kMaxRows = 8, kAccumulators = 24;
 #elif defined(__AVX2__)
 constexpr int kMaxRows = 4, kAccumulators = 12;

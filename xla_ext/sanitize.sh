@@ -2,14 +2,19 @@
 # Builds the native module with sanitizers of GCC and runs its tests on it:
 #     xla_ext/sanitize.sh address,undefined
 #     xla_ext/sanitize.sh thread -k concurrency        # what follows goes to pytest
+#     xla_ext/sanitize.sh emulated                     # no sanitizer: the loops for AVX-512 on a processor without it
 # In a virtual environment with `pip install '.[test]'` and `pip install scikit-build-core pybind11 cmake ninja`.
 set -euo pipefail
 kinds=$1
 shift
 source=$(cd "$(dirname "$0")/.." && pwd)
 build=$source/build/sanitize-$kinds
-cmake -G Ninja -S "$source" -B "$build" -DJAXFUSE_CUDA=off -DCMAKE_BUILD_TYPE=Sanitize -DPython_EXECUTABLE="$(command -v python)" \
-  -Dpybind11_DIR="$(python -m pybind11 --cmakedir)" -DCMAKE_CXX_FLAGS="-O1 -g -fno-omit-frame-pointer -fsanitize=$kinds"
+case $kinds in
+  emulated) flags=(-DJAXFUSE_EMULATE_AVX512=ON) ;;
+  *) flags=(-DCMAKE_BUILD_TYPE=Sanitize "-DCMAKE_CXX_FLAGS=-O1 -g -fno-omit-frame-pointer -fsanitize=$kinds") ;;
+esac
+cmake -G Ninja -S "$source" -B "$build" -DJAXFUSE_CUDA=off -DPython_EXECUTABLE="$(command -v python)" \
+  -Dpybind11_DIR="$(python -m pybind11 --cmakedir)" "${flags[@]}"
 cmake --build "$build"
 
 # A copy of the package, because the source tree may hold a module of its own.
@@ -22,6 +27,7 @@ cp "$build"/_native*.so "$tree/jaxfuse"
 
 # Python itself is not built with them, so their runtimes are loaded before it; what it never frees is no leak of ours.
 case $kinds in
+  emulated) runtime= ;;
   thread) runtime=$(g++ -print-file-name=libtsan.so) ;;
   *) runtime="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so)" ;;
 esac

@@ -16,7 +16,7 @@
 namespace jaxfuse {
 namespace {
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(JAXFUSE_EMULATE_AVX512)
 constexpr int kLanes = 16;
 #else
 constexpr int kLanes = 8;  // without AVX2 the compiler makes two SSE or NEON registers of it

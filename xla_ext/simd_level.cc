@@ -23,6 +23,9 @@ bool has_f16c() {
 #endif
 
 SimdLevel cpu_level() {
+#ifdef JAXFUSE_EMULATE_AVX512
+  return SimdLevel::avx512;
+#endif
 #ifdef __x86_64__
   __builtin_cpu_init();  // static initialisers may run before the compiler's own call of it
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
