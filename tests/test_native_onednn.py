@@ -24,8 +24,11 @@ const version *dnnl_version(void) { return &ours; }
 int omp_get_max_threads(void);
 int threads(void) { return omp_get_max_threads(); }
 """
-PROGRAM = """
+LOAD = """
 import ctypes, sys
+gomp, foreign = (ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL) for path in sys.argv[1:3])
+"""
+PROGRAM = """
 import jax, jax.numpy as jnp, numpy as np
 from jax import lax
 from jaxfuse import ffi, ops
@@ -96,8 +99,7 @@ def test_a_foreign_onednn_that_was_loaded_first_is_not_met(tmp_path):
     assert len(names) > 300
     gomp = openmp(tmp_path)
     library = foreign(tmp_path / "foreign", gomp, "9, 9, 9", [n for n in names if n.startswith("dnnl_") or "4dnnl" in n])
-    run(PROGRAM + """
-gomp, foreign = (ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL) for path in sys.argv[1:])
+    run(LOAD + PROGRAM + """
 check_conv(), check_dense(jnp.float32), check_dense(jnp.bfloat16)
 assert ffi.native().info()["onednn"] == "3.2.0"
 assert foreign.threads() == 77
@@ -112,9 +114,12 @@ def test_a_library_that_is_not_ours_is_refused_untouched(tmp_path):
     names = re.findall(r"F\((dnnl_\w+)\)", (ROOT / "xla_ext/onednn_library.cc").read_text())
     traps = [name for name in names if name != "dnnl_version"]
     other, partial = (foreign(tmp_path / v.replace(", ", ""), gomp, v, traps) for v in ("9, 9, 9", "3, 2, 0"))
-    run(PROGRAM + """
+    run("""
+import ctypes, pathlib, sys
 ctypes.CDLL(sys.argv.pop(1), mode=ctypes.RTLD_GLOBAL)
-ffi._ONEDNN = "_native_missing.so"
+with_name = pathlib.PurePath.with_name  # of the copy that `import jaxfuse` loads
+pathlib.PurePath.with_name = lambda path, name: with_name(path, name.replace("_native_onednn", "_native_missing"))
+""" + PROGRAM + """
 assert "_native_missing.so" in ffi.unavailable("jaxfuse_conv_fwd"), ffi.unavailable("jaxfuse_conv_fwd")
 for path, words in zip(sys.argv[1:], ["its version is 9.9.9, and this was built and tested with 3.2.0", "not the OpenMP build"]):
     ffi.native().load_onednn(path)
