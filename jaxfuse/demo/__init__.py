@@ -29,7 +29,7 @@ def run(quick: bool, out: Path) -> None:
     if busy:
         console.print(busy, style="bold")
     if memory.is_retained():
-        console.print(f"Freed memory stays in the process (jaxfuse.retain_memory), fused and unfused; {memory.ENVIRONMENT}=0 gives it back.")
+        console.print(f"Freed memory stays in the process (jaxfuse.retain_memory), also unfused; {memory.ENVIRONMENT}=0 gives it back.")
     show_training(console, 40 if quick else 200, out / PNG)
     show_photo(console, 5 if quick else 20)
     if busy := busy or _others_running(ours=1):
