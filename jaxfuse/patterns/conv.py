@@ -37,7 +37,7 @@ def match(graph, node: Node, claimed: set[int], measured):
     if isinstance(config, str):
         yield Refusal("conv", node, tuple(node.inputs), config)
         return
-    if _batch_moved(config) and node.index in backward(graph):
+    if is_weight_gradient(node, node.index in backward(graph)):
         yield Refusal("conv", node, tuple(node.inputs), _as_weight_gradient(config))
         return
     spread = space_to_batch.dilated(graph, node, config) if not _batch_moved(config) else None
@@ -78,7 +78,7 @@ def config_of(node: Node) -> ConvConfig | str:
     dn = params["dimension_numbers"]
     if not 3 <= x.ndim <= 5:
         return f"{x.ndim - 2} spatial axes: the kernel takes 1 to 3"
-    if _batch_moved(dn) and _places(w, dn.rhs_spec) > _places(node.out, dn.out_spec):
+    if is_weight_gradient(node):
         return _as_weight_gradient(dn)
     return ConvConfig(
         tuple(params["window_strides"]), tuple(map(tuple, params["padding"])), tuple(params["rhs_dilation"]),
@@ -88,6 +88,13 @@ def config_of(node: Node) -> ConvConfig | str:
 
 def _batch_moved(spec: ConvConfig | lax.ConvDimensionNumbers) -> bool:
     return spec.lhs_spec[0] != 0 or spec.out_spec[0] != 0
+
+
+def is_weight_gradient(node: Node, is_backward: bool = False) -> bool:
+    """Whether its batch is not the first axis because that is where a weight gradient has the features. A layer may have it
+    there too, but not with a filter larger than what it gives."""
+    dn = node.params["dimension_numbers"]
+    return _batch_moved(dn) and (is_backward or _places(node.inputs[1], dn.rhs_spec) > _places(node.out, dn.out_spec))
 
 
 def _places(value: Value, spec: tuple[int, ...]) -> int:
