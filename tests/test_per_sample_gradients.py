@@ -7,16 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxfuse
+from exact import in_float64
 
 SAMPLES = 3
 LAYERS = {
     "SAME": dict(),
     "VALID": dict(padding="VALID"),
-    "strided": dict(window_strides=(2, 2)),
     "strided, the last places not read": dict(window_strides=(3, 2), padding="VALID"),
-    "dilated": dict(rhs_dilation=(2, 2)),
     "strided and dilated": dict(window_strides=(2, 1), rhs_dilation=(1, 2), padding=((0, 2), (3, 1))),
     "transposed": dict(lhs_dilation=(2, 2), padding=((1, 2), (1, 2))),
     "grouped": dict(feature_group_count=2),
@@ -47,7 +48,7 @@ def layer(rank=2, size=3, dimension_numbers=None, window_strides=None, padding="
         y = lax.conv_general_dilated(x, w, window_strides or (1,) * rank, padding, dimension_numbers=names,
                                      feature_group_count=feature_group_count, **options)
         y = jax.nn.relu(y + jnp.expand_dims(b, [d for d, name in enumerate(names[2]) if name != "C"]))
-        return jnp.sum(jnp.sin(y.astype(jnp.float32)))
+        return jnp.sum(jnp.sin(y))
 
     return loss, (w, randn(8, dtype=dtype)), x
 
@@ -61,12 +62,14 @@ def backward(fn, *args):
     return sorted(s.pattern for s in jaxfuse.explain(fn, *args, policy="always").fused if s.direction == "backward")
 
 
+def skipped(fn, *args):
+    return [(site.pattern, site.reason) for site in jaxfuse.explain(fn, *args, policy="always").skipped]
+
+
 def check(fn, *args, tolerance=1e-4):
-    made, known = (jax.jit(f)(*args) for f in (jaxfuse.fuse(fn, policy="always"), fn))
+    made, known = jaxfuse.fuse(fn, policy="always")(*args), jax.jit(fn)(*args)
     for value, expected in zip(jax.tree.leaves(made), jax.tree.leaves(known), strict=True):
-        assert value.dtype == expected.dtype
-        wide = (np.asarray(a, np.float32) for a in (value, expected))
-        np.testing.assert_allclose(*wide, tolerance, tolerance * max(1, float(jnp.abs(expected).max())))
+        np.testing.assert_allclose(value, expected, tolerance, tolerance * max(1, float(jnp.abs(expected).max())))
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -76,11 +79,57 @@ def test_hit(name):
     check(per_sample(loss), parameters, x)
 
 
-HITS = {
-    "with the gradient of x": lambda loss: per_sample(loss, argnums=(0, 1)),
-    "bias frozen": lambda loss: per_sample(lambda w, b, x: loss((w, b), x), (None, None, 0)),
-    "of parameters of its own": lambda loss: per_sample(loss, ((0, None), 0)),
+# --- what is differentiated, and over what vmap goes ------------------------------------------------------------
+
+
+def frozen(loss, parameter):
+    def of_the_others(w, b, x):
+        held = jax.lax.stop_gradient((w, b)[parameter])
+        return loss((held, b) if parameter == 0 else (w, held), x)
+
+    return lambda parameters, x: per_sample(of_the_others, (None, None, 0), (0, 1))(*parameters, x)
+
+
+def clipped(loss):
+    """As differentially private training has it."""
+
+    def mean(parameters, x):
+        gradients = per_sample(loss)(parameters, x)
+        norms = jnp.sqrt(sum(jnp.sum(g**2, range(1, g.ndim)) for g in jax.tree.leaves(gradients)))
+        return jax.tree.map(lambda g: jnp.tensordot(jnp.minimum(1, 3 / norms), g, 1), gradients)
+
+    return mean
+
+
+# (the program made of the loss, its backward rows)
+VMAPS = {
+    "and of x": (functools.partial(per_sample, argnums=(0, 1)), ["conv", "conv per sample"]),
+    "of x only": (functools.partial(per_sample, argnums=1), ["conv"]),
+    "bias frozen": (functools.partial(frozen, parameter=1), ["conv per sample"]),
+    "weights frozen": (functools.partial(frozen, parameter=0), []),
+    "samples along the last axis": (
+        lambda loss: lambda p, x: per_sample(loss, (None, -1))(p, jnp.moveaxis(x, 0, -1)), ["conv per sample"]),
+    "weights of every sample's own": (
+        lambda loss: lambda p, x: per_sample(loss, 0)(jax.tree.map(lambda a: jnp.stack([a, 2 * a, -a]), p), x), ["conv per sample"]),
+    "models by samples": (
+        lambda loss: lambda p, x: jax.vmap(per_sample(loss), (0, None))(jax.tree.map(lambda a: jnp.stack([a, -a]), p), x),
+        ["conv per sample"]),
+    "groups of samples": (
+        lambda loss: lambda p, x: jax.vmap(per_sample(loss), (None, 0))(p, jnp.stack([x, 2 * x])), ["conv per sample"]),
+    "clipped and summed": (clipped, ["conv per sample"]),
+    "in a scan": (
+        lambda loss: lambda p, x: lax.scan(lambda p, _: (jax.tree.map(jnp.subtract, p, clipped(loss)(p, x)), None), p, None, 2)[0],
+        ["conv per sample"]),
+    "remat": (lambda loss: per_sample(jax.checkpoint(loss)), ["conv per sample"]),
 }
+
+
+@pytest.mark.parametrize("name", VMAPS)
+def test_what_is_differentiated(name):
+    of, rows = VMAPS[name]
+    loss, parameters, x = layer()
+    assert backward(of(loss), parameters, x) == rows
+    check(of(loss), parameters, x)
 
 
 def test_several_images_in_a_sample():
@@ -89,13 +138,95 @@ def test_several_images_in_a_sample():
     check(per_sample(loss), parameters, x)
 
 
-def test_bfloat16():
+def test_bfloat16_is_no_less_exact():
     loss, parameters, x = layer(dtype=jnp.bfloat16)
-    assert backward(per_sample(loss), parameters, x) == ["conv per sample"]
-    check(per_sample(loss), parameters, x, tolerance=2e-2)
+    fn = per_sample(lambda w, x: loss((w, parameters[1]), x))
+    assert backward(fn, parameters[0], x) == ["conv per sample"]
+    exact = np.asarray(in_float64(fn, parameters[0], x))
+    ours, plain = (f(parameters[0], x) for f in (jaxfuse.fuse(fn, policy="always"), jax.jit(fn)))
+    error, allowed = (float(jnp.linalg.norm((np.asarray(v, np.float64) - exact).ravel())) for v in (ours, plain))
+    assert ours.dtype == jnp.bfloat16 and error <= 1.1 * allowed
 
 
-def test_the_gradient_of_x_too():
+def test_it_can_be_differentiated():
     loss, parameters, x = layer()
-    assert backward(per_sample(loss, argnums=(0, 1)), parameters, x) == ["conv", "conv per sample"]
-    check(per_sample(loss, argnums=(0, 1)), parameters, x)
+
+    def penalty(fuse):
+        def of(parameters):
+            return sum(jnp.sum(jnp.sin(g)) for g in jax.tree.leaves(fuse(per_sample(loss))(parameters, x)))
+
+        return jax.jit(jax.grad(of))(parameters)
+
+    made, known = penalty(functools.partial(jaxfuse.fuse, policy="always")), penalty(lambda f: f)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-3, 1e-3), made, known)
+
+
+def test_in_a_shard_map():
+    loss, parameters, x = layer()
+    mesh = jax.make_mesh((1,), ("samples",), axis_types=(AxisType.Auto,))
+    fn = jax.shard_map(per_sample(loss), mesh=mesh, in_specs=(P(), P("samples")), out_specs=P("samples"))
+    assert backward(fn, parameters, x) == ["conv per sample"]
+    check(fn, parameters, x)
+
+
+# --- what is no such gradient ------------------------------------------------------------------------------------
+
+
+def test_a_layer_in_groups_stays_one():
+    loss, parameters, x = layer(images=2, feature_group_count=2)
+    assert backward(jax.grad(loss), parameters, x[0]) == ["conv+bias+relu"]
+    many = jax.tree.map(lambda a: jnp.stack([a, 2 * a, -a]), parameters)
+    fused = jaxfuse.explain(jax.vmap(loss), many, x, policy="always").fused
+    assert [site.pattern for site in fused] == ["conv+bias+relu"]
+
+
+def test_a_layer_in_groups_whose_batch_is_not_first_stays_one():
+    loss, parameters, x = layer(feature_group_count=2, dimension_numbers=("CHWN", "HWIO", "CHWN"))
+    fused = jaxfuse.explain(loss, parameters, x[0], policy="always").fused
+    assert [site.pattern for site in fused] == ["conv+bias+relu"]
+
+
+def test_the_gradient_of_x_where_the_batch_is_not_first_is_none():
+    loss, parameters, x = layer(dimension_numbers=("HWNC", "HWIO", "HWNC"))
+    many = jax.tree.map(lambda a: jnp.stack([a, 2 * a, -a]), parameters)
+    fn = per_sample(loss, 0, (0, 1))
+    assert backward(fn, many, x) == ["conv per sample"]
+    assert [pattern for pattern, _ in skipped(fn, many, x)] == ["conv"]
+    check(fn, many, x)
+
+
+def by_hand(x, dy, padding=((1, 1), (1, 1)), **options):
+    """Weight gradients as convolutions in groups."""
+    return lax.conv_general_dilated(x, dy, (1, 1), padding, feature_group_count=SAMPLES,
+                                    dimension_numbers=("CHWN", "IHWO", "HWNC"), **options)
+
+
+X, DY = randn(SAMPLES, 6, 6, 4), randn(1, 6, 6, SAMPLES * 8)
+
+
+def test_by_hand():
+    report = jaxfuse.explain(by_hand, X, DY, policy="always")
+    assert [site.pattern for site in report.fused] == ["conv per sample"]
+    check(by_hand, X, DY)
+
+
+NEARLY = {
+    "negative padding": (functools.partial(by_hand, padding=((-1, 1), (1, 1))), "negative padding"),
+    "wider than its operands": (
+        lambda x, dy: by_hand(*(v.astype(jnp.bfloat16) for v in (x, dy)), preferred_element_type=jnp.float32), "weight gradient"),
+}
+
+
+@pytest.mark.parametrize("name", NEARLY)
+def test_near_miss(name):
+    fn, why = NEARLY[name]
+    ((_, reason),) = skipped(fn, X, DY)
+    assert why in reason, reason
+
+
+def test_what_a_mesh_divides_stays_as_it_is():
+    mesh = AbstractMesh((2,), ("inputs",), axis_types=(AxisType.Explicit,))
+    along = P(None, None, None, "inputs"), P()
+    given = [jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=NamedSharding(mesh, spec)) for v, spec in zip((X, DY), along)]
+    ((_, reason),) = skipped(by_hand, *given)
+    assert "weight gradient" in reason

@@ -9,7 +9,8 @@ pattern is part of another, the larger comes first: a cell's dense layers belong
 """
 
 from jaxfuse.patterns import (
-    attention, attention_scores, batch_norm, batch_norm_inference, conv, conv_grad, conv_per_sample, dense, dense_grad, max_pool, norm, optimizer, recurrent)
+    attention, attention_scores, batch_norm, batch_norm_inference, conv, conv_grad, conv_per_sample, dense, dense_grad, max_pool, norm,
+    optimizer, recurrent)
 
 ORDER = (batch_norm, conv_grad, conv_per_sample, conv, max_pool, recurrent, attention, dense_grad, attention_scores, dense, norm,
          batch_norm_inference, optimizer)

@@ -25,10 +25,10 @@ PATTERN = "conv per sample"
 
 
 class Samples(NamedTuple):
-    """`count` convolutions of one `config`, side by side in their weight gradients; the types are those of one. Groups of the
-    batch are groups of one convolution's features: then the count is 1."""
+    """`number` convolutions of one `config`, side by side in their weight gradients; the types are those of one. Groups of the
+    batch are groups of one convolution's features: then it is one."""
 
-    count: int
+    number: int
     config: ConvConfig
     x: jax.ShapeDtypeStruct
     w: jax.ShapeDtypeStruct
@@ -37,12 +37,17 @@ class Samples(NamedTuple):
 
 def anchors(graph: Graph):
     back = backward(graph)
-    return [node for node in graph.nodes if node.primitive == "conv_general_dilated" and _groups(node) > 1
-            and is_weight_gradient(node, node.index in back)]
+    return [node for node in graph.nodes if node.primitive == "conv_general_dilated" and _is_grouped(node)
+            and is_weight_gradient(node, node.index in back and _sums_over_first(node))]
 
 
-def _groups(node: Node) -> int:
-    return node.params["feature_group_count"] * node.params["batch_group_count"]
+def _is_grouped(node: Node) -> bool:
+    return node.params["feature_group_count"] * node.params["batch_group_count"] > 1
+
+
+def _sums_over_first(node: Node) -> bool:
+    """As a weight gradient does where the batch is first. Else the gradient of an input may look the same."""
+    return node.params["dimension_numbers"].lhs_spec[1] == 0
 
 
 def match(graph: Graph, node: Node, claimed: set[int], measured):
@@ -89,7 +94,7 @@ def _one_of(count: int, value, axis: int) -> jax.ShapeDtypeStruct:
 def _fused(node: Node, samples: Samples, measured) -> Match | str:
     """The match, or why not."""
     (x, dy), dw = node.inputs, node.out
-    count, config = samples.count, samples.config
+    count, config = samples.number, samples.config
     linear = Linear(config, (False, True), (samples.x, samples.w), 2)
     kernel, reason = OP.backward.kernel(linear, (samples.x, samples.w, samples.dy))
     reason = reason or measured("conv", config, (samples.x, samples.w), "backward")
