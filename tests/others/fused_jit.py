@@ -1,13 +1,18 @@
 """A pytest plugin for other projects' tests: every function that they jit is fused, or their layers are exchanged for ours.
 
-JAXFUSE_OTHERS is "plain" (nothing is changed), "fused" (`jax.jit` is `jaxfuse.fuse` with policy "always") or "layers" (Flax's layers are
-those of `jaxfuse.flax`). The numbers of sites that were fused are added up in the file that JAXFUSE_OTHERS_SITES names.
+JAXFUSE_OTHERS is "plain" (nothing is changed), "fused" (`jax.jit` is `jaxfuse.fuse` with policy "always", and so is what the tests
+call outside of jit: functions that JAX's tests compare or differentiate, `apply` of linen and haiku, Equinox's layers) or "layers"
+(Flax's layers are those of `jaxfuse.flax`). The numbers of sites that were fused are added up in the file that JAXFUSE_OTHERS_SITES names.
 """
 
+import functools
+import inspect
 import os
 import sys
 
 import jax
+import jax.numpy as jnp
+import jax.test_util
 
 MODE = os.environ.get("JAXFUSE_OTHERS", "plain")
 sites: list[int] = []
@@ -18,6 +23,7 @@ def pytest_configure(config):
         _count_sites()
     if MODE == "fused":
         _fuse_every_jit()
+        _fuse_what_runs_eagerly(os.environ["JAXFUSE_OTHERS_PROJECT"])
     if MODE == "layers":
         _exchange_layers()
 
@@ -51,6 +57,94 @@ def _fuse_every_jit():
         return plain(*args, **options) if caller in ("flax", "jaxfuse") else jaxfuse.fuse(*args, policy="always", **options)
 
     jax.jit = jit
+
+
+def _fuse_what_runs_eagerly(project: str):
+    if project == "jax":
+        from jax._src import test_util
+
+        case = test_util.JaxTestCase
+        case._CheckAgainstNumpy = _with_argument(_fused, case._CheckAgainstNumpy, 2)
+        case._CompileAndCheck = _with_argument(_fused_in_jit, case._CompileAndCheck, 1)
+        test_util.check_grads = jax.test_util.check_grads = _with_argument(_fused, test_util.check_grads, 0)
+        for name in ("grad", "value_and_grad", "vjp", "jvp", "linearize", "jacfwd", "jacrev", "vmap"):
+            setattr(jax, name, _of_tests(getattr(jax, name)))
+    if project == "flax":
+        import flax.linen
+
+        flax.linen.Module.apply = _fused(flax.linen.Module.apply)
+    if project == "haiku":
+        import haiku
+
+        transform = haiku.transform_with_state
+        haiku.transform_with_state = lambda *args, **kwargs: (made := transform(*args, **kwargs))._replace(apply=_fused(made.apply))
+    if project == "equinox":
+        import equinox.nn
+
+        for layer in vars(equinox.nn).values():
+            if inspect.isclass(layer) and issubclass(layer, equinox.Module) and "__call__" in vars(layer):
+                layer.__call__ = _fused(layer.__call__)
+
+
+def _with_argument(change, function, at: int):
+    """The function with its argument number `at`, a function, changed."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        return function(*args[:at], change(args[at]), *args[at + 1 :], **kwargs)
+
+    return call
+
+
+def _of_tests(transformation):
+    """A transformation of JAX that tests call with a function; JAX calls it too, as it was."""
+
+    @functools.wraps(transformation)
+    def call(function, *args, **kwargs):
+        by_test = sys._getframe(1).f_globals["__name__"].startswith("tests")
+        return transformation(_fused(function) if by_test else function, *args, **kwargs)
+
+    return call
+
+
+def _fused_in_jit(function):
+    """Outside of jit it is as it was: the test compares the two."""
+    fused = _fused(function)
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs)))
+        return (fused if is_traced else function)(*args, **kwargs)
+
+    return call
+
+
+def _fused(function):
+    """The function, fused over those of its arguments that are arrays of floating point; as it is where it cannot be traced so."""
+    import jaxfuse
+
+    made: dict = {}  # by what is no array; None where it cannot be traced
+
+    def of_arrays(fixed, tree, arrays):
+        args, kwargs = jax.tree.unflatten(tree, [arrays.get(i, leaf) for i, leaf in enumerate(fixed)])
+        return function(*args, **kwargs)
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)}
+        fixed = [None if i in arrays else leaf for i, leaf in enumerate(leaves)]
+        key = tree, tuple(map(id, fixed)), tuple(arrays)
+        if key not in made:
+            fused = functools.partial(of_arrays, fixed, tree)
+            try:
+                jax.eval_shape(fused, arrays)
+                made[key] = jaxfuse.fuse(fused, policy="always")
+            except Exception:  # whatever it is, the test has it without us
+                made[key] = None
+        return function(*args, **kwargs) if made[key] is None else made[key](arrays)
+
+    return call
 
 
 def _exchange_layers():

@@ -1,4 +1,5 @@
-"""Runs other projects' own tests as they are, and with every jitted function fused or every Flax layer exchanged.
+"""Runs other projects' own tests as they are, and fused (every jitted function, and more that fused_jit.py names) or with
+every Flax layer exchanged.
 
     python tests/others/run.py jax ~/src/jax              # a checkout that fits the installed version
     python tests/others/run.py flax ~/src/flax --mode layers
@@ -35,6 +36,7 @@ SUITES = {
 # Parts of names of tests that must fail, and why.
 EXPECTED = {
     "jax": {
+        "testDotAlgorithmConfig": "reads the algorithm of the product in the text; float32 is multiplied and added in float32",
         "test_ordered_effects_basic": "looks for an inner jit in the text; a fused function within another is part of it",
         "test_leak_checker_catches_a_sublevel_leak": "so it has no trace of its own that could leak into the outer one",
         "JitTest::test_jit_bad_input": "passes a string; it is part of the signature here",
@@ -55,13 +57,14 @@ class Outcome(NamedTuple):
     sites: int
 
 
-def run(checkout: pathlib.Path, paths: list[str], mode: str, arguments: list[str]) -> Outcome:
+def run(project: str, checkout: pathlib.Path, paths: list[str], mode: str, arguments: list[str]) -> Outcome:
     """One run of these tests in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         results, sites = pathlib.Path(folder, "results.xml"), pathlib.Path(folder, "sites")
         roots = [str(HERE), str(HERE.parent.parent), str(checkout)]
         environment = os.environ | {
-            "JAXFUSE_OTHERS": mode, "JAXFUSE_OTHERS_SITES": str(sites), "KERAS_BACKEND": "jax",
+            "JAXFUSE_OTHERS": mode, "JAXFUSE_OTHERS_PROJECT": project, "JAXFUSE_OTHERS_SITES": str(sites),
+            "KERAS_BACKEND": "jax",
             "PYTHONPATH": os.pathsep.join([*roots, os.environ.get("PYTHONPATH", "")])}
         command = [sys.executable, "-m", "pytest", "-q", "-p", "fused_jit", "--junitxml", str(results), *arguments, *paths]
         status = subprocess.run(command, cwd=checkout, env=environment, stdout=sys.stderr).returncode
@@ -90,17 +93,17 @@ def main() -> int:
     table = Table("tests of", *columns, title=f"{options.project}, {options.mode}")
     new: dict[str, str] = {}
     for path in options.only or SUITES[options.project]:
-        fused = run(options.checkout, [path], options.mode, arguments)
+        fused = run(options.project, options.checkout, [path], options.mode, arguments)
         expected = EXPECTED.get(options.project, {})
         failed = {name: text for name, text in fused.failed.items() if not any(part in name for part in expected)}
-        plain = run(options.checkout, [path], "plain", arguments).failed if failed else {}
+        plain = run(options.project, options.checkout, [path], "plain", arguments).failed if failed else {}
         new |= {name: text for name, text in failed.items() if name not in plain}
         row = [path, *map(str, (fused.tests, len(fused.failed), len(failed), len(failed.keys() & plain.keys()), fused.sites))]
         table.add_row(*row)
         if options.json:
             with options.json.open("a") as file:
                 print(json.dumps([options.project, options.mode, *row, sorted(new)]), file=file)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(table)
     for name, text in new.items():
         console.print(f"only {options.mode}: {name}\n    {text}", markup=False)
