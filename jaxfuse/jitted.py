@@ -2,9 +2,11 @@
 
 import enum
 import functools
+import inspect
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -40,11 +42,15 @@ class Fused(Generic[P, R]):
         self._rewritten, self._remade, self.options = rewritten, remade, options
         self._has_constants = False
         self._lock = threading.RLock()  # of these two
-        self._jitted: Any = self._of_nnx() if stateful.is_nnx_jit(fn) else _jitted(rewritten, fn, options)
+        is_nnx_jit = stateful.is_nnx_jit(fn)
+        self._jitted: Any = self._of_nnx() if is_nnx_jit else _jitted(rewritten, fn, options)
+        self._part = fn if is_nnx_jit else _jitted(_plainly, fn, options)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if is_part_of_a_program():
-            return self.__wrapped__(*args, **kwargs)
+            has_constants = any(isinstance(leaf, CONSTANT) for leaf in jax.tree.leaves((args, kwargs)))
+            inner = self.__wrapped__ if has_constants or stateful.holds_state((args, kwargs)) else self._part
+            return inner(*args, **kwargs)
         if self._has_constants or (platform := platforms.committed((args, kwargs))) and platform != platforms.current():
             return self._through("__call__", args, kwargs)
         tried = self._jitted
@@ -123,18 +129,43 @@ class Fused(Generic[P, R]):
 
 def _jitted(rewritten, fn, options: dict, is_pure: bool = False):
     """`jax.jit` of fn's rewritten program, with what fn's own jit was told. `is_pure`: no state can be in the arguments."""
-
     plain = private.unjitted(fn)  # its jit's options are this one's
+    return jax.jit(_run_of(plain, rewritten, is_pure), **private.jit_options(fn) | options)
 
-    @functools.partial(functools.update_wrapper, wrapped=plain, updated=())
+
+_runs: weakref.WeakKeyDictionary[Callable, dict] = weakref.WeakKeyDictionary()
+_runs_lock = threading.Lock()
+
+
+def _run_of(plain, rewritten, is_pure: bool):
+    """What is given to `jax.jit`: the same for the same function, so that two `fuse(f)` share programs as two `jax.jit(f)` do."""
+    if type(plain) is not types.FunctionType:
+        return functools.update_wrapper(_run(lambda: plain, rewritten, is_pure), plain, updated=())
+    key = getattr(rewritten, "func", rewritten), getattr(rewritten, "args", ()), is_pure
+    with _runs_lock:
+        runs = _runs.setdefault(plain, {})
+        if key not in runs:
+            # It must not keep `plain`, which keeps it. Who calls it does.
+            runs[key] = functools.update_wrapper(_run(weakref.ref(plain), rewritten, is_pure), plain, updated=())
+            runs[key].__signature__ = inspect.signature(plain)
+            del runs[key].__wrapped__
+        return runs[key]
+
+
+def _run(plain: Callable[[], Any], rewritten, is_pure: bool):
     def run(*args, **kwargs):
+        fn = plain()
         if is_part_of_a_program() or _is_looked_into((args, kwargs)):
-            return plain(*args, **kwargs)
+            return fn(*args, **kwargs)
         if not is_pure and stateful.holds_state((args, kwargs)):
             raise Stateful
-        return rewritten(plain, args, kwargs)
+        return rewritten(fn, args, kwargs)
 
-    return jax.jit(run, **private.jit_options(fn) | options)
+    return run
+
+
+def _plainly(fn, args, kwargs):
+    return fn(*args, **kwargs)
 
 
 def _is_looked_into(arguments) -> bool:

@@ -10,7 +10,7 @@ import zlib
 import jax
 import pytest
 
-from jaxfuse import ffi, op, tuned
+from jaxfuse import ffi, jitted, op, tuned
 
 # Most of the suite's time is XLA's compiler; at this level it compiles several times as fast, and our kernels are not touched by it.
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=1 " + os.environ.get("XLA_FLAGS", "")
@@ -66,6 +66,12 @@ def built_in_rules(tmp_path_factory):
         patch.setattr(tuned, "isa", lambda: ("avx512", "avx512_core_bf16"))
         patch.setenv("JAXFUSE_CACHE", str(tmp_path_factory.getbasetemp() / "no rules"))
         yield
+
+
+@pytest.fixture(autouse=True)
+def programs_of_its_own():
+    """Two tests that fuse the same function may have changed what it is rewritten to."""
+    jitted._runs.clear()
 
 
 @pytest.fixture(scope="module", params=["installed", "reference"])

@@ -238,6 +238,25 @@ def test_nested_in_a_fused_function():
     assert [site.pattern for site in report.fused] == ["conv+relu"]
 
 
+def test_programs_are_shared():
+    """By two `fuse` of a function with the same policy, as by two `jax.jit`; by the calls within a larger function."""
+    traced = []
+
+    def counted(x):
+        traced.append(x)
+        return conv(x)
+
+    close(jaxfuse.fuse(counted, policy="always")(X), conv(X))
+    close(jaxfuse.fuse(counted, policy="always")(X), conv(X))
+    assert len(traced) == 1
+    close(jaxfuse.fuse(counted, policy="never")(X), conv(X))
+    close(jaxfuse.fuse(counted, policy="always", inline=True)(X), conv(X))
+    assert len(traced) == 2
+    inner = jaxfuse.fuse(counted, policy="never")
+    report = jaxfuse.explain(lambda x: inner(x) + inner(2 * x) + inner(x), X, policy="always")
+    assert len(report.fused) == 3 and len(traced) == 3
+
+
 def test_version():
     project = tomllib.loads((pathlib.Path(__file__).parent.parent / "pyproject.toml").read_text())
     assert jaxfuse.__version__ == project["project"]["version"]
