@@ -39,6 +39,7 @@ EXPECTED = {
         "testDotProductAttention17": "`jax.jit` of it fails as well: the compiler has no F16_F16_F32 for the CPU",
         "testDotProductAttention19": "the same",
         "test_eval_shape_trace_cache_share": "counts traces of a function both plain and jitted; a fused one is traced apart from plain",
+        "test_select_jvp_complexity": "counts the equations of a function, which is one jit here",
         "testDotAlgorithmConfig": "reads the algorithm of the product in the text; float32 is multiplied and added in float32",
         "test_ordered_effects_basic": "looks for an inner jit in the text; a fused function within another is part of it",
         "test_leak_checker_catches_a_sublevel_leak": "so it has no trace of its own that could leak into the outer one",
@@ -50,6 +51,7 @@ EXPECTED = {
         "test_cache_miss_explanations": "reads what tracing logs, with the place of the caller: that is jaxfuse",
         "test_user_trace_context_hooks": "counts traces; the function is traced within its jit",
     },
+    "flax": {"test_attention_alias_submodule": "compares the bits of `apply` with those of `init`, which runs as it is"},
     "haiku": {"test_precision": "reads operand_precision in the text; a kernel of float32 is as precise as any asks"},
 }
 
