@@ -42,7 +42,8 @@ def _verdict() -> str:
     if missing:
         return f"IN PART: {len(missing)} of {len(ffi.TARGETS)} CPU kernels are missing; the table says why."
     info = module.info()
-    return f"WORKS: all {len(ffi.TARGETS)} CPU kernels, with {info['simd']}, on {threads.limit()[0]} threads."
+    number = threads.limit()[0]
+    return f"WORKS: all {len(ffi.TARGETS)} CPU kernels, with {info['simd']}, on {number} thread{'s' * (number > 1)}."
 
 
 def _unusable() -> dict[str, str]:
