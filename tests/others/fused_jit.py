@@ -71,19 +71,26 @@ def _fuse_what_runs_eagerly(project: str):
             setattr(jax, name, _of_tests(getattr(jax, name)))
     if project == "flax":
         import flax.linen
+        import flax.nnx
 
-        flax.linen.Module.apply = _fused(flax.linen.Module.apply)
+        module = flax.linen.Module
+        module.apply, module.init_with_output = _fused(module.apply), _fused(module.init_with_output)
+        _each_layer(flax.nnx, flax.nnx.Module, _fused_with_state)
     if project == "haiku":
-        import haiku
+        from haiku._src import transform
 
-        transform = haiku.transform_with_state
-        haiku.transform_with_state = lambda *args, **kwargs: (made := transform(*args, **kwargs))._replace(apply=_fused(made.apply))
+        plain = transform.transform_with_state
+        transform.transform_with_state = lambda *args, **kwargs: (made := plain(*args, **kwargs))._replace(apply=_fused(made.apply))
     if project == "equinox":
         import equinox.nn
 
-        for layer in vars(equinox.nn).values():
-            if inspect.isclass(layer) and issubclass(layer, equinox.Module) and "__call__" in vars(layer):
-                layer.__call__ = _fused(layer.__call__)
+        _each_layer(equinox.nn, equinox.Module, _fused)
+
+
+def _each_layer(package, base: type, change):
+    for layer in vars(package).values():
+        if inspect.isclass(layer) and issubclass(layer, base) and "__call__" in vars(layer):
+            layer.__call__ = change(layer.__call__)
 
 
 def _with_argument(change, function, at: int):
@@ -143,6 +150,32 @@ def _fused(function):
             except Exception:  # whatever it is, the test has it without us
                 made[key] = None
         return function(*args, **kwargs) if made[key] is None else made[key](arrays)
+
+    return call
+
+
+def _fused_with_state(method):
+    """As `_fused`, of a method of nnx: the module is carried in and out."""
+    import flax.nnx
+
+    import jaxfuse
+
+    @functools.wraps(method)
+    def call(module, *args, **kwargs):
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)}
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            return method(module, *args, **kwargs)
+
+        def of_arrays(module, arrays):
+            args, kwargs = jax.tree.unflatten(tree, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
+            return method(module, *args, **kwargs)
+
+        try:
+            flax.nnx.jit(of_arrays)(flax.nnx.clone(module), arrays)
+        except Exception:  # whatever it is, the test has it without us
+            return method(module, *args, **kwargs)
+        return jaxfuse.fuse(of_arrays, policy="always")(module, arrays)
 
     return call
 
