@@ -1,5 +1,6 @@
 """The pool of threads by itself: `thread_pool.cc` beside this file, built with xla_ext's."""
 
+import os
 import pathlib
 import shutil
 import subprocess
@@ -20,7 +21,8 @@ def program(tmp_path_factory):
         pytest.skip("needs a C++ compiler and Linux")
     path = tmp_path_factory.mktemp("thread_pool") / "thread_pool"
     sources = [HERE / "thread_pool.cc", SOURCES / "thread_pool.cc", SOURCES / "scratch.cc"]
-    subprocess.run([compiler, "-std=c++17", "-O1", "-Wall", "-pthread", f"-I{SOURCES}", *sources, "-o", path], check=True)
+    flags = os.environ.get("CXXFLAGS", "").split()  # xla_ext/sanitize.sh
+    subprocess.run([compiler, "-std=c++17", "-O1", "-Wall", "-pthread", f"-I{SOURCES}", *flags, *sources, "-o", path], check=True)
     return path
 
 

@@ -33,7 +33,18 @@ case $kinds in
 esac
 export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
 export TSAN_OPTIONS=report_signal_unsafe=0:ignore_noninstrumented_modules=1
+
+# The pool by itself is a program. The thread sanitizer has a thread of its own, and ends where a process with threads forks.
+case $kinds in
+  emulated) ;;
+  thread) own="not forks and not only_the_team_wakes" ;;
+  *) own=thread_pool ;;
+esac
+if [ -n "${own:-}" ]; then
+  (cd "$source" && CXXFLAGS="-g -fsanitize=$kinds" setarch -R python -m pytest -q -n 0 -p no:cacheprovider tests/test_thread_pool.py -k "$own")
+fi
 cd "$tree"
 # setarch: the thread sanitizer wants memory where it was before kernels randomised more of it. -s: so that reports are seen.
 LD_PRELOAD=$runtime setarch -R python -m pytest -q -s -p no:cacheprovider "$@" tests/test_attention.py tests/test_concurrency.py \
-  tests/test_dense.py tests/test_max_pool.py tests/test_native_*.py tests/test_norm.py tests/test_ops.py tests/test_recurrent_loops.py
+  tests/test_dense.py tests/test_filter_gradient_sums.py tests/test_max_pool.py tests/test_native_*.py tests/test_nonfinite.py tests/test_norm.py \
+  tests/test_ops.py tests/test_recurrent_loops.py
