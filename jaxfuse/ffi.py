@@ -1,5 +1,6 @@
 """The native module, found, loaded, registered with XLA, and called. The only importer of ``jaxfuse._native``."""
 
+import contextvars
 import functools
 import importlib.machinery
 import importlib.metadata
@@ -45,6 +46,7 @@ VERSION = 1  # of the targets that exported programs call; tests/test_export.py 
 _NOT_BUILT = "the native module is not built; to build it: python -m pip install . in the source tree of jaxfuse"
 _loading = threading.RLock()
 _exporting = jax.make_user_context(False)
+_asked: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("asked", default=None)
 _thread_limit = processors.Limit(1, "the native module is not loaded")
 
 WORTH_A_THREAD = 1 << 20  # bytes that a call reads and writes; handing less over costs as much as it takes
@@ -60,6 +62,9 @@ def call(target: str, out_types: Any, *operands: jax.Array, **attrs: Any) -> Any
     """
     if reason := unavailable(target):
         raise NotImplementedError(f"{target}: {reason}")
+    if (asked := _asked.get()) is not None:
+        asked.update(_libraries(target, out_types, operands, attrs))
+        return call_registered(target, out_types, *operands, **attrs)
     _start()
     return _with_cost(call_registered(target, out_types, *operands, **attrs), operands)
 
@@ -68,6 +73,24 @@ def call_registered(target: str, out_types: Any, *operands: jax.Array, **attrs: 
     """``call`` of whatever is registered by that name for the platform that the program is lowered for."""
     attributes = {name: _attribute(value) for name, value in attrs.items()}
     return jax.ffi.ffi_call(promised(target) if _exporting.value else target, out_types)(*operands, **attributes)
+
+
+def libraries(run: Any, *types: jax.ShapeDtypeStruct) -> set[str]:
+    """Whose code, "native" or "onednn", would compute the calls that `run` makes of arrays of these types. Nothing is run: the
+    native module is asked for each call, and goes by what its handler goes by."""
+    found: set[str] = set()
+    token = _asked.set(found)
+    try:
+        jax.eval_shape(lambda *arrays: run(*arrays), *types)  # a function that JAX has not seen, or it would not call it again
+    finally:
+        _asked.reset(token)
+    return found
+
+
+def _libraries(target: str, out_types: Any, operands: tuple, attrs: dict) -> list[str]:
+    results = out_types if isinstance(out_types, (list, tuple)) else [out_types]
+    described = [[(str(a.dtype), tuple(map(private.known, a.shape))) for a in arrays] for arrays in (operands, results)]
+    return _built().libraries(target, *described, {name: _attribute(value) for name, value in attrs.items()})
 
 
 def exporting():

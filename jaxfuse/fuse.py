@@ -235,7 +235,8 @@ def inline(fn: Callable[P, R], *, policy: str = "measured") -> Callable[P, R]:
         try:
             traced = trace(fn, args, kwargs)
         except Exception as failure:  # fn itself says what is wrong
-            reports.log(_untraceable(failure))
+            if reports.is_logged():
+                reports.log(_untraceable(failure))
             return fn(*args, **kwargs)
         return _rewritten(traced, judge, False)
 
@@ -269,10 +270,10 @@ def _run(judge, strict: bool, fn, args, kwargs):
 
 def _rewritten(traced: Traced, judge, strict: bool):
     program = plan(traced.closed, judge)
-    report = _report(program)
-    reports.log(report)
-    missed = [site for site in report.skipped if not asks_nothing(site.reason)]
-    if strict and missed:
+    if reports.is_logged():
+        reports.log(_report(program))
+    missed = [reports.site(found) for found in program.found if type(found) is Refusal and not asks_nothing(found.reason)] if strict else ()
+    if missed:
         raise reports.FusionError(f"{len(missed)} sites stay unfused\n" + "\n".join(map(str, missed)))
     return jax.tree.unflatten(traced.out_tree, program(traced.leaves))
 

@@ -97,7 +97,6 @@ class Match:
     anchor: Node
     nodes: tuple[Node, ...]
     emissions: tuple[Emission, ...]
-    kernel: str
     operands: tuple[Value, ...]
     bytes_saved: int
     direction: str = "forward"

@@ -35,6 +35,7 @@ Arrays = tuple[jax.Array, ...]
 class Kernel(NamedTuple):
     """One way to run a stage on a platform, as lowering rules name it ("cpu", "cuda").
 
+    `name` is what reports say; None: whatever the native module says of the calls that `run` makes.
     `refuse(config, args)` says in words why these arguments cannot be taken (None: they can); `args` need only have
     shape and dtype. `run(config, args, mesh_axes)` computes the outputs on arrays; `mesh_axes` are the mesh axes over
     which the batch is sharded, so sums over the batch must be completed by `psum` over them (empty: nothing to do).
@@ -42,7 +43,7 @@ class Kernel(NamedTuple):
     it runs plain JAX, which vmap takes as it is.
     """
 
-    name: str
+    name: str | None
     refuse: Callable[[Any, tuple], str | None]
     run: Callable[[Any, Arrays, tuple[str, ...]], Arrays] | None
     platform: str = "cpu"
@@ -58,6 +59,9 @@ def widened(arrays: Arrays) -> Arrays:
     return tuple(a.astype(jnp.float32) if a.dtype == jnp.float16 else a for a in arrays)
 
 
+STAGES: dict[Primitive, "Stage"] = {}
+
+
 class Stage:
     """A primitive with a reference in plain JAX, native kernels in order of preference, and its batch axes.
 
@@ -67,6 +71,7 @@ class Stage:
     def __init__(self, name: str, reference, kernels: tuple[Kernel, ...], batch_axes):
         self.name, self.reference, self.kernels, self.batch_axes = name, reference, kernels, batch_axes
         self.primitive = p = Primitive(name)
+        STAGES[p] = self
         p.multiple_results = True
         private.run_alone(p)
         p.def_abstract_eval(self._abstract_eval)

@@ -14,6 +14,7 @@ from rich.table import Table
 from jaxfuse.private import known
 from jaxfuse.match import Match, Refusal
 from jaxfuse.reasons import heading
+from jaxfuse.running import kernels
 from jaxfuse.source import calling_line
 
 FEW = 24  # rows that are printed with the overview; of more the overview says how to see them
@@ -25,7 +26,8 @@ class Site:
     """One place in the program.
 
     pattern: like "conv+bias+relu"; direction: "forward" or "backward"; shapes, dtypes: of the full-size operands;
-    source: "file:line" of the user's code; kernel: what runs it ("onednn", "native", "plain JAX"), "" if skipped;
+    source: "file:line" of the user's code; kernel: what computes it ("onednn", "native": our own loops, "native+onednn": part by
+    part, "plain JAX"), "" if skipped;
     bytes_saved: an estimate of the memory traffic that the fused kernel avoids, in bytes;
     reason: for a skipped site the first check that failed, with the value or the reader that failed it;
     scopes: the `jax.named_scope`s of its parts; those of Flax linen are modules: "jvp(ResNet)/Bottleneck_2/Conv_1".
@@ -59,8 +61,9 @@ def site(found: Match | Refusal) -> Site:
     if source == "unknown":
         source = calling_line()
     scopes = tuple(dict.fromkeys(node.scope() for node in found.nodes)) or (found.anchor.scope(),)
-    kernel, saved, reason = (found.kernel, known(found.bytes_saved), "") if isinstance(found, Match) else ("", 0, found.reason)
-    return Site(found.pattern, found.direction, shapes, dtypes, source, kernel, saved, reason, scopes)
+    if isinstance(found, Match):
+        return Site(found.pattern, found.direction, shapes, dtypes, source, kernels(found.emissions), known(found.bytes_saved), "", scopes)
+    return Site(found.pattern, found.direction, shapes, dtypes, source, reason=found.reason, scopes=scopes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,11 +123,15 @@ class FusionError(RuntimeError):
     """`fuse(..., strict=True)` met a site that stays unfused; the message has a line for each."""
 
 
+def is_logged() -> bool:
+    """Whether JAXFUSE_LOG=1 asks for a report of all that is fused."""
+    return os.environ.get("JAXFUSE_LOG", "0") not in ("", "0")
+
+
 def log(report: FusionReport) -> None:
-    """One line per site on stderr, if JAXFUSE_LOG=1."""
-    if os.environ.get("JAXFUSE_LOG", "0") not in ("", "0"):
-        for found in (*report.fused, *report.skipped, *report.unfused_steps):
-            print(f"jaxfuse: {found}", file=sys.stderr)
+    """One line per site on stderr."""
+    for found in (*report.fused, *report.skipped, *report.unfused_steps):
+        print(f"jaxfuse: {found}", file=sys.stderr)
 
 
 def _by_reason(sites: Iterable[Site]) -> Table:

@@ -39,7 +39,7 @@ def test_one_of_two_matches_that_wait_for_each_other_is_taken_back(monkeypatch):
         @staticmethod
         def match(graph, node, claimed, measured):
             for emission in emissions(*graph.outputs):
-                yield Match("waiting", emission.defines[0].producer, (), (emission,), "native", (), 0)
+                yield Match("waiting", emission.defines[0].producer, (), (emission,), (), 0)
 
     monkeypatch.setattr(patterns, "ORDER", (Waiting,))
     report = jaxfuse.explain(two_sums, jnp.ones(3), policy="always")

@@ -155,6 +155,15 @@ inline std::map<std::string, XLA_FFI_Handler*>& handlers() {
   return table;
 }
 
+// Whose code computes the products of a call, or where it has none its sums: one of them, or both.
+enum Library : unsigned { kNative = 1, kOneDNN = 2 };
+
+// target name -> the libraries of a call, by what its handler goes by too. A target that is not here is native.
+inline std::map<std::string, unsigned (*)(const Call&)>& choices() {
+  static std::map<std::string, unsigned (*)(const Call&)> table;
+  return table;
+}
+
 // What jaxfuse._native.info() says, e.g. "simd" -> "avx512", filled by static initialisers of the files that know.
 inline std::map<std::string, std::string>& facts() {
   static std::map<std::string, std::string> table;

@@ -61,6 +61,18 @@ void finish(const Forward& f, const void* in, DType in_dtype) {
   with_epilogue(f, in, in_dtype, [&](const Epilogue& e) { run_epilogue(f.y, f.geometry.out_spec[1], e); });
 }
 
+// What computes the products: a product of matrices or the loops for depthwise convolutions, both ours, or oneDNN.
+enum class Way { none, product, depthwise, onednn };
+
+Way way(const Forward& f) {
+  if (f.x.size() == 0 || f.w.size() == 0 || f.y.size() == 0) return Way::none;
+  if (f.y.dtype != f.x.dtype) return Way::onednn;
+  if (pointwise::takes(f.geometry, f.x, f.w)) return Way::product;
+  return depthwise::takes(depthwise::Pass::forward, f.geometry, f.x, f.w, f.y) ? Way::depthwise : Way::onednn;
+}
+
+unsigned libraries(const Call& call) { return way(checked(call)) == Way::onednn ? kOneDNN : kNative; }
+
 void run_depthwise(const Forward& f) {
   with_epilogue(f, nullptr, f.y.dtype, [&](const Epilogue& e) { depthwise::forward(f.geometry, f.x, f.w, f.y, e); });
 }
@@ -134,36 +146,43 @@ void run_widening(const Forward& f) {
   finish(f, f.y.data, DType::F32);
 }
 
-void run_whole(const Forward& f) {
+void run_onednn(const Forward& f) {
   if (f.y.dtype != f.x.dtype) return run_widening(f);
-  if (depthwise::takes(depthwise::Pass::forward, f.geometry, f.x, f.w, f.y)) return run_depthwise(f);
   if (!has_kernels(f.x.dtype)) return run_bare(f);
   better_apart(f) ? run_apart(f) : run_fused(f);
 }
 
-void run_saving(const Forward& f) {
+// run(f), by way of z where that is to be kept.
+void run_saving(const Forward& f, void (*run)(const Forward&)) {
+  if (!f.z) return run(f);
   Forward z = up_to_activation(f);
   z.y = *f.z;
-  run_whole(z);
+  run(z);
   activate(f, f.z->data);
+}
+
+void run_without_products(const Forward& f) {
+  if (f.y.size() == 0) return;
+  if (f.z) {
+    Forward z = up_to_activation(f);
+    z.y = *f.z;
+    finish(z, nullptr, f.y.dtype);
+  }
+  finish(f, nullptr, f.y.dtype);
 }
 
 void conv_fwd(const Call& call) {
   const Forward f = checked(call);
-  if (f.y.size() == 0) return;
-  if (f.x.size() == 0 || f.w.size() == 0) {  // no products to sum
-    if (f.z) {
-      Forward z = up_to_activation(f);
-      z.y = *f.z;
-      finish(z, nullptr, f.y.dtype);
-    }
-    return finish(f, nullptr, f.y.dtype);
+  switch (way(f)) {
+    case Way::none: return run_without_products(f);
+    case Way::product: return pointwise::forward(f);
+    case Way::depthwise: return run_saving(f, run_depthwise);
+    case Way::onednn: return run_saving(f, run_onednn);
   }
-  if (f.y.dtype == f.x.dtype && pointwise::takes(f.geometry, f.x, f.w)) return pointwise::forward(f);
-  f.z ? run_saving(f) : run_whole(f);
 }
 
 JAXFUSE_HANDLER(jaxfuse_conv_fwd, conv_fwd);
+JAXFUSE_CHOICE(jaxfuse_conv_fwd, libraries);
 
 }  // namespace
 }  // namespace jaxfuse::conv

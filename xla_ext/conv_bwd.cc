@@ -204,29 +204,45 @@ void weights_in_slices(const Geometry& geometry, const Tensor& x, const Tensor& 
   }
 }
 
-void weights_gradient(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g) {
-  if (dw.size() == 0) return;
-  if (x.size() == 0 || g.size() == 0) return (void)std::memset(dw.data, 0, dw.bytes());
-  const int64_t batch = g.shape[geometry.out_spec[0]], step = images_per_sum(geometry, dw, g);
-  const bool f32 = x.dtype == DType::F32;
-  if (step == 0 && depthwise::has_single_inputs(geometry, dw)) return depthwise::weights_gradient_of_copies(geometry, x, dw, g);
-  if (step == 0 || (f32 && filter::is_faster(geometry, dw))) return filter::gradient(geometry, x, dw, g);
-  step < batch ? weights_in_slices(geometry, x, dw, g, step) : weights_by_onednn(geometry, x, dw, g);
+// What computes the gradient of a filter that is not depthwise::weights_gradient's.
+enum class Sums { none, copies, loops, onednn };
+
+Sums sums_of(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g) {
+  if (dw.size() == 0 || x.size() == 0 || g.size() == 0) return Sums::none;
+  const bool too_long = images_per_sum(geometry, dw, g) == 0;
+  if (too_long && depthwise::has_single_inputs(geometry, dw)) return Sums::copies;
+  return too_long || (x.dtype == DType::F32 && filter::is_faster(geometry, dw)) ? Sums::loops : Sums::onednn;
 }
 
-// dx and dw from g. A transposed convolution's are its adjoint's own forward and weight gradient, from g to x. db is null, or
-// the bias gradient that depthwise::weights_gradient finds on its way.
-void gradients(const Backward& b, const Tensor& g, float* db) {
-  if (b.geometry.transposed()) {
-    if (b.dx && b.dx->size() > 0) convolve(b.geometry.adjoint(*b.w), g, *b.w, *b.dx);
-    if (b.dw) weights_gradient(b.geometry.adjoint(*b.dw), g, *b.dw, *b.x);
-    return;
+void weights_gradient(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g) {
+  switch (sums_of(geometry, x, dw, g)) {
+    case Sums::none: return dw.size() ? (void)std::memset(dw.data, 0, dw.bytes()) : void();
+    case Sums::copies: return depthwise::weights_gradient_of_copies(geometry, x, dw, g);
+    case Sums::loops: return filter::gradient(geometry, x, dw, g);
+    case Sums::onednn: break;
   }
-  if (b.dx) (b.dx_by_loops ? depthwise::data_gradient : data_gradient)(b.geometry, *b.dx, *b.w, g);
+  const int64_t step = images_per_sum(geometry, dw, g);
+  step < g.shape[geometry.out_spec[0]] ? weights_in_slices(geometry, x, dw, g, step) : weights_by_onednn(geometry, x, dw, g);
+}
+
+// function(geometry, x, dw, g) of the convolution whose filter's gradient dw is: a transposed one's is its adjoint's, from g to x.
+template <class Function>
+auto of_filter(const Backward& b, const Tensor& g, Function function) {
+  return b.geometry.transposed() ? function(b.geometry.adjoint(*b.dw), g, *b.dw, *b.x) : function(b.geometry, *b.x, *b.dw, g);
+}
+
+// dx and dw from g. A transposed convolution's dx is its adjoint's own forward pass. db is null, or the bias gradient that
+// depthwise::weights_gradient finds on its way.
+void gradients(const Backward& b, const Tensor& g, float* db) {
+  if (b.dx && b.geometry.transposed()) {
+    if (b.dx->size() > 0) convolve(b.geometry.adjoint(*b.w), g, *b.w, *b.dx);
+  } else if (b.dx) {
+    (b.dx_by_loops ? depthwise::data_gradient : data_gradient)(b.geometry, *b.dx, *b.w, g);
+  }
   if (b.dw_by_loops) {
     depthwise::weights_gradient(b.geometry, *b.x, *b.dw, g, db);
   } else if (b.dw) {
-    weights_gradient(b.geometry, *b.x, *b.dw, g);
+    of_filter(b, g, weights_gradient);
   }
 }
 
@@ -254,6 +270,21 @@ bool wants_f32(const Backward& b) {
   return !has_kernels(b.dy.dtype) && ((b.dx && !b.dx_by_loops) || (b.dw && !b.dw_by_loops));
 }
 
+unsigned libraries(const Call& call) {
+  Backward b = checked(call);
+  if (are_products(b)) return kNative;
+  if (wants_f32(b)) {
+    for (auto* t : {&b.x, &b.dw}) {
+      if (*t) (*t)->dtype = DType::F32;
+    }
+    b.dy.dtype = DType::F32;
+  }
+  const bool dx_by_onednn = b.dx && !b.dx_by_loops,
+             dw_by_onednn = b.dw && !b.dw_by_loops && of_filter(b, b.dy, sums_of) == Sums::onednn;
+  const bool any_native = (b.dx && !dx_by_onednn) || (b.dw && !dw_by_onednn) || (!b.dx && !b.dw);
+  return (dx_by_onednn || dw_by_onednn ? kOneDNN : 0) | (any_native ? kNative : 0);
+}
+
 void conv_bwd(const Call& call) {
   const Backward b = checked(call);
   const int64_t feature = b.geometry.out_spec[1];
@@ -278,6 +309,7 @@ void conv_bwd(const Call& call) {
 }
 
 JAXFUSE_HANDLER(jaxfuse_conv_bwd, conv_bwd);
+JAXFUSE_CHOICE(jaxfuse_conv_bwd, libraries);
 
 }  // namespace
 }  // namespace jaxfuse::conv

@@ -112,16 +112,21 @@ void run_in_blocks(const Forward& f) {
   }
 }
 
+bool is_onednns(const Forward& f) { return by_onednn({f.x.dtype, f.w.dtype}); }
+
+unsigned libraries(const Call& call) { return is_onednns(checked(call)) ? kOneDNN : kNative; }
+
 void dense_fwd(const Call& call) {
   const Forward f = checked(call);
   const Sizes& s = f.sizes;
   const Epilogue& e = f.epilogue;
-  if (!by_onednn(f.x.dtype)) return multiply(s.batch, s.rows, s.inner, s.columns, s.x(f.x), s.w(f.w), e);
+  if (!is_onednns(f)) return multiply(s.batch, s.rows, s.inner, s.columns, s.x(f.x), s.w(f.w), e);
   const bool alone = !e.bias && !e.residual && !e.z && e.activation == Activation::none;
   alone ? product(f, 0, s.output()[0], s.y(e.y)) : run_in_blocks(f);
 }
 
 JAXFUSE_HANDLER(jaxfuse_dense_fwd, dense_fwd);
+JAXFUSE_CHOICE(jaxfuse_dense_fwd, libraries);
 
 // That the last element of a strided tensor is within the buffer, and that the tensor has as many as the buffer.
 void check_extent(const Call& call, const Tensor& t, Shape shape, const Shape& strides) {

@@ -91,6 +91,12 @@ void products(const Backward& b, const Tensor& g) {
   if (b.dw) matmul(s.batch, s.inner, s.rows, s.columns, s.x(*b.x).transposed(), s.y(g), s.w(*b.dw));
 }
 
+unsigned libraries(const Call& call) {
+  const Backward b = checked(call);
+  const DType dtype = b.x ? b.x->dtype : b.w ? b.w->dtype : b.dy.dtype;
+  return (b.dx || b.dw) && by_onednn({b.dy.dtype, dtype}) ? kOneDNN : kNative;
+}
+
 void dense_bwd(const Call& call) {
   const Backward b = checked(call);
   const bool g_is_dy = b.activation == Activation::none;
@@ -104,6 +110,7 @@ void dense_bwd(const Call& call) {
 }
 
 JAXFUSE_HANDLER(jaxfuse_dense_bwd, dense_bwd);
+JAXFUSE_CHOICE(jaxfuse_dense_bwd, libraries);
 
 }  // namespace
 }  // namespace jaxfuse::dense

@@ -106,9 +106,10 @@ Shape dense_strides(const Shape& shape) {
   return strides;
 }
 
-bool by_onednn(DType dtype) {
-  if (simd_level() != SimdLevel::avx512) return false;
-  return dtype == DType::F32 ? onednn::has_avx512() : dtype == DType::BF16 && onednn::has_bf16();
+bool by_onednn(std::initializer_list<DType> dtypes) {
+  return simd_level() == SimdLevel::avx512 && std::all_of(dtypes.begin(), dtypes.end(), [](DType dtype) {
+    return dtype == DType::F32 ? onednn::has_avx512() : dtype == DType::BF16 && onednn::has_bf16();
+  });
 }
 
 void matmul(const Shape& batch, int64_t m, int64_t k, int64_t n, const Matrix& a, const Matrix& b, const Matrix& c) {
@@ -116,7 +117,7 @@ void matmul(const Shape& batch, int64_t m, int64_t k, int64_t n, const Matrix& a
   if (n > 1 && c.strides[column] != 1) {  // rows are written: cᵀ = bᵀ·aᵀ
     return matmul(batch, n, k, m, b.transposed(), a.transposed(), c.transposed());
   }
-  if (!by_onednn(a.dtype) || !by_onednn(b.dtype) || !by_onednn(c.dtype)) {
+  if (!by_onednn({a.dtype, b.dtype, c.dtype})) {
     return product::multiply(batch, m, k, n, a, b, [&](const product::Block& block) { store(block, c.item(batch, block.item)); });
   }
   Product p{batch, m, k, n, a, b, c};

@@ -1,6 +1,8 @@
 // Products of matrices that lie anywhere in memory with one step from row to row and one from column to column.
 #pragma once
 
+#include <initializer_list>
+
 #include "product.h"
 
 namespace jaxfuse::dense {
@@ -10,9 +12,9 @@ using product::Matrix;
 // Row-major, without gaps.
 Shape dense_strides(const Shape& shape);
 
-// Whether products of this dtype are oneDNN's: with AVX-512. Elsewhere our own loops (product.h) are faster and oneDNN has no
+// Whether products of these dtypes are oneDNN's: with AVX-512. Elsewhere our own loops (product.h) are faster and oneDNN has no
 // bf16; f16 it has on the newest CPUs only.
-bool by_onednn(DType dtype);
+bool by_onednn(std::initializer_list<DType> dtypes);
 
 // c = a·b for each of the batch: [m, k]·[k, n], of f32, bf16 or f16, with sums in f32. No size may be 0.
 void matmul(const Shape& batch, int64_t m, int64_t k, int64_t n, const Matrix& a, const Matrix& b, const Matrix& c);

@@ -52,4 +52,8 @@ inline void advise_huge_pages(ffi::RemainingRets results) {
       ::xla::ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs());                                            \
   static const bool target##_registered = ::jaxfuse::handlers().emplace(#target, target##_handler).second
 
+// JAXFUSE_CHOICE(jaxfuse_conv_fwd, libraries) at namespace scope registers `unsigned libraries(const Call&)`, which reads no
+// memory of the call.
+#define JAXFUSE_CHOICE(target, libraries) static const bool target##_chooses = ::jaxfuse::choices().emplace(#target, libraries).second
+
 }  // namespace jaxfuse

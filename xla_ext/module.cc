@@ -2,6 +2,7 @@
 // built. It knows no kernel by name.
 #include <pybind11/pybind11.h>
 
+#include "described.h"
 #include "handler.h"
 #include "parallel.h"
 #ifndef JAXFUSE_NO_ONEDNN
@@ -67,5 +68,8 @@ PYBIND11_MODULE(_native, module) {
   module.def("set_num_threads", &jaxfuse::ThreadPool::resize,
              "Sets the number of threads of this process and its children. Returns the system's reason if it refuses some.");
   module.def("num_threads", &jaxfuse::max_threads, "Threads of a parallel region.");
+  module.def("libraries", &jaxfuse::libraries,
+             "(target, operands, results, attributes) -> whose code computes such a call: 'native', 'onednn'. Operands and results are "
+             "pairs (dtype's name, shape). Raises ValueError for what the target refuses.");
   module.def("info", &jaxfuse::info, "What was built, and what it runs with on this machine.");
 }

@@ -154,8 +154,8 @@ def _run_dx(library, config: GradientConfig, args, mesh_axes):
 def kernels(refuse, run) -> tuple[Kernel, ...]:
     """Those of the native module and of the CUDA library, whose targets are the same, and plain JAX where there are none.
     `refuse` and `run` as in `Kernel`, after the module that calls the library."""
-    native = (Kernel("native", functools.partial(refuse, library), functools.partial(run, library), platform)
-              for library, platform in ((ffi, "cpu"), (cuda, "cuda")))
+    native = (Kernel(name, functools.partial(refuse, library), functools.partial(run, library), platform)
+              for library, name, platform in ((ffi, None, "cpu"), (cuda, "native", "cuda")))
     return *native, PLAIN
 
 

@@ -290,14 +290,14 @@ OP = FusedOp(
     forward_kernels=(
         *(kernels[0] for kernels in _PLAIN),
         conv_channels_last.forward(_refuse_forward, _run_forward),
-        Kernel("onednn", _refuse_forward, _run_forward),
+        Kernel(None, _refuse_forward, _run_forward),
         conv_depthwise.FORWARD,
         conv_cudnn.KERNEL,
     ),
     backward_kernels=(
         *(kernels[1] for kernels in _PLAIN),
         conv_channels_last.backward(_refuse_backward, _run_backward),
-        Kernel("onednn", _refuse_backward, _run_backward),
+        Kernel(None, _refuse_backward, _run_backward),
         conv_depthwise.backward(_backward_axes),
     ),
     forward_axes=_forward_axes,

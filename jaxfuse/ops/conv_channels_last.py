@@ -34,7 +34,7 @@ def forward(refuse, run) -> Kernel:
         found = run(channels_last(config), [_turn(a, order) for a, order in zip(args, orders)], mesh_axes)
         return tuple(_turn_back(f, out) for f in found)
 
-    return Kernel("native", lambda config, args: _refuse(config, *args[:2]) or refuse(config, args), run_so)
+    return Kernel(None, lambda config, args: _refuse(config, *args[:2]) or refuse(config, args), run_so)
 
 
 def backward(refuse, run) -> Kernel:
@@ -49,7 +49,7 @@ def backward(refuse, run) -> Kernel:
         wanted = [order for order, active in zip(own, linear.active) if active]
         return tuple(_turn_back(f, order) for f, order in zip(found, wanted))
 
-    return Kernel("native", lambda linear, args: _refuse(linear.config, *args[:2]) or refuse(linear, args), run_so)
+    return Kernel(None, lambda linear, args: _refuse(linear.config, *args[:2]) or refuse(linear, args), run_so)
 
 
 def _orders(config):

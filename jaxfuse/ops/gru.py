@@ -175,8 +175,8 @@ OP = FusedOp(
     decompose=_reference,
     differentiable=lambda config: True,
     for_autodiff=lambda config: dataclasses.replace(config, saving=True),
-    forward_kernels=(Kernel("native", _refuse_forward, _run_forward),),
-    backward_kernels=(Kernel("native", _refuse_backward, _run_backward),),
+    forward_kernels=(Kernel(None, _refuse_forward, _run_forward),),
+    backward_kernels=(Kernel(None, _refuse_backward, _run_backward),),
     forward_axes=_forward_axes,
     backward_axes=_backward_axes,
 )

@@ -297,9 +297,10 @@ def _run_backward(library, linear: Linear, args, mesh_axes):
 
 
 def _kernels(run, config_of) -> tuple[Kernel, ...]:
-    native = ((ffi, _refuse, "cpu"), (cuda, _refuse_on_cuda, "cuda"))
+    native = ((ffi, _refuse, None, "cpu"), (cuda, _refuse_on_cuda, "native", "cuda"))
     refused_by = lambda refuse: lambda config, args: refuse(config_of(config), args)
-    return *(Kernel("native", refused_by(refuse), functools.partial(run, library), platform) for library, refuse, platform in native), PLAIN
+    kernels = (Kernel(name, refused_by(refuse), functools.partial(run, library), platform) for library, refuse, name, platform in native)
+    return *kernels, PLAIN
 
 
 OP = FusedOp(

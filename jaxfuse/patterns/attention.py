@@ -73,7 +73,7 @@ class _Site:
             mine = {n.index for n in self.form.nodes}
             return f"what is inside is read by {next((n for n in readers if n.index not in mine), self.node)} too"
         types = self._types()
-        kernel, reason = OP.forward.kernel(self.config, types)
+        _, reason = OP.forward.kernel(self.config, types)
         reason = reason or measured("attention", self.config, types)
         saved = self._saved(types) if gradient else ()
         back = self._backward(gradient, types, saved) if gradient and not reason else None
@@ -81,7 +81,7 @@ class _Site:
             return reason or str(back)
         scores = 2 * 4 * math.prod(self.config.sizes(*types[:3])[a] for a in self.config.scores)  # written and read again
         nodes = tuple(n for n in self.form.nodes if n.primitive == "dot_general")
-        found = Match(self.label, self.node, nodes, (self._emission(saved),), kernel.name, tuple(self.inputs[:3]), scores)
+        found = Match(self.label, self.node, nodes, (self._emission(saved),), tuple(self.inputs[:3]), scores)
         return [found, *([back] if back else [])]
 
     def _refused(self) -> str:
@@ -153,7 +153,7 @@ class _Site:
                   *[False] * (bool(self.form.masks) + bool(self.form.dropped)))
         linear = Linear(dataclasses.replace(self.config, saving=True), active, types, len(types) + 3)
         kept = tuple(v.aval for v in saved)
-        kernel, reason = OP.backward.kernel(linear, (*types, *kept, kept[0]))
+        _, reason = OP.backward.kernel(linear, (*types, *kept, kept[0]))
         extra = tuple(v for added in gradient.added for v in added)
         needs = (*self.moving, *self.fixed, *saved, gradient.dy, *extra)
         sharded = next((v for v in needs if v.producer and any(v.spec[1:])), None)
@@ -179,7 +179,7 @@ class _Site:
 
         saving = 4 * 4 * math.prod(self.config.sizes(*types[:3])[a] for a in self.config.scores)
         emission = Emission(needs, gradient.found, run)
-        return reason or Match(self.label, self.node, (), (emission,), kernel.name, (gradient.dy, *self.inputs[:3]), saving, "backward")
+        return reason or Match(self.label, self.node, (), (emission,), (gradient.dy, *self.inputs[:3]), saving, "backward")
 
 
 def _laid(operand: Operand, array, letters: str):

@@ -181,7 +181,7 @@ def _fused(graph, node: Node, moments: Moments, gradient, chain: Chain, measured
                              told is not None, told is not None and told.masked, _absorbs(chain, moments.axis))
     one = jax.ShapeDtypeStruct([x.shape[d] for d in order], x.dtype)
     types = (*[one] * len(full), *[jax.ShapeDtypeStruct(v.shape, v.dtype) for v in parameters])
-    kernel, reason = OP.forward.kernel(config, types)
+    _, reason = OP.forward.kernel(config, types)
     reason = reason or measured("batch_norm", config, types)
     if reason:
         return reason
@@ -204,7 +204,7 @@ def _fused(graph, node: Node, moments: Moments, gradient, chain: Chain, measured
     operands = (x, chain.residual) if chain.residual is not None else (x,)
     served = (value for value, _ in moments.known.values())
     emission = Emission((*full, *parameters), (chain.end, *[twin] * bool(twin), *served, *chain.masks, *kept), run)
-    return Match(_label(chain), node, chain.nodes, (emission,), kernel.name, operands, bytes_saved)
+    return Match(_label(chain), node, chain.nodes, (emission,), operands, bytes_saved)
 
 
 def _absorbs(chain: Chain, axis: int) -> bool:

@@ -125,7 +125,7 @@ def fused(graph: Graph, gradient: Gradient, label: str, anchor, told: Told | Non
     dy_last, x_last, masks = transposed(graph, dy, order), transposed(graph, x, order), told.values if told else ()
     vector = jax.ShapeDtypeStruct((x.shape[moments.axis],), jnp.float32)
     full = [jax.ShapeDtypeStruct([v.shape[d] for d in order], v.dtype) for v in (dy, x)]
-    kernel, reason = SUMS.kernel(config, (*full, vector, *masks))
+    _, reason = SUMS.kernel(config, (*full, vector, *masks))
     reason = reason or measured("batch_norm", config, full, "backward")
     if reason:
         return reason
@@ -145,7 +145,7 @@ def fused(graph: Graph, gradient: Gradient, label: str, anchor, told: Told | Non
     emissions += [_result(graph, gradient, config, operands, full_needs, *result, told is not None and i == 0)
                   for i, result in enumerate(gradient.results)]
     bytes_saved = np.dtype(x.dtype).itemsize * size(x) * 4
-    return Match(label, anchor, (), tuple(emissions), kernel.name, (dy, x), bytes_saved, "backward")
+    return Match(label, anchor, (), tuple(emissions), (dy, x), bytes_saved, "backward")
 
 
 def _zero(moments: Moments, value: Value, form: Form) -> Emission:

@@ -270,4 +270,4 @@ def _fused(graph, node: Node, head: Head, chain: Chain, measured) -> Match | str
     itemsize = np.dtype(given_dtype).itemsize
     saved = 2 * itemsize * size(head.out) * bool(chain.nodes)
     emission = Emission((*full, *smalls), (chain.end, *[twin] * bool(twin), *chain.masks, *saved_z), run)
-    return Match(_label(head, chain), node, (node, *head.nodes, *chain.nodes), (emission,), kernel.name, full, saved)
+    return Match(_label(head, chain), node, (node, *head.nodes, *chain.nodes), (emission,), full, saved)

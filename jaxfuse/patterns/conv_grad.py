@@ -238,7 +238,7 @@ def _fused(graph: Graph, node: Node, gradients: Gradients, config: ConvConfig, m
     types = (*_types(map(laid, (x, w))), *bias, *_types([laid(gradients.dz)] * dz_too))
     active = (dx is not None, dw is not None, *[True] * (config.has_bias + config.has_residual))
     linear = Linear(config, active, types, len(needs) - 1)
-    kernel, reason = OP.backward.kernel(linear, _types(needs))
+    _, reason = OP.backward.kernel(linear, _types(needs))
     reason = reason or measured("conv", config, types, "backward")
     if reason:
         return reason
@@ -262,7 +262,7 @@ def _fused(graph: Graph, node: Node, gradients: Gradients, config: ConvConfig, m
 
     saved = np.dtype(x.dtype).itemsize * size(gradients.dz) * (config.has_bias + 2 * (told is not None))
     emission = Emission((*needs, *factors), defines, run)
-    return Match(_label(gradients, dz_too), node, (), (emission,), kernel.name, (gradients.dy, x, w), saved, "backward")
+    return Match(_label(gradients, dz_too), node, (), (emission,), (gradients.dy, x, w), saved, "backward")
 
 
 def _order(graph: Graph, spec, values: list[Value]) -> tuple[int, ...]:

@@ -148,7 +148,7 @@ def _fused(graph: Graph, node: Node, gradients: Gradients, measured) -> Match | 
     types = types_of(*node.inputs, *[n.out for n in (gradients.db,) if n], *[gradients.dz] * dz_too)
     active = (gradients.dx is not None, gradients.dw is not None, *[True] * (config.has_bias + config.has_residual))
     linear = Linear(config, active, types, len(needs) - 1)
-    kernel, reason = OP.backward.kernel(linear, types_of(*needs))
+    _, reason = OP.backward.kernel(linear, types_of(*needs))
     reason = reason or measured("dense", config, types, "backward")
     if reason:
         return reason
@@ -160,7 +160,7 @@ def _fused(graph: Graph, node: Node, gradients: Gradients, measured) -> Match | 
 
     saved = np.dtype(node.out.dtype).itemsize * size(gradients.dz) * (config.has_bias + 2 * (through is not None))
     operands = (needs[-1], *node.inputs)
-    return Match(_label(node, gradients), node, (), (Emission(needs, made, run),), kernel.name, operands, saved, "backward")
+    return Match(_label(node, gradients), node, (), (Emission(needs, made, run),), operands, saved, "backward")
 
 
 def _is_read_elsewhere(graph: Graph, gradients: Gradients) -> bool:

@@ -25,7 +25,6 @@ class Site(NamedTuple):
 
     chain: Chain
     emission: Emission
-    kernel: str
 
 
 def found(graph: Graph, part: Graph | Part, row, measured):
@@ -42,8 +41,7 @@ def found(graph: Graph, part: Graph | Part, row, measured):
     name = row.label if gated else label_of(sites[0].chain)
     nodes = row.nodes if gated else tuple(n for layer, site in zip(row.layers, sites) for n in _nodes(layer, site.chain))
     saved = sum(2 * np.dtype(s.chain.end.dtype).itemsize * size(s.chain.end) for s in sites if s.chain.nodes)
-    yield Match(f"{name}{row.count}", row.layers[0].node, nodes, tuple(s.emission for s in sites), sites[0].kernel,
-                row.operands, saved)
+    yield Match(f"{name}{row.count}", row.layers[0].node, nodes, tuple(s.emission for s in sites), row.operands, saved)
     if row.reason:
         yield UnfusedStep(label, row.layers[0].node, row.operands, row.reason, nodes=row.nodes)
 
@@ -57,7 +55,7 @@ def product(graph: Graph, part: Graph | Part, node: Node, name: str, nodes, meas
     if name == "attention scores" and config.out_dtype in ("bfloat16", "float16"):
         config = dataclasses.replace(config, out_dtype="float32")
     x, w = map(part.original, node.inputs)
-    kernel, reason = OP.forward.kernel(config, types_of(x, w))
+    _, reason = OP.forward.kernel(config, types_of(x, w))
     reason = reason or measured("dense", config, types_of(x, w))
     if reason:
         return reason
@@ -66,7 +64,7 @@ def product(graph: Graph, part: Graph | Part, node: Node, name: str, nodes, meas
         (scores,) = OP(config, read(x), read(w))
         yield out, scores.astype(out.dtype)
 
-    return Match(name, node, nodes, (Emission((x, w), (out,), run),), kernel.name, (x, w), 0)
+    return Match(name, node, nodes, (Emission((x, w), (out,), run),), (x, w), 0)
 
 
 def label_of(chain: Chain) -> str:
@@ -155,7 +153,7 @@ def _fused(graph: Graph, part, layer, config: DenseConfig, chain: Chain, measure
     out_shape = [layer.start.shape[d] for d in inverse(order)]
     types = [*types_of(x, w), *[jax.ShapeDtypeStruct(shape, jnp.float32)] * config.has_bias,
              *[jax.ShapeDtypeStruct(out_shape, added.dtype) for _ in range(config.has_residual)]]
-    kernel, reason = OP.forward.kernel(config, types)
+    _, reason = OP.forward.kernel(config, types)
     reason = reason or measured("dense", config, types)
     if reason:
         return reason
@@ -177,7 +175,7 @@ def _fused(graph: Graph, part, layer, config: DenseConfig, chain: Chain, measure
 
     needs = (x, w, *smalls, *[added] * config.has_residual)
     defines = (part.original(chain.end), *[part.original(z.end) for z in [z] if z], *map(part.original, chain.masks))
-    return Site(chain, Emission(needs, defines, run), kernel.name)
+    return Site(chain, Emission(needs, defines, run))
 
 
 def _saved(graph: Graph, part, layer, chain: Chain) -> Chain | str | None:

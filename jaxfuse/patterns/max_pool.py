@@ -21,7 +21,7 @@ def match(graph, node: Node, claimed: set[int], measured):
     config = MaxPoolConfig(**{name: tuple(node.params[name]) for name in names}, saving=bool(gradients),
                            padding=tuple(map(tuple, node.params["padding"])))
     type_of_x = type_of(x.aval)
-    kernel, reason = OP.forward.kernel(config, (type_of_x,))
+    _, reason = OP.forward.kernel(config, (type_of_x,))
     reason = reason or measured("max_pool", config, (type_of_x,))
     if reason:
         yield Refusal("max_pool", node, (x,), reason)
@@ -33,9 +33,9 @@ def match(graph, node: Node, claimed: set[int], measured):
     def run(read):
         return zip(made, OP.forward(config, read(x)) if config.saving else OP(config, read(x)))
 
-    yield Match("max_pool", node, (node,), (Emission((x,), made, run),), kernel.name, (x,), 0)
+    yield Match("max_pool", node, (node,), (Emission((x,), made, run),), (x,), 0)
     for gradient in gradients:
-        yield _backward(node, gradient, Linear(config, (True,), (type_of_x,), 2), made[1], kernel.name)
+        yield _backward(node, gradient, Linear(config, (True,), (type_of_x,), 2), made[1])
 
 
 def _gradients(node: Node) -> list[Node]:
@@ -47,10 +47,10 @@ def _gradients(node: Node) -> list[Node]:
             and n.params["select_prim"].name == "ge" and all(n.params[name] == node.params[name] for name in names)]
 
 
-def _backward(node: Node, gradient: Node, linear: Linear, winners: Value, kernel: str) -> Match:
+def _backward(node: Node, gradient: Node, linear: Linear, winners: Value) -> Match:
     needs = x, winners, dy = node.inputs[0], winners, gradient.inputs[0]
 
     def run(read):
         return zip([gradient.out], OP.backward(linear, *map(read, needs)))
 
-    return Match("max_pool", node, (gradient,), (Emission(needs, (gradient.out,), run),), kernel, (dy, x), 0, "backward")
+    return Match("max_pool", node, (gradient,), (Emission(needs, (gradient.out,), run),), (dy, x), 0, "backward")

@@ -64,7 +64,7 @@ def fused(graph: Graph, label: str, anchor: Node, gradient: NormGradient, form, 
     wanted = any(v is not None for v, _ in gradient.of_parameters)
     linear = Linear(config, (True, wanted, wanted), types, 5)
     statistics = [v.aval for v in gradient.saved]
-    kernel, reason = OP.backward.kernel(linear, (*types, *statistics, *types[:1] * (1 + config.wants_sum)))
+    _, reason = OP.backward.kernel(linear, (*types, *statistics, *types[:1] * (1 + config.wants_sum)))
     needs = (x, gradient.dy, *gradient.saved, *gradient.added, *parameters, *[v for _, added in gradient.of_parameters for v in added])
     sharded = next((v for v in needs if v.producer and any(v.spec[1:])), None)
     if sharded is not None:
@@ -93,7 +93,7 @@ def fused(graph: Graph, label: str, anchor: Node, gradient: NormGradient, form, 
                 yield value, sum((read(v) for v in added), array).astype(value.dtype).reshape(value.shape)
 
     bytes_saved = np.dtype(dtype).itemsize * size(x) * 4
-    return reason or Match(label, anchor, (), (Emission(needs, defines, run),), kernel.name, (gradient.dy, x), bytes_saved, "backward")
+    return reason or Match(label, anchor, (), (Emission(needs, defines, run),), (gradient.dy, x), bytes_saved, "backward")
 
 
 def served(graph: Graph, gradient: NormGradient | None) -> set[int]:

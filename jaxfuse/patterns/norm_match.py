@@ -75,7 +75,7 @@ class _Site:
         type_of_x = jax.ShapeDtypeStruct((*batch, *x.shape[form.first :]), self.dtype)
         vector = jax.ShapeDtypeStruct(config.parameter_shape, jnp.float32)
         types = (*[type_of_x] * len(full), vector, vector)
-        kernel, reason = OP.forward.kernel(config, types)
+        _, reason = OP.forward.kernel(config, types)
         reason = reason or measured("norm", config, types)
         if gradient and not reason:
             result = norm_grad.fused(self.graph, self.label, self.node, gradient, form, self.chain, x, self.norm.end.shape,
@@ -87,7 +87,7 @@ class _Site:
         emission = self._emission(full, dataclasses.replace(config, saving=bool(saved)), saved)
         nodes = (*[before] * (before is not None), *self.norm.nodes, *self.chain.nodes)
         passes = 2 + len(full) + len([n for n in self.chain.nodes if n.primitive != CAST])
-        return Match(self.label, self.node, nodes, (emission,), kernel.name, full, np.dtype(end.dtype).itemsize * size(x) * passes)
+        return Match(self.label, self.node, nodes, (emission,), full, np.dtype(end.dtype).itemsize * size(x) * passes)
 
     def _emission(self, full: tuple[Value, ...], config, saved) -> Emission:
         x, end, layout, like = self.x, self.end, self.chain.layout, self.norm.end.shape

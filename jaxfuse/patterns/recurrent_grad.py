@@ -243,6 +243,6 @@ def _fused(joint: Joint, alone: Graph, found: Match, gradient: _Gradient, outsid
         yield from ((v, made[i]) for v, i in zip(second.outputs, of_result) if i is not None)
 
     defines = tuple(v for v, i in zip(second.outputs, of_result) if i is not None)
-    forward = Match(found.pattern, node, (node,), (Emission(tuple(outside), (*kept, *saved), run),), found.kernel, tuple(node.inputs), 0)
+    forward = Match(found.pattern, node, (node,), (Emission(tuple(outside), (*kept, *saved), run),), tuple(node.inputs), 0)
     needs = (*saved, *cotangents)
-    return forward, Match(found.pattern, second, (), (Emission(needs, defines, run_back),), found.kernel, tuple(cotangents), 0, "backward")
+    return forward, Match(found.pattern, second, (), (Emission(needs, defines, run_back),), tuple(cotangents), 0, "backward")

@@ -37,7 +37,7 @@ def sequences(node: Node, body: Graph, cells: list, measured) -> Match | str:
         if (value.shape, value.dtype) != (out.shape, out.dtype):
             return f"the sequence would return {out.dtype}{list(out.shape)} where the loop returns {value!r}"
     for op, config, args in calls:
-        kernel, reason = op.forward.kernel(config, args)
+        _, reason = op.forward.kernel(config, args)
         reason = reason or measured(op.forward.name.removeprefix("jaxfuse_"), config, args)
         if reason:
             return reason
@@ -47,7 +47,7 @@ def sequences(node: Node, body: Graph, cells: list, measured) -> Match | str:
 
     emission = Emission(tuple(node.inputs), tuple(node.outputs), run)
     name = "+".join(cell.pattern.removesuffix("_cell") for cell in cells)  # several layers in one loop
-    return Match(name, node, (node,), (emission,), kernel.name, tuple(node.inputs), 0)
+    return Match(name, node, (node,), (emission,), tuple(node.inputs), 0)
 
 
 def _call(op, config, args):
