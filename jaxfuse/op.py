@@ -36,11 +36,11 @@ class Kernel(NamedTuple):
     """One way to run a stage on a platform, as lowering rules name it ("cpu", "cuda").
 
     `name` is what reports say; None: whatever the native module says of the calls that `run` makes.
-    `refuse(config, args)` says in words why these arguments cannot be taken (None: they can); `args` need only have
-    shape and dtype. `run(config, args, mesh_axes)` computes the outputs on arrays; `mesh_axes` are the mesh axes over
-    which the batch is sharded, so sums over the batch must be completed by `psum` over them (empty: nothing to do).
-    Without `run` it is the stage's reference, where XLA makes better code of that than of what users write. `is_plain`:
-    it runs plain JAX, which vmap takes as it is.
+    `refuse(config, args)` says in words why these arguments cannot be taken (None: they can), or that another kernel of the
+    platform is for them; whether any is worth it is policy's. `args` need only have shape and dtype.
+    `run(config, args, mesh_axes)` computes the outputs on arrays; `mesh_axes` are the mesh axes over which the batch is sharded,
+    so sums over the batch must be completed by `psum` over them (empty: nothing to do). Without `run` it is the stage's
+    reference, where XLA makes better code of that than of what users write. `is_plain`: it runs plain JAX, which vmap takes.
     """
 
     name: str | None

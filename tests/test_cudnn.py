@@ -17,6 +17,7 @@ from jaxfuse.cudnn import backend, graph, plans
 from jaxfuse.cudnn.devices import KNOWN
 from jaxfuse.ops import conv_cudnn
 from jaxfuse.ops.conv import OP
+from jaxfuse.reasons import Unprofitable
 
 random = np.random.default_rng(0)
 
@@ -221,7 +222,6 @@ def on_cuda(built, monkeypatch):
 
 
 REFUSED = {
-    "XLA makes one kernel of it": dict(activation="relu", bias_dtype=jnp.bfloat16),
     "cuDNN has no mish": dict(activation="mish"),
     "dtype float32: cuDNN's kernel is used for bfloat16 and float16": dict(dtype=jnp.float32),
     "x of rank 3": dict(rank=3), "feature_group_count 3": dict(feature_group_count=3, features=6),
@@ -241,8 +241,9 @@ class TestTheKernel:
         assert "cuDNN's kernel takes channels-last" in conv_cudnn.KERNEL.refuse(swapped, args)
 
     @pytest.mark.parametrize("options", [dict(), dict(activation="relu"), dict(activation="relu", extras=("scale",)),
-                                         dict(activation="relu", extras=("residual",), residual_last=True)])
-    def test_what_xla_leaves_is_taken(self, options):
+                                         dict(activation="relu", extras=("residual",), residual_last=True),
+                                         dict(activation="relu", bias_dtype=jnp.bfloat16), dict(activation="none", extras=())])
+    def test_what_it_takes(self, options):
         assert conv_cudnn.KERNEL.refuse(*case(**options)) is None
 
     def test_no_library(self, monkeypatch):
@@ -262,19 +263,19 @@ class TestTheKernel:
         assert text.count("stablehlo.transpose") == 1 and "stablehlo.convolution" not in text
         assert 'plan = "plan 1"' in text and "operands = 5 : i64" in text
 
-    @pytest.mark.parametrize("end, bias, row", [
-        (jax.nn.silu, jnp.bfloat16, ("conv+bias+silu", "cudnn", "")),
-        (jax.nn.relu, jnp.bfloat16, ("conv+bias+relu", "", "XLA makes one kernel of it")),
-        (jax.nn.relu, jnp.float32, ("conv+bias+relu", "cudnn", ""))])
-    def test_fuse_takes_what_xla_leaves(self, monkeypatch, end, bias, row):
+    @pytest.mark.parametrize("bias", [jnp.bfloat16, jnp.float32])
+    @pytest.mark.parametrize("end", ["silu", "relu"])
+    def test_policy_alone_decides_what_is_worth_it(self, monkeypatch, end, bias):
+        """What XLA makes one kernel of, too: a kernel refuses what it cannot do."""
         monkeypatch.setattr(platforms, "current", lambda: "cuda")
 
         def program(x, w, b):
             z = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")) + b
-            return end(z).astype(x.dtype)
+            return getattr(jax.nn, end)(z).astype(x.dtype)
 
         specs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (
             ((2, 8, 8, 8), jnp.bfloat16), ((3, 3, 8, 8), jnp.bfloat16), ((8,), bias))]
-        report = jaxfuse.explain(program, *specs, policy="always")
-        (site,) = report.fused + report.skipped
-        assert (site.pattern, site.kernel, site.reason) == row
+        (site,) = jaxfuse.explain(program, *specs, policy="always").fused
+        assert (site.pattern, site.kernel) == (f"conv+bias+{end}", "cudnn")
+        (site,) = jaxfuse.explain(program, *specs).skipped
+        assert type(site.reason) is Unprofitable and site.reason.startswith("conv (full) has not been measured on cuda")

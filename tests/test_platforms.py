@@ -108,14 +108,17 @@ IN_MEMORY = {
 }
 
 
-@pytest.mark.parametrize("kernel, name", [("plain JAX", name) for name in ABSORBED] + [("native", name) for name in IN_MEMORY])
-def test_what_stands_beside_a_batch_norm_on_cuda(monkeypatch, kernel, name):
-    """XLA computes the neighbour along with it, for less than our kernels move, that read it from memory; gradients too."""
+@pytest.mark.parametrize("kernel, name, policy", [
+    *[("plain JAX", name, "measured") for name in ABSORBED], *[("native", name, "measured") for name in IN_MEMORY],
+    *[("native", name, "always") for name in ABSORBED]])
+def test_what_stands_beside_a_batch_norm_on_cuda(monkeypatch, kernel, name, policy):
+    """XLA computes the neighbour along with it, for less than our kernels move, that read it from memory; gradients too. Policy
+    "always" does not ask."""
     monkeypatch.setattr(cuda, "unavailable", lambda target: None)
     function, (x, _, gamma, beta) = (ABSORBED | IN_MEMORY)[name], arguments(LARGE)
     step = jax.grad(lambda *args: (function(*args) ** 2).sum(), range(4))
     for program in (function, step):
-        report = jaxfuse.explain(program, x, x, gamma, beta, platform="cuda")
+        report = jaxfuse.explain(program, x, x, gamma, beta, platform="cuda", policy=policy)
         found = {(s.kernel, s.direction) for s in report.fused if s.pattern.startswith("bn")}
         assert found == {(kernel, direction) for direction in ("forward", "backward")[: 1 + (program is step)]}, report
 

@@ -121,7 +121,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 def refuse_array(library, config, x) -> str | None:
     """Why the library's kernels do not take x; config: this file's or batch_norm's."""
     if library is cuda and config.absorbs:
-        return "XLA moves less, for it computes what is beside it along with it"
+        return "XLA is to compute what is beside it along with it"
     if str(x.dtype) not in _DTYPES:
         return f"dtype {x.dtype}: the kernel takes {', '.join(_DTYPES)}"
     if config.axis != len(x.shape) - 1:

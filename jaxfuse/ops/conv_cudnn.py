@@ -1,7 +1,7 @@
-"""The convolution on CUDA, by a plan of cuDNN's graph API: what XLA does not make one kernel of by itself.
+"""The convolution on CUDA, by a plan of cuDNN's graph API, with what follows it.
 
-XLA:GPU fuses a bias of the convolution's own dtype, a residual and relu. It leaves other activations, a scale per channel and a
-float32 bias on bfloat16 as passes of their own.
+XLA:GPU itself makes one kernel of a convolution with a bias of its own dtype, a residual and relu. Other activations, a scale per
+channel and a float32 bias on bfloat16 it leaves as passes of their own.
 """
 
 import hashlib
@@ -15,16 +15,15 @@ from jaxfuse import cuda
 from jaxfuse.cudnn import graph, plans
 from jaxfuse.op import Kernel
 from jaxfuse.ops import conv_depthwise
-from jaxfuse.ops.activations import NO_ACTIVATION, Activation, named
+from jaxfuse.ops.activations import NO_ACTIVATION, Activation
 from jaxfuse.ops.piecewise import PiecewiseLinear
 
 TARGET = "jaxfuse_cudnn_graph"
 _DTYPES = ("bfloat16", "float16")
-_BY_XLA = tuple(map(named, ("none", "relu", "maximum0")))
 
 
 def _refuse(config, args) -> str | None:
-    return _refuse_arrays(config, args) or _refuse_epilogue(config, args) or cuda.unavailable(TARGET) or _refuse_plan(config, args)
+    return _refuse_arrays(config, args) or cuda.unavailable(TARGET) or _refuse_plan(config, args)
 
 
 def _refuse_arrays(config, args) -> str | None:
@@ -45,17 +44,7 @@ def _refuse_arrays(config, args) -> str | None:
         return f"negative padding {config.padding}"
     if (config.lhs_spec, config.out_spec) != (_channels_last(len(x.shape)),) * 2:
         return f"axes {config.lhs_spec} -> {config.out_spec}: cuDNN's kernel takes channels-last"
-    return None
-
-
-def _refuse_epilogue(config, args) -> str | None:
-    x, w, scale, bias, residual = config.unpack(args)
-    if _named(config.activation) is None:
-        return f"cuDNN has no {config.activation.name}"
-    plain = scale is None and (bias is None or bias.dtype == x.dtype)
-    if plain and config.activation in _BY_XLA and not config.residual_last:
-        return "XLA makes one kernel of it"
-    return None
+    return None if _named(config.activation) else f"cuDNN has no {config.activation.name}"
 
 
 def _named(activation: Activation) -> tuple[str, float] | None:

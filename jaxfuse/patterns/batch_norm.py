@@ -1,5 +1,7 @@
 """Training batch norm, residual add and activation: a value with batch statistics, and what is done to it with them."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -178,9 +180,11 @@ def _fused(graph, node: Node, moments: Moments, gradient, chain: Chain, measured
         added, undo = laid(graph, chain.residual, chain.residual_layout, order)
         full = *full, added
     config = BatchNormConfig(x.ndim - 1, per_channel_program, True, chain.residual is not None, chain.activation or NO_ACTIVATION,
-                             told is not None, told is not None and told.masked, _absorbs(chain, moments.axis))
+                             told is not None, told is not None and told.masked)
     one = jax.ShapeDtypeStruct([x.shape[d] for d in order], x.dtype)
     types = (*[one] * len(full), *[jax.ShapeDtypeStruct(v.shape, v.dtype) for v in parameters])
+    if _absorbs(chain, moments.axis):
+        config = dataclasses.replace(config, absorbs=bool(measured("batch_norm", config, types, cost=batch_norm_grad.ABSORBED)))
     _, reason = OP.forward.kernel(config, types)
     reason = reason or measured("batch_norm", config, types)
     if reason:

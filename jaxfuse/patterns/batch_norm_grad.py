@@ -19,6 +19,8 @@ from jaxfuse.ops.batch_norm_grad import DX, SUMS, GradientConfig
 from jaxfuse.patterns.activation_grad import Slope, slopes_at
 from jaxfuse.patterns.activations import is_derivative
 
+ABSORBED = "XLA moves less, for it computes what is beside it along with it"
+
 
 class Told(NamedTuple):
     """What the activation's derivative is told by: `values` are the last operands of the gradient's passes."""
@@ -114,17 +116,20 @@ def mask_of(gradient: Gradient, chain: Chain) -> Value | None:
 
 
 def fused(graph: Graph, gradient: Gradient, label: str, anchor, told: Told | None, absorbs: bool, measured) -> Match | str:
-    """The match, or why not; `told` is what the forward pass keeps of the activation's derivative, `absorbs` as in the config."""
+    """The match, or why not; `told` is what the forward pass keeps of the activation's derivative, `absorbs`: XLA can
+    compute a neighbour along with it; whether it is to, policy says."""
     moments, g, x = gradient.moments, gradient.g, gradient.moments.x
     order = channels_last(x.ndim, moments.axis)
     dy, config = g, GradientConfig(0)
     if told:
         dy = unwidened(gradient.slope.dy) if gradient.slope else g.producer.inputs[2]
         config = told.config
-    config = dataclasses.replace(config, axis=x.ndim - 1, absorbs=absorbs)
+    config = dataclasses.replace(config, axis=x.ndim - 1)
     dy_last, x_last, masks = transposed(graph, dy, order), transposed(graph, x, order), told.values if told else ()
     vector = jax.ShapeDtypeStruct((x.shape[moments.axis],), jnp.float32)
     full = [jax.ShapeDtypeStruct([v.shape[d] for d in order], v.dtype) for v in (dy, x)]
+    if absorbs:
+        config = dataclasses.replace(config, absorbs=bool(measured("batch_norm", config, full, "backward", cost=ABSORBED)))
     _, reason = SUMS.kernel(config, (*full, vector, *masks))
     reason = reason or measured("batch_norm", config, full, "backward")
     if reason:
