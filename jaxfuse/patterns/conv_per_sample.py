@@ -96,7 +96,7 @@ def _fused(node: Node, samples: Samples, measured) -> Match | str:
     (x, dy), dw = node.inputs, node.out
     count, config = samples.number, samples.config
     linear = Linear(config, (False, True), (samples.x, samples.w), 2)
-    kernel, reason = OP.backward.kernel(linear, (samples.x, samples.w, samples.dy))
+    _, reason = OP.backward.kernel(linear, (samples.x, samples.w, samples.dy))
     reason = reason or measured("conv", config, (samples.x, samples.w), "backward")
     if reason:
         return reason
@@ -111,4 +111,4 @@ def _fused(node: Node, samples: Samples, measured) -> Match | str:
         yield dw, merge(many(split(read(x), x_axis, count), split(read(dy), dy_axis, count)), 0, dw_axis, count)
 
     emission = Emission((x, dy), (dw,), run)
-    return Match(PATTERN, node, (node,), (emission,), kernel.name, (x, dy), 0, "backward")
+    return Match(PATTERN, node, (node,), (emission,), (x, dy), 0, "backward")
