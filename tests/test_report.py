@@ -122,6 +122,8 @@ def test_a_layer_scale_is_no_norm():
         assert not any("bn" in s.pattern for s in (*report.fused, *report.skipped, *report.unfused_steps)), report.table()
         if w is W:
             assert [s.pattern for s in (*report.fused, *report.skipped)] == ["conv+bias+scale+add"]
+        (skipped,) = explained(fn, X, w, B, policy="never").skipped  # all of it, no kernel asked
+        assert skipped.pattern == ("conv" if w is W else "dense") + "+bias+scale+add"
     normed = explained(lambda x, w, b: (conv(x, w) - b) * b + b, X, W, B)
     assert [s.pattern for s in (*normed.fused, *normed.skipped)] == ["conv+bn"]
 
