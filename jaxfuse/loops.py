@@ -97,14 +97,14 @@ class Joint:
 
 
 def joined(graph: Graph, first: Loop, second: Loop, plan) -> tuple[list[Emission], list] | None:
-    """(the two scans over rewritten bodies, the sites found in them), or None: nothing is rewritten, or it would have to save
-    much more than before. `plan(closed)` rewrites a program."""
+    """(the two scans over rewritten bodies, the sites found in them), or None: nothing is rewritten, or not in two, or it would
+    have to save much more than before. `plan(closed)` rewrites a program."""
     joint = Joint(graph, first, second)
     inner = plan(joint.program())
     if not inner.replacements:
         return None
     parts = _Parts(joint, inner)
-    if parts.too_large:
+    if parts.reads_second or parts.too_large:
         return None
     try:
         return parts.emissions(), inner.found
@@ -113,7 +113,8 @@ def joined(graph: Graph, first: Loop, second: Loop, plan) -> tuple[list[Emission
 
 
 class _Parts:
-    """The rewritten joint program, in two again. `saved` are its values that the first scan stacks up for the second."""
+    """The rewritten joint program, in two again. `saved` are its values that the first scan stacks up for the second.
+    `reads_second`: a kernel of the second now gives what the first needs, so that they cannot be parted."""
 
     def __init__(self, joint: Joint, inner):
         self.joint, self.inner = joint, inner
@@ -121,7 +122,8 @@ class _Parts:
         self.wanted, self.results = program.outputs[: len(joint.kept)], program.outputs[len(joint.kept) :]
         self.inputs = program.inputs
         start = {id(v): v for v in (*program.inputs, *program.constants)}
-        made, _ = _reached(self.wanted, inner.replacements, start)
+        made, read = _reached(self.wanted, inner.replacements, start)
+        self.reads_second = any(id(v) in read for v in self.inputs[len(first.node.inputs) :])
         _, met = _reached(self.results, inner.replacements, start | made)
         carries = {id(v) for v in self.inputs[first.consts : first.first_x]}
         self.saved = [v for key, v in met.items() if key in made or key in carries]

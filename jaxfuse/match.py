@@ -61,6 +61,10 @@ class Chain:
         """The masks, computed from the activation's value `y`."""
         return zip(self.masks, self.region.replay(y, self.masks)) if self.masks else iter(())
 
+    def as_activated(self, array):
+        """`array`, which lies as `end` does, as the activation's argument and value lay: `end` may be turned after it."""
+        return self.region_layout.place(self.layout.undo(array, tuple(range(len(self.layout.origin)))))
+
     def label(self, anchor: str) -> str:
         """Like "conv+bias+add+relu". Factors with a mean before them, or a shift after them, are a normalisation. A number, or
         factors after a bias as in ConvNeXt, are a scale."""

@@ -8,6 +8,7 @@ from fuzz_programs import Program, Step, random_program
 
 pytestmark = pytest.mark.usefixtures("some_kernel")
 CONV = {"features": 8, "size": 3, "stride": 1, "padding": "SAME", "dilation": 1, "groups": "one", "bias": "right", "spec": "own"}
+NORM = {"kind": "batch", "spelling": "plain", "running": False}
 SMALL = Program((2, 5, 5, 4), False, 0, (Step("conv", 1, CONV), Step("residual", 2, {"choice": 2}, (
     Step("conv", 3, CONV), Step("activation", 4, {"function": "tanh"})))))
 # Programs that were once fused wrongly, or not at all, by an error.
@@ -18,6 +19,12 @@ FOUND = {
         Step("conv", 1, CONV | {"features": 64, "size": 1, "stride": 2}),)),
     "the same in groups, over an image of odd size": Program((4, 5, 5, 16), False, 0, (
         Step("conv", 1, CONV | {"features": 16, "size": 1, "stride": 2, "groups": "two"}),)),
+    "a norm and its activation that a sequence reads turned": Program((2, 7, 3), False, 0, (
+        Step("norm", 888077, NORM | {"kind": "instance", "statistics": "two passes", "parameters": "beta"}),
+        Step("activation", 752273, {"function": "swish"}), Step("recurrent", 391119, {"cell": "gru"}))),
+    "a loop whose gradient gives what the loop itself needs": Program((4, 5, 5, 8), False, 0, (Step("layers", 421615, {"choice": 2}, (
+        Step("norm", 459615, NORM | {"statistics": "var", "parameters": "none", "spelling": "gamma first", "running": True}),
+        Step("norm", 654391, NORM | {"statistics": "var", "parameters": "gamma", "spelling": "folded"}))),)),
 }
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from jaxfuse.canonical import CAST, size
 from jaxfuse.graph import Emission, Graph, Node, Value
 from jaxfuse.live import unneeded
-from jaxfuse.match import Match, Refusal, depends_on
+from jaxfuse.match import Chain, Match, Refusal, depends_on
 from jaxfuse.op import Linear
 from jaxfuse.ops.activations import NO_ACTIVATION, Activation
 from jaxfuse.ops.dense import OP
@@ -36,8 +36,11 @@ class Gradients:
     dw: Node | None
     db: Node | None = None
     through: Slope | None = None
-    activation: Activation = NO_ACTIVATION
-    y: Value | None = None  # the activation's value
+    chain: Chain | None = None  # to the activation's value, and further where that is turned
+
+    @property
+    def activation(self) -> Activation:
+        return self.chain.activation if self.chain else NO_ACTIVATION
 
     @property
     def wanted(self) -> list[Value]:
@@ -82,7 +85,8 @@ def _gradients(graph: Graph, node: Node, claimed: set[int]) -> list[Gradients]:
 
     def by_cotangent(value: Value, steps) -> dict[int, Node]:
         nodes = [n for n in applied(value, steps) if n.index in back and n.index not in claimed]
-        return {id(_product(n).inputs[0]): n for n in nodes if _product(n).inputs[0] is not value}
+        found = [(_product(n).inputs[0], n) for n in nodes]  # that of another layer with this operand may have another shape
+        return {id(dz): n for dz, n in found if dz is not value and dz.shape == node.out.shape}
 
     dxs, dws = by_cotangent(w, of_x), by_cotangent(x, of_w)
     both = [Gradients(_product(dxs[key]).inputs[0], dxs[key], dws[key]) for key in dxs if key in dws]
@@ -120,7 +124,7 @@ def _with_activation(graph: Graph, node: Node, gradients: Gradients, claimed: se
             slopes = slopes_at(graph, part.original(chain.region.start), gradients.dz)
             found = next((s for s in slopes if s.dy.shape == s.dz.shape and s.is_of(chain.activation)), None)
             if found:
-                return dataclasses.replace(gradients, through=found, activation=chain.activation, y=part.original(chain.end))
+                return dataclasses.replace(gradients, through=found, chain=dataclasses.replace(chain, end=part.original(chain.end)))
     return gradients
 
 
@@ -141,14 +145,15 @@ def _fused(graph: Graph, node: Node, gradients: Gradients, measured) -> Match | 
     config = dataclasses.replace(config, has_bias=gradients.db is not None, has_residual=dz_too,
                                  activation=gradients.activation)
     config = OP.for_autodiff(config)
-    told = [] if through is None else [through.z if config.saving else gradients.y]
+    by_y = through is not None and not config.saving
+    told = [] if through is None else [gradients.chain.end if by_y else through.z]
     needs = (*node.inputs, *told, gradients.dz if through is None else through.dy)
     if len({v.dtype for v in (node.out, *needs[2:])}) > 1:
         return f"dtypes {', '.join(str(v.dtype) for v in needs[2:])} beside {node.out.dtype}: the kernel takes one"
     types = types_of(*node.inputs, *[n.out for n in (gradients.db,) if n], *[gradients.dz] * dz_too)
     active = (gradients.dx is not None, gradients.dw is not None, *[True] * (config.has_bias + config.has_residual))
     linear = Linear(config, active, types, len(needs) - 1)
-    _, reason = OP.backward.kernel(linear, types_of(*needs))
+    _, reason = OP.backward.kernel(linear, types_of(*node.inputs, *[gradients.dz] * (len(needs) - 2)))
     reason = reason or measured("dense", config, types, "backward")
     if reason:
         return reason
@@ -156,7 +161,10 @@ def _fused(graph: Graph, node: Node, gradients: Gradients, measured) -> Match | 
         return "the gradients of this product depend on each other"
 
     def run(read):
-        return zip(made, OP.backward(linear, *map(read, needs)))
+        x, w, *others = map(read, needs)
+        if by_y:
+            others[0] = gradients.chain.as_activated(others[0])
+        return zip(made, OP.backward(linear, x, w, *others))
 
     saved = np.dtype(node.out.dtype).itemsize * size(gradients.dz) * (config.has_bias + 2 * (through is not None))
     operands = (needs[-1], *node.inputs)

@@ -80,7 +80,7 @@ def fused(graph: Graph, label: str, anchor: Node, gradient: NormGradient, form, 
         def vectors(*arrays):
             return form.arrays(dict(zip(form.used(), arrays)).__getitem__)
 
-        dy = chain.layout.undo(read(gradient.dy), tuple(range(len(inner))))
+        dy = (chain.region_layout or chain.layout).undo(read(gradient.dy), tuple(range(len(inner))))  # of the activation's value
         (gamma, beta), back = jax.vjp(vectors, *map(read, parameters))
         ds = [placed(sum((read(v) for v in gradient.added[1:]), read(gradient.added[0])))] if gradient.added else []
         primals = placed(read(x)), gamma, beta
