@@ -96,10 +96,13 @@ def test_doctor_lists_the_rules_of_this_cpu_only(monkeypatch):
 
 
 def test_the_demo_says_when_the_machine_is_busy(monkeypatch):
-    monkeypatch.setattr(demo.os, "getloadavg", lambda: (100.0, 0, 0))
-    assert "not to be trusted" in demo._others_running()
-    monkeypatch.setattr(demo.os, "getloadavg", lambda: (0.0, 0, 0))
-    assert demo._others_running() == ""
+    monkeypatch.setattr(demo.time, "sleep", lambda seconds: None)
+    for idle, words in ((10, "keep 90% of this machine busy"), (90, "")):
+        ticks = iter([[5, 0, 0, 5, 0], [5 + 100 - idle, 0, 0, 5 + idle, 0]])
+        monkeypatch.setattr(demo, "_ticks", lambda: next(ticks))
+        assert words in (said := demo._others_running()) and bool(said) == bool(words)
+    monkeypatch.undo()
+    assert len(demo._ticks()) in (0, 8)
 
 
 @pytest.mark.parametrize("isa, words", [

@@ -1,6 +1,6 @@
 """The demo: a network trained unfused and fused on real images, then ResNet-50 on a real photograph."""
 
-import os
+import time
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,16 +32,28 @@ def run(quick: bool, out: Path) -> None:
         console.print(f"Freed memory stays in the process (jaxfuse.retain_memory), also unfused; {memory.ENVIRONMENT}=0 gives it back.")
     show_training(console, 40 if quick else 200, out / PNG)
     show_photo(console, 5 if quick else 20)
-    if busy := busy or _others_running(ours=1):
+    if busy := busy or _others_running():
         console.print(busy, style="bold")
 
 
-def _others_running(ours: float = 0) -> str:
-    """What to say where other programs keep the CPUs busy, which makes the speeds mean little; "" where they do not."""
-    cpus, load = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, os.getloadavg()[0]
-    if load <= cpus / 4 + ours * cpus:
+def _others_running() -> str:
+    """What to say where other programs keep the CPUs busy, which makes the speeds mean little; "" where they do not, or where
+    the system does not tell. Measured over half a second in which this process does nothing."""
+    before = _ticks()
+    time.sleep(0.5)
+    spent = [after - start for after, start in zip(_ticks(), before)]
+    share = 1 - sum(spent[3:5]) / sum(spent) if sum(spent) else 0  # the fourth is idle, the fifth waits for a disk
+    if share < 0.25:
         return ""
-    return f"This machine is busy (load {load:.1f} on {cpus} CPUs): the ratios of speed here are not to be trusted, run the demo again."
+    return f"Other programs keep {share:.0%} of this machine busy: the ratios of speed here are not to be trusted, run the demo again."
+
+
+def _ticks() -> list[int]:
+    """What all CPUs together have done since they started, by kind (man 5 proc_stat)."""
+    try:
+        return [int(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+    except OSError:
+        return []
 
 
 def show_training(console: Console, steps: int, png: Path) -> None:
