@@ -71,10 +71,15 @@ class Node:
         return Node(self.eqn, self.index, values, self.name_stack, self.callers)
 
     def replay(self, values: list) -> list:
-        """The equation's outputs for these inputs: bound as it was traced."""
+        """The equation's outputs for these inputs: bound as it was traced, under the same mesh."""
+        with self.eqn.ctx.manager:
+            return self.bind(values)
+
+    def bind(self, values: list) -> list:
+        """The equation's outputs for these inputs, under the mesh of the caller."""
         eqn = self.eqn
         name_stack = source_info_util.current_name_stack() + self.name_stack + eqn.source_info.name_stack
-        with source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack), eqn.ctx.manager:
+        with source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack):
             outputs = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
         return outputs if eqn.primitive.multiple_results else [outputs]
 

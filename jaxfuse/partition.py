@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxfuse.batch import BatchAxes
 
@@ -37,7 +37,7 @@ def sharded(run: Callable, axes: BatchAxes, args, out_ranks, devices: Sequence[j
 
     def partition(mesh, arg_shapes, result_shape):
         mesh, names, in_shardings, out_shardings = shardings(arg_shapes)
-        return mesh, lambda *shards: list(run(shards, names)), list(out_shardings), in_shardings
+        return mesh, lambda *shards: _on_a_shard(lambda *own: list(run(own, names)), *shards), list(out_shardings), in_shardings
 
     def infer(mesh, arg_shapes, result_shape):
         return list(shardings(arg_shapes)[3])
@@ -50,6 +50,17 @@ def sharded(run: Callable, axes: BatchAxes, args, out_ranks, devices: Sequence[j
         sharding_rule=_sharding_rule(axes, [jnp.ndim(a) for a in args], out_ranks),
     )
     return tuple(call(*args))
+
+
+def _on_a_shard(fn: Callable, *shards):
+    """fn(*shards) under a mesh of automatic axes. Of explicit ones JAX would annotate what a shard computes, and XLA, which has divided
+    the program by then, knows neither such an annotation nor an all-reduce whose addition has one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit not in mesh.axis_types:
+        return fn(*shards)
+    automatic = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    with jax.sharding.use_abstract_mesh(automatic):
+        return fn(*jax.sharding.reshard(shards, PartitionSpec()))
 
 
 def _parts(sharding: jax.sharding.Sharding, rank: int, axis: int) -> list[int]:

@@ -29,12 +29,11 @@ DEVICES = 4
 TOLERANCE = 5e-5
 SETTINGS = [
     "jit",
-    "jit, explicit axes",
+    "jit, explicit axes", "jit, explicit axes of the set mesh",
     "jit, batch over two axes",
     "jit, GSPMD",
     "jit, kernels off",
-    "shard_map",
-    "shard_map, check_vma=False",
+    "shard_map", "shard_map, check_vma=False",
     "shard_map over one of two axes",
 ]
 
@@ -87,12 +86,19 @@ def test_a_fused_loop(found):
         assert {"jaxfuse_lstm_bwd", "jaxfuse_dense_bwd"} <= set(result["kernels"])
 
 
-def test_a_norm_in_a_fused_step_under_explicit_axes(found):
-    result = found["jit, explicit axes, a fused step"]["normed"]
+@pytest.mark.parametrize("setting", ["jit, explicit axes", "jit, explicit axes of the set mesh"])
+@pytest.mark.parametrize("function, kernel", dict(
+    normed="norm_bwd", step="batch_norm_bwd_apply", pooled="max_pool_bwd", attended="attention_bwd").items())
+def test_a_fused_step_under_explicit_axes(function, kernel, setting, found):
+    result = found[f"{setting}, a fused step"][function]
     assert result["distance"] < TOLERANCE and "all-gather" not in result["collectives"]
     assert result["kernels"] == result["kernels on one device"]
+    if not ffi.unavailable(f"jaxfuse_{kernel}"):
+        assert f"jaxfuse_{kernel}" in result["kernels"]
+
+
+def test_norms_of_sharded_places_are_left_alone(found):
     if not ffi.unavailable("jaxfuse_norm_bwd"):
-        assert "jaxfuse_norm_bwd" in result["kernels"]
         assert any("not along its first dimension" in reason for reason in found["explicit axes, places sharded"])
 
 
@@ -109,6 +115,7 @@ def main():
     for setting, results in {
         "jit": lambda: in_jit(mesh_of(4)),
         "jit, explicit axes": lambda: in_jit(mesh_of(4, explicit=True)),
+        "jit, explicit axes of the set mesh": lambda: with_the_mesh_set(mesh_of(4, explicit=True)),
         "jit, explicit axes, in plain JAX": lambda: in_jit(mesh_of(4, explicit=True), functions=(plain,)),
         "jit, batch over two axes": lambda: in_jit(mesh_of(2, 2)),
         "jit, GSPMD": with_gspmd,
@@ -117,7 +124,9 @@ def main():
         "jit, a fused step": lambda: in_jit(mesh_of(4), functions=(step,), differentiated=fused_step),
         "jit, a fused loop": with_a_fused_loop,
         "jit, explicit axes, a fused step": lambda: in_jit(
-            mesh_of(4, explicit=True), functions=(normed,), differentiated=fused_step),
+            mesh_of(4, explicit=True), functions=(normed, step, pooled, attended), differentiated=fused_step),
+        "jit, explicit axes of the set mesh, a fused step": lambda: with_the_mesh_set(
+            mesh_of(4, explicit=True), functions=(normed, step, pooled, attended), differentiated=fused_step),
         "explicit axes, places sharded": lambda: reasons_where_places_are_sharded(mesh_of(2, explicit=True)),
         "shard_map": lambda: in_shard_map(mesh_of(4)),
         "shard_map, check_vma=False": lambda: in_shard_map(mesh_of(4), check_vma=False),
@@ -131,6 +140,11 @@ def with_gspmd():
         return "this jax has no other partitioner than Shardy"
     with jax_option("jax_use_shardy_partitioner", False):
         return in_jit(mesh_of(4))
+
+
+def with_the_mesh_set(mesh, **choices):
+    with jax.set_mesh(mesh), fresh():
+        return in_jit(mesh, **choices)
 
 
 def without_kernels():
@@ -225,6 +239,16 @@ def normed(a):
 
     y = layer_norm(a["x"]) + a["residual"]
     return y, jax.nn.relu(layer_norm(y))
+
+
+def pooled(a):
+    return (jax.lax.reduce_window(a["x"] * a["gamma"], -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"),)
+
+
+def attended(a):
+    """Over the places of a row of the image, by two heads."""
+    q = jnp.stack([a["x"][:, 0], a["residual"][:, 0]], 2)
+    return (jax.nn.dot_product_attention(q, q * a["gamma"], q * a["beta"]),)
 
 
 def reasons_where_places_are_sharded(mesh):

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from jaxfuse import ffi
+from jaxfuse.batch import reshaped
 from jaxfuse.op import PLAIN, BatchAxes, FusedOp, Kernel, Linear
 from jaxfuse.ops.errors import Arguments, Array
 from jaxfuse.reasons import no_kernel
@@ -92,15 +93,15 @@ def max_pool(x: Array, window_shape: Sequence[int], *, strides: Sequence[int] | 
 def _reference(config: MaxPoolConfig, x):
     y = lax.reduce_window(x, -jnp.inf, lax.max, config.window_dimensions, config.window_strides, config.padding,
                           config.base_dilation, config.window_dilation)
-    return (y, _winners(config, lax.stop_gradient(x), y.shape)) if config.saving else (y,)
+    return (y, _winners(config, *lax.stop_gradient((x, y)))) if config.saving else (y,)
 
 
-def _winners(config: MaxPoolConfig, x, y_shape):
+def _winners(config: MaxPoolConfig, x, y):
     """The rule of XLA's select-and-scatter: the winner so far stays if it is >= the next value, row by row."""
     window, strides = config.window_dimensions, config.window_strides
     pads = [(low, high, base - 1) for (low, high), base in zip(config.padding, config.base_dilation)]
     x = lax.pad(x, jnp.asarray(-jnp.inf, x.dtype), pads)
-    span = [(n - 1) * step + 1 if n else 0 for n, step in zip(y_shape, strides)]
+    span = [(n - 1) * step + 1 if n else 0 for n, step in zip(y.shape, strides)]
 
     def next_position(position, best):
         largest, winner = best
@@ -110,7 +111,7 @@ def _winners(config: MaxPoolConfig, x, y_shape):
         stays = largest >= seen
         return jnp.where(stays, largest, seen), jnp.where(stays, winner, position.astype(winner.dtype))
 
-    first = jnp.full(y_shape, -jnp.inf, x.dtype), jnp.zeros(y_shape, config.winner_dtype)
+    first = jnp.full_like(y, -jnp.inf), jnp.zeros_like(y, config.winner_dtype)  # sharded as y is
     return lax.fori_loop(0, config.positions, next_position, first, unroll=config.positions <= UNROLLED)[1]
 
 
@@ -132,7 +133,7 @@ def _pullback(linear: Linear, x, winners, dy):
 
     def rows(r):
         """Those of this r, for every m."""
-        total = jnp.zeros(grid, wide)
+        total = lax.pad(jnp.zeros_like(dy, wide), jnp.zeros((), wide), [(0, m - n, 0) for m, n in zip(grid, dy.shape)])
         for back in itertools.product(*[reversed(range(-(-(w - a) // step))) for w, a, step in zip(window, r, strides)]):
             position = np.ravel_multi_index([a + b * step for a, b, step in zip(r, back, strides)], window)
             share = jnp.where(winners == int(position), dy.astype(wide), 0)
@@ -141,7 +142,7 @@ def _pullback(linear: Linear, x, winners, dy):
 
     every = jnp.stack([rows(r) for r in itertools.product(*map(range, strides))]).reshape(*strides, *grid)
     side_by_side = every.transpose([axis for d in range(x.ndim) for axis in (x.ndim + d, d)])
-    padded = side_by_side.reshape([m * step for m, step in zip(grid, strides)])
+    padded = reshaped(side_by_side, [m * step for m, step in zip(grid, strides)])
     return (lax.slice(padded, low, [before + size for before, size in zip(low, x.shape)]),)
 
 

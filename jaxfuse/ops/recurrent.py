@@ -31,7 +31,7 @@ def initial_state(arguments, name: str, state, others: dict, x, hidden: int):
     given = next((s for s in (state, *others.values()) if s is not None), None)
     shape, dtype = (x.shape[1], hidden), x.dtype if given is None else given.dtype
     if state is None:
-        return jnp.zeros(shape, dtype)
+        return jnp.broadcast_to(jnp.zeros_like(x[0, :, :1], dtype), shape)  # sharded as x is
     arguments.floats(**{name: state})
     arguments.check(state.shape == shape, name, f"of shape {state.shape}", f"{shape}, (batch, hidden)", "broadcast it")
     arguments.check(state.dtype == dtype and dtype in (x.dtype, jnp.float32), name, str(state.dtype),

@@ -33,8 +33,9 @@ class PerChannelProgram:
         self.text = str(closed.jaxpr), tuple(np.asarray(c).tobytes() for c in closed.consts)
 
     def __call__(self, *arrays):
-        """Inside a `shard_map` the arrays vary over its axes, and every number of the program has to follow them."""
-        return evaluate(self.graph, arrays, {}, lambda node, values: node.replay(equally_varying(values)))
+        """Inside a `shard_map` the arrays vary over its axes, and every number of the program has to follow them. On a shard of an
+        XLA program there is no mesh of explicit axes any more."""
+        return evaluate(self.graph, arrays, {}, lambda node, values: node.bind(equally_varying(values)))
 
     def __eq__(self, other):
         return isinstance(other, PerChannelProgram) and self.text == other.text
