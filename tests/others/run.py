@@ -53,6 +53,7 @@ EXPECTED = {
     },
     "flax": {
         "test_attention_alias_submodule": "compares the bits of `apply` with those of `init`, which runs as it is",
+        "test_normalization_equivalence": "compares two norms to 1e-7 of which one is fused; they differ by 2.4e-7",
         "TestLinenConsistency::test_nnx_linen_": "compares bits of linen and nnx, which are not fused in the same pieces",
     },
     "haiku": {
