@@ -1,4 +1,4 @@
-"""Batch norm with given statistics that no convolution before it took, and what follows it. No kernel yet."""
+"""Batch norm with given statistics that no convolution before it took, and what follows it: left to XLA, which makes one pass of it."""
 
 from jaxfuse.canonical import ADD, CAST, NotPerChannel, constant, is_long, per_channel, size
 from jaxfuse.graph import Node, Value
@@ -7,7 +7,7 @@ from jaxfuse.match import Refusal, Walk
 from jaxfuse.patterns.activations import name_activation
 from jaxfuse.patterns.autodiff import forward
 from jaxfuse.patterns.dense import is_parameter
-from jaxfuse.reasons import no_kernel
+from jaxfuse.reasons import left_to_xla
 
 FARTHEST = 6  # per-channel steps from the root of the variance to the value that it scales
 
@@ -36,7 +36,7 @@ def match(graph, node: Node, claimed: set[int], measured):
             continue
         missed = [stop.missed] if stop.missed else []
         pattern = "+".join(["bn inference", *steps, *missed])
-        yield Refusal(pattern, node, (start,), stop.reason if missed else no_kernel(), nodes=chain.nodes)
+        yield Refusal(pattern, node, (start,), stop.reason if missed else left_to_xla(), nodes=chain.nodes)
 
 
 def _follows_convolution(value: Value) -> bool:
