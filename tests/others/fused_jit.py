@@ -1,8 +1,9 @@
 """A pytest plugin for other projects' tests: every function that they jit is fused, or their layers are exchanged for ours.
 
 JAXFUSE_OTHERS is "plain" (nothing is changed), "fused" (`jax.jit` is `jaxfuse.fuse` with policy "always", and so is what the tests
-call outside of jit: functions that JAX's tests compare or differentiate, `apply` of linen and haiku, Equinox's layers) or "layers"
-(Flax's layers are those of `jaxfuse.flax`). The numbers of sites that were fused are added up in the file that JAXFUSE_OTHERS_SITES names.
+call outside of jit: functions that JAX's tests compare or differentiate, `apply` of linen and haiku, Equinox's layers), "jitted" (the
+same with `jax.jit` itself, which some tests do not stand) or "layers" (Flax's layers are those of `jaxfuse.flax`). The numbers of
+sites that were fused are added up in the file that JAXFUSE_OTHERS_SITES names.
 """
 
 import functools
@@ -20,10 +21,11 @@ sites: list[int] = []
 
 
 def pytest_configure(config):
-    if MODE != "plain":
+    if MODE in ("fused", "layers"):
         _count_sites()
     if MODE == "fused":
         _fuse_every_jit()
+    if MODE in ("fused", "jitted"):
         _fuse_what_runs_eagerly(os.environ["JAXFUSE_OTHERS_PROJECT"])
     if MODE == "layers":
         _exchange_layers()
@@ -40,6 +42,14 @@ def _count_sites():
 
     report.is_logged = lambda: True
     report.log = lambda found: sites.append(len(found.fused))
+
+
+def _compiled(function):
+    if MODE == "jitted":
+        return jax.jit(function)
+    import jaxfuse
+
+    return jaxfuse.fuse(function, policy="always")
 
 
 def _fuse_every_jit():
@@ -124,8 +134,6 @@ def _fused_in_jit(function):
 
 def _fused(function):
     """The function, fused over those of its arguments that are arrays of floating point; as it is where it cannot be traced so."""
-    import jaxfuse
-
     made: dict = {}  # by what is no array; None where it cannot be traced
 
     def of_arrays(fixed, tree, arrays):
@@ -142,7 +150,7 @@ def _fused(function):
             fused = functools.partial(of_arrays, fixed, tree)
             try:
                 jax.eval_shape(fused, arrays)
-                made[key] = jaxfuse.fuse(fused, policy="always")
+                made[key] = _compiled(fused)
             except Exception:  # whatever it is, the test has it without us
                 made[key] = None
         return function(*args, **kwargs) if made[key] is None else made[key](arrays)
@@ -158,8 +166,6 @@ def _fused_with_state(method):
     """As `_fused`, of a method of nnx: the module is carried in and out."""
     import flax.nnx
 
-    import jaxfuse
-
     @functools.wraps(method)
     def call(module, *args, **kwargs):
         leaves, tree = jax.tree.flatten((args, kwargs))
@@ -171,11 +177,12 @@ def _fused_with_state(method):
             args, kwargs = jax.tree.unflatten(tree, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
             return method(module, *args, **kwargs)
 
+        jitted = flax.nnx.jit(of_arrays)
         try:
-            flax.nnx.jit(of_arrays)(flax.nnx.clone(module), arrays)
+            jitted(flax.nnx.clone(module), arrays)
         except Exception:  # whatever it is, the test has it without us
             return method(module, *args, **kwargs)
-        return jaxfuse.fuse(of_arrays, policy="always")(module, arrays)
+        return (jitted if MODE == "jitted" else _compiled(of_arrays))(module, arrays)
 
     return call
 
