@@ -155,7 +155,7 @@ def _run_of(plain, rewritten, is_pure: bool):
 def _run(plain: Callable[[], Any], rewritten, is_pure: bool):
     def run(*args, **kwargs):
         fn = plain()
-        if is_part_of_a_program() or _is_looked_into((args, kwargs)):
+        if is_part_of_a_program() or _is_looked_into():
             return fn(*args, **kwargs)
         if not is_pure and stateful.holds_state((args, kwargs)):
             raise Stateful
@@ -168,12 +168,12 @@ def _plainly(fn, args, kwargs):
     return fn(*args, **kwargs)
 
 
-def _is_looked_into(arguments) -> bool:
+def _is_looked_into() -> bool:
     """Whether JAX runs what was jitted line by line: the user looks for a place in their own code."""
     config: Any = jax.config
     if not (config.jax_debug_nans or config.jax_debug_infs):
         return config.jax_disable_jit
-    return not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments))
+    return not private.is_traced()
 
 
 def _wrapped(leaf):

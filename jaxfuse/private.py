@@ -4,7 +4,8 @@ import dataclasses
 import importlib
 from typing import Any
 
-from jax._src import dispatch
+from jax._src import core, dispatch
+from jax._src.interpreters import partial_eval
 
 # Since JAX 0.12 an equation may hold an object in place of parameters. The classes that stand for equations of old.
 OBJECTS = {"CustomJVPTraced": "custom_jvp_call", "CustomVJPTraced": "custom_vjp_call", "RematTraced": "checkpoint"}
@@ -99,6 +100,11 @@ def run_alone(primitive) -> None:
     """Makes it compiled and run by itself where nothing is being traced, as JAX's own are: under `jax.disable_jit()` too, and a
     NaN under `jax_debug_nans` is an error that names it."""
     dispatch.simple_impl(primitive)
+
+
+def is_traced() -> bool:
+    """Whether what is computed now becomes part of a program, rather than being run."""
+    return isinstance(core.trace_ctx.trace, partial_eval.DynamicJaxprTrace)
 
 
 def jit_options(fn) -> dict[str, Any]:

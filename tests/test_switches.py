@@ -102,6 +102,13 @@ def test_a_place_is_a_line_of_the_users():
         jaxfuse.fuse(network, policy="always")(jnp.zeros((2, 16)), jnp.zeros((16, 4)))
 
 
+@pytest.mark.parametrize("fused", [lambda f: jaxfuse.fuse(jax.jit(f)), lambda f: jaxfuse.fuse(jaxfuse.fuse(f)),
+                                   lambda f: jax.jit(jaxfuse.fuse(f))], ids=["of a jit", "of a fuse", "in a jit"])
+def test_a_place_under_a_gradient(fused):
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="encountered in div"):
+        jax.grad(fused(lambda x: x / x))(0.0)
+
+
 def test_under_disable_jit_the_users_lines_see_numbers():
     seen = []
 
