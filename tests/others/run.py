@@ -38,6 +38,7 @@ EXPECTED = {
     "jax": {
         "test_eval_shape_trace_cache_share": "counts traces of a function both plain and jitted; a fused one is traced apart from plain",
         "test_select_jvp_complexity": "counts the equations of a function, which is one jit here",
+        "testNestedBatchingMatMat": "the same",
         "testDotAlgorithmConfig": "reads the algorithm of the product in the text; float32 is multiplied and added in float32",
         "test_ordered_effects_basic": "looks for an inner jit in the text; a fused function within another is part of it",
         "test_leak_checker_catches_a_sublevel_leak": "so it has no trace of its own that could leak into the outer one",
