@@ -23,7 +23,7 @@ R = TypeVar("R")
 # Leaves of arguments that may be part of the signature: they cannot change, and equal ones do the same. `jax.jit` takes none
 # of these as arguments, so no program of its own means anything else by them.
 CONSTANT = (str, bytes, enum.Enum, type, type(jnp.float32), np.dtype, types.FunctionType, types.BuiltinFunctionType, np.ufunc,
-            jnp.ufunc, type(jax.jit(lambda: None)), jax.custom_jvp, jax.custom_vjp)
+            jnp.ufunc, private.JITTED, jax.custom_jvp, jax.custom_vjp)
 
 
 class Stateful(Exception):

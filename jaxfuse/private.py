@@ -4,8 +4,11 @@ import dataclasses
 import importlib
 from typing import Any
 
+import jax
 from jax._src import core, dispatch
 from jax._src.interpreters import partial_eval
+
+JITTED = type(jax.jit(lambda: None))
 
 # Since JAX 0.12 an equation may hold an object in place of parameters. The classes that stand for equations of old.
 OBJECTS = {"CustomJVPTraced": "custom_jvp_call", "CustomVJPTraced": "custom_vjp_call", "RematTraced": "checkpoint"}
@@ -107,11 +110,16 @@ def is_traced() -> bool:
     return isinstance(core.trace_ctx.trace, partial_eval.DynamicJaxprTrace)
 
 
+def is_jitted(fn) -> bool:
+    """Whether `jax.jit` returned it. By its class: `functools.wraps` gives its attributes to functions that do something else."""
+    return isinstance(fn, JITTED) and hasattr(fn, "_fun") and hasattr(fn, "_jit_info")
+
+
 def jit_options(fn) -> dict[str, Any]:
     """The keyword arguments of `jax.jit` that fn was jitted with; none if it was not."""
-    info = getattr(fn, "_jit_info", None)
-    if info is None:
+    if not is_jitted(fn):
         return {}
+    info = fn._jit_info
     names = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames", "keep_unused", "device", "backend", "inline")
     options = {name: value for name in names if (value := getattr(info, name, None))}
     for side in ("in", "out"):
@@ -125,4 +133,4 @@ def jit_options(fn) -> dict[str, Any]:
 
 def unjitted(fn):
     """The function that `jax.jit` was given; fn itself, if it is not jitted."""
-    return fn._fun if hasattr(fn, "_jit_info") and hasattr(fn, "_fun") else fn
+    return fn._fun if is_jitted(fn) else fn

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxfuse
 
@@ -52,6 +52,25 @@ class Plain:
 
 def kernels(text) -> int:
     return text.count("jaxfuse_conv")
+
+
+MADE_OF_ANOTHER = {
+    "grad": jax.grad, "value_and_grad": jax.value_and_grad, "vmap": jax.vmap, "jacrev": jax.jacrev, "hessian": jax.hessian,
+    "checkpoint": jax.checkpoint, "wraps": lambda f: functools.wraps(f)(lambda x: 2 * f(x)), "partial": functools.partial,
+    "shard_map": lambda f: jax.shard_map(
+        f, mesh=jax.make_mesh((1,), "a", axis_types=(AxisType.Auto,)), in_specs=PartitionSpec(), out_specs=PartitionSpec()),
+}
+
+
+@pytest.mark.parametrize("compiled", [jax.jit, jaxfuse.fuse])
+@pytest.mark.parametrize("made", MADE_OF_ANOTHER)
+def test_what_is_made_of_a_jitted_function_is_not_taken_for_it(made, compiled):
+    """It has the attributes of the jitted one, as `functools.wraps` gives them."""
+
+    def of(compiled):
+        return MADE_OF_ANOTHER[made](compiled(lambda x: jnp.sum(x**3)))
+
+    jax.tree.map(close, jaxfuse.fuse(of(compiled))(jnp.arange(3.0)), of(lambda f: f)(jnp.arange(3.0)))
 
 
 @pytest.mark.parametrize("options", [
