@@ -119,9 +119,15 @@ def _in_order(graph: Graph, found: list, at: dict[int, int]) -> list:
 
 
 def _matches(pattern, graph: Graph, anchor: Node, claimed: set[int], judge):
-    """What the pattern finds at the anchor. A program that it cannot read must not fail for that."""
+    """What the pattern finds at the anchor, under its mesh. A program that it cannot read must not fail for that."""
+    results = pattern.match(graph, anchor, claimed, judge)
+
+    def following():
+        with anchor.eqn.ctx.manager:
+            return next(results, None)
+
     try:
-        yield from pattern.match(graph, anchor, claimed, judge)
+        yield from iter(following, None)
     except Exception as error:
         name = pattern.__name__.rpartition(".")[2]
         reason = symbolic.cannot_be_told(error) if graph.is_symbolic else ""

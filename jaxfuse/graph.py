@@ -4,6 +4,7 @@ Knows nothing of any op. A `Node` is one equation of the program and can be repl
 its custom derivative rules; a `Value` is what flows between nodes.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -37,7 +38,8 @@ class Value:
     @property
     def spec(self) -> tuple:
         """The mesh axes that each dimension is divided over, where the type says so."""
-        return tuple(self.aval.sharding.spec.update(unreduced=frozenset(), reduced=frozenset()))
+        sharding = getattr(self.aval, "sharding", None)
+        return tuple(sharding.spec.update(unreduced=frozenset(), reduced=frozenset())) if sharding else ()
 
     @property
     def is_partial(self) -> bool:
@@ -230,6 +232,10 @@ class Emission(NamedTuple):
     defines: tuple[Value, ...]
     run: Callable[[Callable[[Value], object]], Iterable[tuple[Value, object]]]
 
+    def context(self):
+        """What it runs in: the mesh, and what else JAX keeps of where an equation was traced, of a node that it replaces."""
+        return next((v.producer.eqn.ctx.manager for v in self.defines if v.producer), contextlib.nullcontext())
+
 
 def evaluate(graph, arguments: Sequence, replacements: dict[int, Emission], replay=Node.replay) -> list:
     """The outputs of a graph, or of a part of one, for `arguments`; `replacements` maps id(value) to what computes it instead of `replay`.
@@ -261,7 +267,8 @@ def compute(wanted: Iterable[Value], environment: dict[int, object], replacement
         node, emission = value.producer, replacements.get(id(value))
         yield from emission.needs if emission else node.inputs
         if emission:
-            environment.update((id(v), array) for v, array in emission.run(read))
+            with emission.context():
+                environment.update((id(v), array) for v, array in emission.run(read))
         else:
             environment.update(zip(map(id, node.outputs), replay(node, [read(v) for v in node.inputs])))
 

@@ -6,7 +6,7 @@ a report can say what was almost fused.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Set as AbstractSet
+from collections.abc import Callable, Iterable, Iterator, Set as AbstractSet
 from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
@@ -292,6 +292,19 @@ def as_vector(array, channels: int):
     array = jnp.asarray(array)
     array = array.astype(jnp.promote_types(array.dtype, jnp.float32)).reshape(-1)
     return jnp.broadcast_to(array, (channels,))
+
+
+def divided_beyond_batch(values: Iterable[Value]) -> str:
+    """Why what computes these values stays as it is: explicit axes of a mesh divide one of them along another dimension than the
+    first. "": none is so."""
+    found = next((v for v in values if any(v.spec[1:])), None)
+    return "" if found is None else f"{found!r} is sharded along an explicit axis of the mesh, and not along its first dimension"
+
+
+def asked_sharding(node: Node) -> str:
+    """Why a contraction that was told how its result is to be sharded stays as it is. "": it was not."""
+    sharding = node.params.get("out_sharding")
+    return "" if sharding is None else f"out_sharding {sharding}: no kernel follows it"
 
 
 def depends_on(values: list[Value], targets: set[int], since: int, behind: AbstractSet[int] = frozenset()) -> bool:

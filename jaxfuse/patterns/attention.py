@@ -14,7 +14,7 @@ from jaxfuse.canonical import unwidened
 from jaxfuse.derivative import between, gradients
 from jaxfuse.graph import Emission, Graph, Node, Value
 from jaxfuse.live import unneeded
-from jaxfuse.match import Match, Refusal, depends_on
+from jaxfuse.match import Match, Refusal, depends_on, divided_beyond_batch
 from jaxfuse.op import Linear, type_of
 from jaxfuse.ops.attention import OP
 from jaxfuse.ops.attention_config import AttentionConfig, laid
@@ -156,9 +156,8 @@ class _Site:
         _, reason = OP.backward.kernel(linear, (*types, *kept, kept[0]))
         extra = tuple(v for added in gradient.added for v in added)
         needs = (*self.moving, *self.fixed, *saved, gradient.dy, *extra)
-        sharded = next((v for v in needs if v.producer and any(v.spec[1:])), None)
-        if sharded is not None:
-            return f"{sharded!r} is sharded along an explicit axis of the mesh, and not along its first dimension"
+        if divided := divided_beyond_batch(needs):
+            return divided
         if depends_on(list(needs), set(map(id, gradient.found)), min(v.producer.index for v in gradient.found)):
             return "the gradients of this attention depend on each other"
 

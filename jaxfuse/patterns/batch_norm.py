@@ -10,7 +10,7 @@ from jaxfuse.canonical import ADD, CAST, NotPerChannel, chosen, constant, is_squ
 from jaxfuse.graph import Emission, Graph, Node, Value, evaluate
 from jaxfuse.layout import Layout, channels_last, is_reshape, laid, transposed
 from jaxfuse.live import FusedReader
-from jaxfuse.match import Chain, Match, Refusal, UnfusedStep, Walk, as_vector, depends_on, longest
+from jaxfuse.match import Chain, Match, Refusal, UnfusedStep, Walk, as_vector, depends_on, divided_beyond_batch, longest
 from jaxfuse.moments import Moments, reductions, shared_over
 from jaxfuse.op import equally_varying
 from jaxfuse.ops.batch_norm import OP
@@ -65,6 +65,9 @@ def match(graph, node: Node, claimed: set[int], measured):
     if len(left) != 1 or left == (0,):  # rows of the batch, or groups: norm.py has them
         return
     x, axis = _unflattened(graph, x, *left)
+    if divided := divided_beyond_batch((x,)):
+        yield Refusal("bn", node, (x,), divided)
+        return
     moments = Moments(x, axis)
     if not moments:
         name = shared_over(node.inputs[0])

@@ -13,7 +13,7 @@ from jax import lax
 from jaxfuse.canonical import constant, size, varying_axes
 from jaxfuse.graph import Emission, Node, Value
 from jaxfuse.layout import channels_last, inverse, laid, only_moved, transposed
-from jaxfuse.match import NARROW, Chain, Match, Refusal, UnfusedStep, Walk, as_vector, ends_wide, longest
+from jaxfuse.match import NARROW, Chain, Match, Refusal, UnfusedStep, Walk, as_vector, asked_sharding, ends_wide, longest
 from jaxfuse.ops.activations import NO_ACTIVATION
 from jaxfuse.ops.conv import OP, ConvConfig
 from jaxfuse.ops.conv_config import batch_groups_as_features
@@ -80,6 +80,8 @@ def config_of(node: Node) -> ConvConfig | str:
         return f"{x.ndim - 2} spatial axes: the kernel takes 1 to 3"
     if is_weight_gradient(node):
         return _as_weight_gradient(dn)
+    if asked := asked_sharding(node):
+        return asked
     return ConvConfig(
         tuple(params["window_strides"]), tuple(map(tuple, params["padding"])), tuple(params["rhs_dilation"]),
         params["feature_group_count"] * params["batch_group_count"], dn.lhs_spec, dn.rhs_spec, dn.out_spec, tuple(params["lhs_dilation"]),

@@ -12,7 +12,7 @@ from jaxfuse.canonical import constant, size
 from jaxfuse.graph import Emission, Graph, Node
 from jaxfuse.layout import inverse, laid
 from jaxfuse.live import unneeded
-from jaxfuse.match import Chain, Match, Refusal, UnfusedStep, as_vector, ends_wide
+from jaxfuse.match import Chain, Match, Refusal, UnfusedStep, as_vector, asked_sharding, ends_wide
 from jaxfuse.op import type_of
 from jaxfuse.ops.activations import NO_ACTIVATION
 from jaxfuse.ops.dense import OP, DenseConfig
@@ -79,8 +79,8 @@ def label_of(chain: Chain) -> str:
 def config_of(node: Node, weight_left: bool = False) -> DenseConfig | str:
     """The op's config for this contraction, or why the op does not cover it."""
     params = node.params
-    if params.get("out_sharding") is not None:
-        return f"out_sharding {params['out_sharding']}: no kernel follows it"
+    if asked := asked_sharding(node):
+        return asked
     contracted, batch = params["dimension_numbers"]
     order = slice(None, None, -1 if weight_left else 1)
     precision = params["precision"]

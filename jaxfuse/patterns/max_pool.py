@@ -3,7 +3,7 @@
 import jax
 
 from jaxfuse.graph import Emission, Node, Value
-from jaxfuse.match import Match, Refusal
+from jaxfuse.match import Match, Refusal, divided_beyond_batch
 from jaxfuse.op import Linear, type_of
 from jaxfuse.ops.max_pool import OP, MaxPoolConfig
 
@@ -22,7 +22,7 @@ def match(graph, node: Node, claimed: set[int], measured):
                            padding=tuple(map(tuple, node.params["padding"])))
     type_of_x = type_of(x.aval)
     _, reason = OP.forward.kernel(config, (type_of_x,))
-    reason = reason or measured("max_pool", config, (type_of_x,))
+    reason = reason or divided_beyond_batch((x,)) or measured("max_pool", config, (type_of_x,))
     if reason:
         yield Refusal("max_pool", node, (x,), reason)
         yield from [Refusal("max_pool", node, (n.inputs[0], x), reason, "backward") for n in gradients]

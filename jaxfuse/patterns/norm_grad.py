@@ -12,7 +12,7 @@ from jaxfuse.canonical import CAST, size
 from jaxfuse.derivative import between, gradients
 from jaxfuse.graph import Emission, Graph, Node, Value
 from jaxfuse.live import unneeded
-from jaxfuse.match import Chain, Match, depends_on
+from jaxfuse.match import Chain, Match, depends_on, divided_beyond_batch
 from jaxfuse.op import Linear, type_of
 from jaxfuse.ops.norm import OP
 from jaxfuse.ops.norm_config import NormConfig
@@ -66,9 +66,8 @@ def fused(graph: Graph, label: str, anchor: Node, gradient: NormGradient, form, 
     statistics = [v.aval for v in gradient.saved]
     _, reason = OP.backward.kernel(linear, (*types, *statistics, *types[:1] * (1 + config.wants_sum)))
     needs = (x, gradient.dy, *gradient.saved, *gradient.added, *parameters, *[v for _, added in gradient.of_parameters for v in added])
-    sharded = next((v for v in needs if v.producer and any(v.spec[1:])), None)
-    if sharded is not None:
-        return f"{sharded!r} is sharded along an explicit axis of the mesh, and not along its first dimension"
+    if divided := divided_beyond_batch(needs):
+        return divided
     defines = gradient.defines
     if depends_on(list(needs), set(map(id, defines)), min(v.producer.index for v in defines)):
         return "the norm's gradients depend on each other"
