@@ -328,8 +328,9 @@ def lowered_by(choose):
     @ours
     def rule(ctx, *values, **params):
         plain = [aval.update(manual_axis_type=ManualAxisType()) for aval in ctx.avals_in]
+        types = ctx.avals_out
         ctx, function = choose(ctx.replace(avals_in=plain))
-        return mlir.lower_fun(function, multiple_results=True)(ctx, *values, **params)
+        return private.sharded_as(types, ctx, mlir.lower_fun(function, multiple_results=True)(ctx, *values, **params))
 
     return rule
 

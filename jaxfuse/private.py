@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 from jax._src import core, dispatch
-from jax._src.interpreters import partial_eval
+from jax._src.interpreters import mlir, partial_eval
 
 JITTED = type(jax.jit(lambda: None))
 
@@ -97,6 +97,11 @@ def with_devices(ctx, devices: tuple):
         return ctx
     known = dataclasses.replace(axes, device_assignment=devices, abstract_mesh=None)
     return ctx.replace(module_context=ctx.module_context.replace(axis_context=known))
+
+
+def sharded_as(types, ctx, values) -> list:
+    """The values of a program that is being lowered, with the shardings that their types have on explicit axes of a mesh."""
+    return [mlir.lower_with_sharding_in_types(ctx, value, aval) for value, aval in zip(values, types, strict=True)]
 
 
 def run_alone(primitive) -> None:
