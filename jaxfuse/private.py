@@ -2,10 +2,11 @@
 
 import dataclasses
 import importlib
+import pathlib
 from typing import Any
 
 import jax
-from jax._src import core, dispatch
+from jax._src import core, dispatch, traceback_util
 from jax._src.interpreters import mlir, partial_eval
 
 JITTED = type(jax.jit(lambda: None))
@@ -118,6 +119,12 @@ def is_traced() -> bool:
 def is_jitted(fn) -> bool:
     """Whether `jax.jit` returned it. By its class: `functools.wraps` gives its attributes to functions that do something else."""
     return isinstance(fn, JITTED) and hasattr(fn, "_fun") and hasattr(fn, "_jit_info")
+
+
+def hide_frames(*modules: str) -> None:
+    """Leaves these modules of jaxfuse out of the tracebacks that JAX shortens, as it leaves out its own."""
+    for name in modules:
+        traceback_util.register_exclusion(str(pathlib.Path(__file__).with_name(f"{name}.py")))
 
 
 def jit_options(fn) -> dict[str, Any]:

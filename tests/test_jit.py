@@ -104,6 +104,13 @@ def test_shardings(where):
     close(y, conv(X))
 
 
+def test_a_traceback_leads_to_the_users_line():
+    with pytest.raises(TypeError) as raised:
+        jaxfuse.fuse(lambda x: x @ jnp.ones((3, 4)))(jnp.ones((2, 5)))
+    files = [pathlib.Path(entry.path).name for entry in raised.traceback]
+    assert files[:3] == ["test_jit.py", "jitted.py", "test_jit.py"]
+
+
 def test_methods_of_jit():
     spec, fused = jax.ShapeDtypeStruct(X.shape, X.dtype), jaxfuse.fuse(conv, policy="always")
     assert isinstance(fused, jax.stages.Wrapped)
