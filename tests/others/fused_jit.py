@@ -15,12 +15,15 @@ import jax
 import jax.numpy as jnp
 import jax.test_util
 import numpy as np
+import pytest
 
 MODE = os.environ.get("JAXFUSE_OTHERS", "plain")
 sites: list[int] = []
 
 
-def pytest_configure(config):
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config, parser, args):
+    """Before a conftest.py imports what keeps a `jax.jit` of its own."""
     if MODE in ("fused", "layers"):
         _count_sites()
     if MODE == "fused":
