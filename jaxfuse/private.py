@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax._src import core, dispatch, traceback_util
 from jax._src.interpreters import mlir, partial_eval
+from jax.sharding import PartitionSpec
 
 JITTED = type(jax.jit(lambda: None))
 
@@ -117,8 +118,12 @@ def is_traced() -> bool:
 
 
 def is_jitted(fn) -> bool:
-    """Whether `jax.jit` returned it. By its class: `functools.wraps` gives its attributes to functions that do something else."""
-    return isinstance(fn, JITTED) and hasattr(fn, "_fun") and hasattr(fn, "_jit_info")
+    """Whether `jax.jit` returned it. By its class: `functools.wraps` gives its attributes to functions that do something else. What `pjit`
+    was given partition specs for is another thing: it reads them under `with mesh:`, which jit does not know."""
+    if not (isinstance(fn, JITTED) and hasattr(fn, "_fun") and hasattr(fn, "_jit_info")):
+        return False
+    shardings = *fn._jit_info.in_shardings_leaves, *fn._jit_info.out_shardings_leaves
+    return not (fn._jit_info.use_resource_env and any(isinstance(s, PartitionSpec) for s in shardings))
 
 
 def hide_frames(*modules: str) -> None:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental.pjit import pjit
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxfuse
@@ -102,6 +103,13 @@ def test_shardings(where):
     assert y.sharding.is_equivalent_to(options["out_shardings"], 4) and y.sharding.spec == PartitionSpec(None, "d")
     assert kernels(str(fused.trace(X).jaxpr)) == 1
     close(y, conv(X))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_pjit_has_its_partition_specs_from_the_mesh_around():
+    with jax.make_mesh((1,), "a", axis_types=(AxisType.Auto,)):
+        function = pjit(conv, in_shardings=PartitionSpec("a"))
+        close(jaxfuse.fuse(function)(X), jax.jit(function)(X))
 
 
 def test_a_traceback_leads_to_the_users_line():
