@@ -6,7 +6,7 @@ max pools, LSTM and GRU.
     jaxfuse.retain_memory()                  before the first computation: memory that is freed stays in the process
 """
 
-from jaxfuse import ffi, memory, ops, private
+from jaxfuse import ffi, memory, ops
 from jaxfuse.fuse import explain, fuse
 from jaxfuse.memory import retain_memory
 from jaxfuse.report import FusionError, FusionReport, Site
@@ -16,5 +16,4 @@ __version__ = "0.1.0"  # and in pyproject.toml
 __all__ = ["FusionError", "FusionReport", "Site", "explain", "fuse", "get_num_threads", "ops", "retain_memory", "set_num_threads"]
 
 memory.retain_if_asked()
-private.hide_frames("fuse", "graph", "jitted", "settings", "signature")
 ffi.register_all()  # programs that jax.export wrote call our targets without a line of ours

@@ -24,6 +24,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 PARTIAL = "a sum over mesh axes is still to be taken of its values or of their gradients: no kernel can follow"
 CIRCULAR = "what it needs is computed from what it gives by another fused site"
+private.hide_frames("fuse", "graph", "jitted", "settings", "signature")
 
 
 class Plan(NamedTuple):
