@@ -50,5 +50,5 @@ from jaxfuse import ffi
 reason = ffi.unavailable('jaxfuse_conv_fwd')
 raise SystemExit(reason and f'the tests of convolutions would all be skipped: {reason}')"
 LD_PRELOAD=$runtime setarch -R python -m pytest -q -s -p no:cacheprovider "$@" tests/test_attention.py tests/test_concurrency.py \
-  tests/test_dense.py tests/test_filter_gradient_sums.py tests/test_max_pool.py tests/test_native_*.py tests/test_nonfinite.py tests/test_norm.py \
+  tests/test_dense.py tests/test_filter_gradient_sums.py tests/test_max_pool.py tests/test_native_{batch_norm,bounds,conv,depthwise,onednn}.py tests/test_nonfinite.py tests/test_norm.py \
   tests/test_ops.py tests/test_recurrent_loops.py
