@@ -5,10 +5,6 @@ The devices are simulated, which takes a fresh process: this file, run as a scri
 """
 
 import json
-import os
-import pathlib
-import subprocess
-import sys
 import warnings
 
 import jax
@@ -20,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxfuse
+from devices import printed_by
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 
@@ -84,12 +81,7 @@ PROGRAMS = {
 @pytest.fixture(scope="module")
 def found():
     """Program -> (distance, its outputs' shardings are those of the plain one); a string: what was raised."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
-    paths = [str(pathlib.Path(jaxfuse.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | dict(XLA_FLAGS=flags, JAX_PLATFORMS="cpu", PYTHONPATH=os.pathsep.join(paths))
-    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0, run.stderr[-4000:]
-    return json.loads(run.stdout)
+    return json.loads(printed_by(__file__))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -5,10 +5,6 @@ found as JSON.
 """
 
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxfuse
+from devices import printed_by
 from jaxfuse import ffi, ops
 
 X, W = (np.random.default_rng(0).normal(size=shape).astype("float32") for shape in ((8, 16), (16, 8)))
@@ -31,12 +28,7 @@ DIVISIONS = {"the minor axis": P("b"), "both axes": P(("a", "b")), "both, the mi
 
 @pytest.fixture(scope="module")
 def found():
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
-    paths = [str(pathlib.Path(ops.__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | dict(XLA_FLAGS=flags, JAX_PLATFORMS="cpu", PYTHONPATH=os.pathsep.join(paths))
-    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0, run.stderr[-4000:]
-    return json.loads(run.stdout)
+    return json.loads(printed_by(__file__))
 
 
 @pytest.mark.parametrize("kind", OPS)

@@ -7,11 +7,7 @@ it found, one JSON line for each setting.
 import contextlib
 import functools
 import json
-import os
-import pathlib
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxfuse
 from compare import distance, pairs
+from devices import printed_by
 from jaxfuse import ffi, ops
 from jaxfuse.ops import recurrent
 
@@ -41,12 +38,7 @@ SETTINGS = [
 @pytest.fixture(scope="module")
 def found():
     """Setting -> what was found there; the process runs once for all tests."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
-    paths = [str(pathlib.Path(ops.__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | dict(XLA_FLAGS=flags, JAX_PLATFORMS="cpu", PYTHONPATH=os.pathsep.join(paths))
-    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0, run.stderr[-4000:]
-    return dict(map(json.loads, run.stdout.splitlines()))
+    return dict(map(json.loads, printed_by(__file__, DEVICES).splitlines()))
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

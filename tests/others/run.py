@@ -51,7 +51,7 @@ EXPECTED = {
         "test_user_trace_context_hooks": "counts traces; the function is traced within its jit",
         "test_inner_jit_function_retracing": "counts traces; within another fused function it is traced apart",
         "test_name_stack_annotation": "counts a name in the text, which every equation of a rewritten program has",
-        "cache_hit": "counts traces, in tests of meshes whose devices differ",
+        "cache_hit": "counts traces, and what was traced plain is traced again fused",
         "test_compilation_cache_miss_when_devices_change": "the same",
         "test_changing_abstract_device": "the same",
         "test_jax_set_mesh_trace_only_once": "the same",
