@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxfuse import private
 from jaxfuse.canonical import CAST, constant, is_square, per_channel, size, varying_axes
 from jaxfuse.elementwise import RULES
 from jaxfuse.graph import Node, Value
@@ -188,7 +189,7 @@ def _joined(several: list[Digits], shape) -> Digits | None:
         axes = []
         for n, left, right in zip(shape, joined, digits):
             right = right if math.prod(length for _, length in right) == n else ((0, n),)  # of length 1, repeated
-            cuts = sorted(_ends(left) | _ends(right))
+            cuts = sorted(_ends(left) | _ends(right), key=private.known)  # JAX cannot tell whether 1 < t
             mine, theirs = _cut(left, cuts), _cut(right, cuts)
             if mine is None or theirs is None or any(a != b and a[0] and b[0] for a, b in zip(mine, theirs)):
                 return None

@@ -37,7 +37,7 @@ ALLOWED = {
     "derivative": {"canonical", "graph", "layout"},
     "forms": {"canonical", "graph", "layout", "moments"},
     "moments": {"canonical", "graph", "layout"},
-    "rows": {"canonical", "elementwise", "graph"},
+    "rows": {"canonical", "elementwise", "graph", "private"},
     "match": {"canonical", "elementwise", "graph", "layout", "reasons"},
     "canonical": {"elementwise", "graph", "layout"},
     "elementwise": {"graph", "private"},

@@ -206,11 +206,12 @@ def test_dense_layers_of_a_framework(make):
     assert recognised(apply, weights, X) == ["dense+bias+gelu_tanh", "dense+bias+relu", "dense+bias"]
 
 
-def test_symbolic_shapes_are_read():
+@pytest.mark.parametrize("names", ["b, t", "n, s", "p, q", "i, j", "k, l", "m, h"])  # each has its place in a set
+def test_symbolic_shapes_are_read(names):
     def fn(x):
         return jax.nn.relu((x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5) @ W)
 
-    spec = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, t, 8"), jnp.float32)
+    spec = jax.ShapeDtypeStruct(jax.export.symbolic_shape(f"{names}, 8"), jnp.float32)
     exported = jax.export.export(jax.jit(jaxfuse.fuse(fn, policy="always")))(spec)
     assert jnp.allclose(exported.call(X), fn(X), atol=1e-5)
     reasons = [reason for _, reason in rows(fn, spec)]
