@@ -2,7 +2,8 @@
 
 A seed is a group of cases, compiled as one program: an op with random sizes, dtype, activation, layout and options. Each is called
 with several inputs, small and large. Value and gradients may be no further from float64 than 1.5 times what XLA's are, or 3 times
-what the result moves by where each input is rounded another way, and a rounding. What differs is printed; the exit status is then 1.
+what the result moves by where each input is rounded another way, and a rounding. Where few elements decide that is a matter of chance:
+a result is a difference if it is 10 times further, or further for most of 8 other draws. It is printed; the exit status is then 1.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from compare import as_float64, distance, jit, pairs, value_and_gradients, with_
 from jaxfuse.ops.activations import TABLE as ACTIVATIONS
 
 TOGETHER = 6  # cases of a program
+DRAWS = 8
 SCALES = (1, 30, 0.01, 1)  # of x, for each call; in the last call a third of it is 0
 ROUNDING = dict(float32=1e-6, bfloat16=4e-3, float16=1e-3)
 
@@ -123,8 +125,8 @@ def cases_of(seed: int) -> list[tuple[Case, str]]:
     return [(r.among(*OPS)(r, f"{seed}-{i}"), r.among("float32", "float32", "bfloat16", "float16")) for i in range(TOGETHER)]
 
 
-def inputs(case: Case, dtype: str, call: int):
-    arrays, cotangents = with_cotangents(case, case.inputs(dtype, call))
+def inputs(case: Case, dtype: str, call: int, draw: int):
+    arrays, cotangents = with_cotangents(case, case.inputs(dtype, call + draw * len(SCALES)))
     main = "q" if case.op == "attention" else "x"
     x = arrays[main] * np.asarray(SCALES[call], arrays[main].dtype)
     if call == len(SCALES) - 1:
@@ -147,17 +149,30 @@ def check(seed: int) -> list[str]:
     """What differs, in words."""
     cases, found = cases_of(seed), []
     fused, plain = of_all(cases, "fused"), of_all(cases, "unfused")
-    for call in range(len(SCALES)):
-        given = [inputs(case, dtype, call) for case, dtype in cases]
+
+    def further(call: int, draw: int) -> dict[str, tuple[float, float]]:
+        """The results that are further from float64 than they may be: how far, and how far they may be."""
+        given = [inputs(case, dtype, call, draw) for case, dtype in cases]
         with jax.enable_x64(True):
             exact, moved = plain(as_float64(given)), plain([nudged(args) for args in given])
+        there = {}
         for (case, dtype), *results in zip(cases, fused(given), plain(given), moved, exact):
             for number, (value, unfused, other, true) in enumerate(pairs(*results)):
+                assert value.dtype == unfused.dtype, f"{case}, result {number}: {value.dtype}, unfused {unfused.dtype}"
                 error = distance(value, true)
                 by_filter = 2e-2 * ("scale" in case.shapes and dtype != "float32")  # docs/numbers.md
                 allowed = max(1.5 * distance(unfused, true), 3 * distance(other, true)) + ROUNDING[dtype] + by_filter
-                if value.dtype != unfused.dtype or not (error <= allowed or np.isnan(allowed)):
-                    found.append(f"{case} {dtype}, call {call}, result {number}: {error:.1e}, allowed {allowed:.1e}")
+                if not (error <= allowed or np.isnan(allowed)):
+                    there[f"{case} {dtype}, call {call}, result {number}"] = error, allowed
+        return there
+
+    for call in range(len(SCALES)):
+        first = further(call, 0)
+        others = [further(call, draw) for draw in range(1, DRAWS + 1)] if first else []
+        for what, (error, allowed) in first.items():
+            times = sum(what in other for other in others)
+            if not error <= 10 * allowed or times > DRAWS / 2:
+                found.append(f"{what}: {error:.1e}, allowed {allowed:.1e}; in {times} of {DRAWS} other draws")
     return found
 
 
