@@ -20,6 +20,7 @@ MANY, VERY_MANY = 12, 24  # cases of one test
 
 def pytest_addoption(parser):
     parser.addoption("--complete", action="store_true", help="all cases of every test")
+    parser.addoption("--share", action="store_true", help="a share of the cases also where files are named")
     parser.addoption("--salt", default=commit(), help="chooses which share of the cases is taken; default: the commit")
 
 
@@ -33,11 +34,11 @@ def commit() -> str:
 
 
 def shared(config) -> bool:
-    """Whether a share of the cases of a test that has many is enough: in the whole suite in one go (no file, no -k)."""
+    """Whether a share of the cases of a test that has many is enough: in the whole suite in one go (no file, no -k), or where asked."""
     if hasattr(config, "workerinput"):
         return config.workerinput["shared"]
     whole = config.args_source == config.ArgsSource.TESTPATHS and not config.option.keyword
-    return whole and not config.option.complete
+    return (whole or config.option.share) and not config.option.complete
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -125,7 +125,12 @@ def check(program: Program, ways) -> tuple[str, str] | None:
         try:
             got = numbers(jit(make(case, fused))(*case.arguments()))
         except Exception:
-            return f"{way} raises", traceback.format_exc(limit=-8)
+            found = traceback.format_exc(limit=-8)
+            try:
+                jit(make(case, jax.jit))(*case.arguments())
+            except Exception as error:
+                raise Invalid("it fails with jax.jit in the place of fuse too") from error
+            return f"{way} raises", found
         if set(got) != set(expected):
             return f"{way} returns another tree", f"{sorted(got)} instead of {sorted(expected)}"
         error, where = excess(got, expected, case.tolerance)

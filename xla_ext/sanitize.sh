@@ -2,6 +2,7 @@
 # Builds the native module with sanitizers of GCC and runs its tests on it:
 #     xla_ext/sanitize.sh address,undefined
 #     xla_ext/sanitize.sh thread -k concurrency        # what follows goes to pytest
+#     xla_ext/sanitize.sh address --complete           # all cases: hours; without it a share of them, another with --salt WORD
 #     xla_ext/sanitize.sh emulated                     # no sanitizer: the loops for AVX-512 on a processor without it
 # In a virtual environment with `pip install '.[test]'` and what pyproject.toml's [build-system] requires, cmake and ninja.
 set -euo pipefail
@@ -49,6 +50,6 @@ LD_PRELOAD=$runtime setarch -R python -c "
 from jaxfuse import ffi
 reason = ffi.unavailable('jaxfuse_conv_fwd')
 raise SystemExit(reason and f'the tests of convolutions would all be skipped: {reason}')"
-LD_PRELOAD=$runtime setarch -R python -m pytest -q -s -p no:cacheprovider "$@" tests/test_attention.py tests/test_concurrency.py \
+LD_PRELOAD=$runtime setarch -R python -m pytest -q -s -p no:cacheprovider --share "$@" tests/test_attention.py tests/test_concurrency.py \
   tests/test_dense.py tests/test_filter_gradient_sums.py tests/test_max_pool.py tests/test_native_{batch_norm,bounds,conv,depthwise,onednn}.py tests/test_nonfinite.py tests/test_norm.py \
   tests/test_ops.py tests/test_recurrent_loops.py
