@@ -3,7 +3,7 @@
 A seed is a group of cases, compiled as one program: an op with random sizes, dtype, activation, layout and options. Each is called
 with several inputs, small and large. Value and gradients may be no further from float64 than 1.5 times what XLA's are, or 3 times
 what the result moves by where each input is rounded another way, and a rounding. Where few elements decide that is a matter of chance:
-a result is a difference if it is 10 times further, or further for most of 8 other draws. It is printed; the exit status is then 1.
+a result is a difference if it is further for most of 8 other draws too, or not finite. It is printed; the exit status is then 1.
 """
 
 import argparse
@@ -145,6 +145,16 @@ def of_all(cases, function: str):
     return jit(lambda given: [value_and_gradients(getattr(case, function), *args) for (case, _), args in zip(cases, given)])
 
 
+def by_filter(case: Case, dtype: str, arrays, gradients, shape) -> float:
+    """What a filter that is rounded once more adds (docs/numbers.md); to the gradient of scale, more the more its terms cancel."""
+    if dtype == "float32" or "scale" not in case.shapes:
+        return 0
+    if shape != case.shapes["scale"]:
+        return 2e-2
+    terms, sums = (np.sum(np.abs(np.asarray(arrays[name], np.float64) * np.asarray(gradients[name]))) for name in ("w", "scale"))
+    return max(2e-2, 1e-3 * terms / (sums + 1e-30))
+
+
 def check(seed: int) -> list[str]:
     """What differs, in words."""
     cases, found = cases_of(seed), []
@@ -156,12 +166,12 @@ def check(seed: int) -> list[str]:
         with jax.enable_x64(True):
             exact, moved = plain(as_float64(given)), plain([nudged(args) for args in given])
         there = {}
-        for (case, dtype), *results in zip(cases, fused(given), plain(given), moved, exact):
+        for (case, dtype), (arrays, _), *results in zip(cases, given, fused(given), plain(given), moved, exact):
             for number, (value, unfused, other, true) in enumerate(pairs(*results)):
                 assert value.dtype == unfused.dtype, f"{case}, result {number}: {value.dtype}, unfused {unfused.dtype}"
                 error = distance(value, true)
-                by_filter = 2e-2 * ("scale" in case.shapes and dtype != "float32")  # docs/numbers.md
-                allowed = max(1.5 * distance(unfused, true), 3 * distance(other, true)) + ROUNDING[dtype] + by_filter
+                allowed = max(1.5 * distance(unfused, true), 3 * distance(other, true)) + ROUNDING[dtype]
+                allowed += by_filter(case, dtype, arrays, results[-1][1], true.shape)
                 if not (error <= allowed or np.isnan(allowed)):
                     there[f"{case} {dtype}, call {call}, result {number}"] = error, allowed
         return there
@@ -171,7 +181,7 @@ def check(seed: int) -> list[str]:
         others = [further(call, draw) for draw in range(1, DRAWS + 1)] if first else []
         for what, (error, allowed) in first.items():
             times = sum(what in other for other in others)
-            if not error <= 10 * allowed or times > DRAWS / 2:
+            if not np.isfinite(error) or times > DRAWS / 2:
                 found.append(f"{what}: {error:.1e}, allowed {allowed:.1e}; in {times} of {DRAWS} other draws")
     return found
 
