@@ -22,7 +22,7 @@ cmake --build "$build"
 tree=$build/tree
 rm -rf "$tree"
 mkdir "$tree"
-cp -r "$source/jaxfuse" "$source/tests" "$source/pyproject.toml" "$tree"
+cp -r "$source/jaxfuse" "$source/tests" "$source/xla_ext" "$source/pyproject.toml" "$tree"
 rm -f "$tree"/jaxfuse/_native*.so
 cp "$build"/_native*.so "$tree/jaxfuse"
 
