@@ -1,6 +1,7 @@
 """A result as JSON, as markdown, and in the README."""
 
 import json
+import textwrap
 from pathlib import Path
 
 from . import checks
@@ -8,6 +9,7 @@ from .cases import CASES
 from .peers import PEERS
 
 BEGIN, END = "<!-- benchmark table -->", "<!-- end -->"
+LINE = 118
 SECTIONS = {
     "model": "Networks, 224×224",
     "batch_norm": "Batch norm in training, batch 8",
@@ -104,15 +106,15 @@ def markdown(result, kinds=tuple(SECTIONS)):
     """A text of what was measured where, and a table for each of these kinds of cases."""
     machine, settings = result["machine"], result["settings"]
     versions = [f"{key} {value}" for key, value in _versions(result["peers"]).items()]
-    lines = [
+    explanation = (
         f"{result['date']}: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, {machine['os']}; "
         f"{', '.join(versions)}. "
-        f"Median ms per call of {settings['turns']} turns, each peer in its own process, the others stopped meanwhile; "
-        "a star: other work on the machine disturbed most of the turns. "
+        f"Median ms per call of {settings['turns']} turns, each peer in its own process, the others stopped meanwhile. "
+        "A star: other work on the machine disturbed most of the turns. "
         "“÷ peer” is jaxfuse's speed over the peer's: above 1 jaxfuse is faster. "
-        "The last column is the root mean square error against float64, fused / unfused, where they compare worst.",
-        "",
-    ]
+        "The last column is the root mean square error against float64, fused / unfused, where they compare worst."
+    )
+    lines = [*textwrap.wrap(explanation, LINE, break_on_hyphens=False), ""]
     for allocator in sorted({row["allocator"] for row in result["rows"]}, reverse=True):
         for kind in kinds:
             rows = [row for row in result["rows"] if row["kind"] == kind and row["allocator"] == allocator]
