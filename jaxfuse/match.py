@@ -65,16 +65,24 @@ class Chain:
         """`array`, which lies as `end` does, as the activation's argument and value lay: `end` may be turned after it."""
         return self.region_layout.place(self.layout.undo(array, tuple(range(len(self.layout.origin)))))
 
+    @property
+    def affine_steps(self) -> tuple[str, ...]:
+        """"bias" and "scale", in the order in which they come first."""
+        return tuple(dict.fromkeys("bias" if kind in ("add", "sub") else "scale" for kind, _ in self.affine))
+
     def label(self, anchor: str) -> str:
         """Like "conv+bias+add+relu". Factors with a mean before them, or a shift after them, are a normalisation. A number, or
         factors after a bias as in ConvNeXt, are a scale."""
-        steps = dict.fromkeys("bias" if kind in ("add", "sub") else "scale" for kind, _ in self.affine)
+        steps = self.affine_steps
         factors = any(kind in ("mul", "div") and value.literal is None for kind, value in self.affine)
         centered = any(kind == "sub" for kind, _ in self.affine) or bool(self.affine) and self.affine[-1][0] == "add"
-        parts = [anchor, *(["bn"] if factors and centered and len(steps) == 2 else steps)]
-        added, activated = ["add"] * (self.residual is not None), [self.activation.name] if self.activation else []
-        parts += [*activated, *added] if self.residual_last else [*added, *activated]
-        return "+".join(parts)
+        return "+".join([anchor, *(["bn"] if factors and centered and len(steps) == 2 else steps), *self.after_affine])
+
+    @property
+    def after_affine(self) -> tuple[str, ...]:
+        """The steps after those per channel, in their order: "add", and the activation's name."""
+        added, activated = ("add",) * (self.residual is not None), (self.activation.name,) if self.activation else ()
+        return activated + added if self.residual_last else added + activated
 
     def coefficients(self, vector: Callable[[Value], Any]):
         """(center, scale, offset), None where there is none; `vector` gives a step's operand as `[channels]`."""

@@ -35,9 +35,10 @@ def match(graph, node: Node, claimed: set[int], measured):
         steps.add(kind)
         nodes.append(value.users[0])
         value = value.users[0].out
-    name, own = ("attention scores", tuple(nodes)) if steps & {"scale", "softmax"} else ("matmul", (node,))
-    reason = reason if value.users and name != "matmul" else ""  # nothing is missed where nothing follows
-    result = dense_site.product(graph, part, node, "matmul" if reason else name, own, measured)
+    is_scores = bool(steps & {"scale", "softmax"})
+    name, own = ("attention scores", tuple(nodes)) if is_scores else ("matmul", (node,))
+    reason = reason if value.users and is_scores else ""  # nothing is missed where nothing follows
+    result = dense_site.product(graph, part, node, "matmul" if reason else name, own, measured, is_scores and not reason)
     if isinstance(result, Match):
         yield result
     else:

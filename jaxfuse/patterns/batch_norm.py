@@ -115,7 +115,7 @@ _UNSCALED = "it is centered, not scaled"
 
 def _label(chain: Chain) -> str:
     """The per-channel steps of a chain that begins at a value with statistics are its normalisation."""
-    return "+".join(["bn", *[part for part in chain.label("").split("+") if part not in ("", "bn", "bias", "scale")]])
+    return "+".join(["bn", *chain.after_affine])
 
 
 def _first_step(graph, moments: Moments, aside: frozenset[int]) -> tuple[Value, Node | None]:

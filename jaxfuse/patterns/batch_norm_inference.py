@@ -30,12 +30,11 @@ def match(graph, node: Node, claimed: set[int], measured):
             continue
         chains, stop = Walk(part, axis, claimed, name_activation).chains(start, first)
         chain = chains[-1]
-        steps = [step for step in chain.label("").split("+")[1:] if step not in ("bn", "bias", "scale")]
         if product not in chain.nodes:
             yield Refusal("bn inference", node, (start,), stop.reason, nodes=(first, product))
             continue
         missed = [stop.missed] if stop.missed else []
-        pattern = "+".join(["bn inference", *steps, *missed])
+        pattern = "+".join(["bn inference", *chain.after_affine, *missed])
         yield Refusal(pattern, node, (start,), stop.reason if missed else left_to_xla(), nodes=chain.nodes)
 
 

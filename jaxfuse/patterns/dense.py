@@ -100,7 +100,8 @@ def match(graph, node: Node, claimed: set[int], measured):
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Layers that are one site. `reason` says what keeps a part of it from being fused, `missed` what part."""
+    """Layers that are one site; of a gated one `nodes` hold the gate too. `reason` says what keeps a part of it from being
+    fused, `missed` what part."""
 
     label: str
     layers: tuple[Layer, ...]
@@ -108,19 +109,25 @@ class Row:
     missed: str
     count: str
     nodes: tuple[Node, ...]
+    is_gated: bool
 
     @property
     def operands(self) -> tuple[Value, ...]:
         return self.layers[0].x, *[layer.w for layer in self.layers]
 
 
-def _row(group: list[Layer], suffix: str = "", reason: str = "", nodes: tuple[Node, ...] = ()) -> Row:
+def _row(group: list[Layer]) -> Row:
+    """Layers with equal epilogues."""
     first = group[0]
-    count = f" x{len(group)}" if len(group) > 1 and not suffix else ""
-    missed = "" if suffix or not first.stop.missed else f"+{first.stop.missed}"
+    count = f" x{len(group)}" if len(group) > 1 else ""
+    missed, reason = (f"+{first.stop.missed}", first.stop.reason) if first.stop.missed else ("", "")
+    return Row(first.label, tuple(group), reason, missed, count, tuple(n for layer in group for n in layer.nodes), False)
+
+
+def _gated_row(group: list[Layer], steps: str, reason: str, nodes: tuple[Node, ...]) -> Row:
+    """`steps` are those of the first layer's activation where it is not in its chain; `nodes` those between and after them."""
     claims = (*[n for layer in group for n in layer.nodes], *nodes)
-    reason = reason or (first.stop.reason if missed else "")
-    return Row(f"{first.label}{suffix}", tuple(group), reason, missed, count, claims)
+    return Row(f"{group[0].label}{steps}+gate", tuple(group), reason, "", "", claims, True)
 
 
 # --- one layer ---------------------------------------------------------------------------------------------------
@@ -217,7 +224,7 @@ def _gated(part, layer: Layer, layers: list[Layer]) -> Row | None:
         if linear:
             layers.remove(layer)
             layers.remove(linear)
-            return _row([layer, linear], "+gate", _read_elsewhere(part, end, product), (product,))
+            return _gated_row([layer, linear], "", _read_elsewhere(part, end, product), (product,))
     return None
 
 
@@ -232,8 +239,8 @@ def _half_gated(part, layer: Layer, layers: list[Layer], claimed: set[int]) -> R
             for product in ends[-1].end.users if ends else ():
                 if product.primitive == "mul" and other in product.inputs:
                     layers.remove(layer)
-                    suffix, reason = f"+{ends[-1].activation.name}+gate", _read_elsewhere(part, ends[-1].end, product)
-                    return _row([layer], suffix, reason, (users[0], *ends[-1].nodes, product))
+                    reason = _read_elsewhere(part, ends[-1].end, product)
+                    return _gated_row([layer], f"+{ends[-1].activation.name}", reason, (users[0], *ends[-1].nodes, product))
     for product in [n for n in users if n.primitive == "mul"]:
         gate = next((v.producer for v in product.inputs if v is not layer.chain.end), None)
         source = next(
@@ -242,7 +249,7 @@ def _half_gated(part, layer: Layer, layers: list[Layer], claimed: set[int]) -> R
         if source:
             layers.remove(layer)
             layers.remove(source)
-            return _row([source, layer], "+gate", f"{gate} is not a known activation", (gate, product))
+            return _gated_row([source, layer], "", f"{gate} is not a known activation", (gate, product))
     return None
 
 

@@ -37,22 +37,22 @@ def found(graph: Graph, part: Graph | Part, row, measured):
             yield Refusal(label, row.layers[0].node, row.operands, row.reason or site, nodes=row.nodes)
             return
         sites.append(site)
-    gated = row.label.endswith("+gate") and not row.reason
-    name = row.label if gated else label_of(sites[0].chain)
-    nodes = row.nodes if gated else tuple(n for layer, site in zip(row.layers, sites) for n in _nodes(layer, site.chain))
+    whole = row.is_gated and not row.reason
+    name = row.label if whole else label_of(sites[0].chain)
+    nodes = row.nodes if whole else tuple(n for layer, site in zip(row.layers, sites) for n in _nodes(layer, site.chain))
     saved = sum(2 * np.dtype(s.chain.end.dtype).itemsize * size(s.chain.end) for s in sites if s.chain.nodes)
     yield Match(f"{name}{row.count}", row.layers[0].node, nodes, tuple(s.emission for s in sites), row.operands, saved)
     if row.reason:
         yield UnfusedStep(label, row.layers[0].node, row.operands, row.reason, nodes=row.nodes)
 
 
-def product(graph: Graph, part: Graph | Part, node: Node, name: str, nodes, measured) -> Match | str:
-    """The Match of a product with nothing after it, or why there is none. Scores are computed in float32: XLA drops the cast to
-    bfloat16 that follows where the softmax widens them again, as it does with a product of its own."""
+def product(graph: Graph, part: Graph | Part, node: Node, name: str, nodes, measured, wide: bool) -> Match | str:
+    """The Match of a product with nothing after it, or why there is none. A `wide` one is computed in float32: XLA drops the
+    cast to bfloat16 that follows where a softmax widens scores again, as it does with a product of its own."""
     config, out = config_of(node), part.original(node.out)
     if isinstance(config, str):
         return config
-    if name == "attention scores" and config.out_dtype in ("bfloat16", "float16"):
+    if wide and config.out_dtype in ("bfloat16", "float16"):
         config = dataclasses.replace(config, out_dtype="float32")
     x, w = map(part.original, node.inputs)
     _, reason = OP.forward.kernel(config, types_of(x, w))
@@ -71,9 +71,7 @@ def label_of(chain: Chain) -> str:
     """Like "dense+bias+add+gelu". Constant factors are a scale; factors that are not, with a shift, a normalisation."""
     if any(kind in ("mul", "div") and constant(value) is None for kind, value in chain.affine):
         return chain.label("dense")
-    steps = dict.fromkeys("bias" if kind in ("add", "sub") else "scale" for kind, _ in chain.affine)
-    rest = chain.label("").split("+")[1:]
-    return "+".join(["dense", *steps, *[part for part in rest if part not in ("bn", "bias", "scale")]])
+    return "+".join(["dense", *chain.affine_steps, *chain.after_affine])
 
 
 def config_of(node: Node, weight_left: bool = False) -> DenseConfig | str:

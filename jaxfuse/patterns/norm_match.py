@@ -132,8 +132,7 @@ def _is_cast_of(value: Value, x: Value) -> bool:
 
 
 def _steps(chain) -> str:
-    steps = [step for step in chain.label("").split("+")[1:] if step not in ("bn", "bias", "scale")]
-    return "".join(f"+{step}" for step in steps)
+    return "".join(f"+{step}" for step in chain.after_affine)
 
 
 def add_before(part, x: Value, claimed: set[int]) -> Node | None:

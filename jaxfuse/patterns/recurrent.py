@@ -23,7 +23,14 @@ REARRANGED = (*RESHAPES, CAST, "transpose", "slice", "split", "concatenate")
 LARGEST_GATE = 40  # nodes between a gate and the dense layers it comes from
 LONGEST_SPELLING = 10  # nodes of a gate's function that is not one primitive
 ONE_STEP = "a cell outside a loop: XLA computes one step as fast"  # the figures are in xla_ext/SEQUENCES.md
-DIFFERENTIATED = "autodiff keeps values from inside the loop: fuse what is differentiated instead, as in grad(fuse(loss))"
+
+
+class Differentiated(str):
+    """Why a loop is no fused sequence by itself: its backward loop may be one together with it."""
+
+
+DIFFERENTIATED = Differentiated(
+    "autodiff keeps values from inside the loop: fuse what is differentiated instead, as in grad(fuse(loss))")
 
 
 class Gate(NamedTuple):
@@ -66,7 +73,7 @@ def match(graph, node: Node, claimed: set[int], measured):
     if node.primitive == "scan":
         own = graph.nodes[node.index]
         found = _loop(graph, own, measured)
-        if found == DIFFERENTIATED:
+        if isinstance(found, Differentiated):
             both = recurrent_grad.matches(graph, own, lambda alone, loop: _loop(alone, loop, measured))
             yield from both if isinstance(both, tuple) else ()
         elif isinstance(found, Match):
