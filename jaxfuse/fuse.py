@@ -1,4 +1,4 @@
-"""fuse(fn): trace → graph → match → rewrite. The rest of the package is each of these words in a file of its own."""
+"""fuse(fn): trace → graph → match → rewrite. docs/architecture.md says in which folder each of these steps is."""
 
 import dataclasses
 import functools
@@ -8,23 +8,26 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from jaxfuse import loops, patterns, platforms, policy as policies, private, report as reports, symbolic, versions
-from jaxfuse.graph import RULED, Emission, Graph, Node, evaluate, inside, programs, retraced, subprograms
+from jaxfuse import patterns, report as reports
+from jaxfuse.analysis import scan_pairs
 from jaxfuse.jitted import Fused
-from jaxfuse.live import accept, circular
-from jaxfuse.match import Match, Refusal, UnfusedStep
 from jaxfuse.ops.errors import one_of
-from jaxfuse.patterns import autodiff
-from jaxfuse.reasons import Untraced, asks_nothing
-from jaxfuse.settings import ours, unwatched
-from jaxfuse.signature import Traced, is_part_of_a_program, trace
-from jaxfuse.source import raising_line
+from jaxfuse.program import symbolic, autodiff
+from jaxfuse.program.graph import RULED, Emission, Graph, Node, evaluate, inside, programs, retraced, subprograms
+from jaxfuse.program.liveness import accept, circular
+from jaxfuse.program.signature import Traced, is_part_of_a_program, trace
+from jaxfuse.program.site import Match, Refusal, UnfusedStep
+from jaxfuse.program.source import raising_line
+from jaxfuse.runtime import platforms, private, versions
+from jaxfuse.runtime.reasons import Untraced, asks_nothing
+from jaxfuse.runtime.settings import ours, unwatched
+from jaxfuse.tuning import policy as policies
 
 P = ParamSpec("P")
 R = TypeVar("R")
 PARTIAL = "a sum over mesh axes is still to be taken of its values or of their gradients: no kernel can follow"
 CIRCULAR = "what it needs is computed from what it gives by another fused site"
-private.hide_frames("fuse", "graph", "jitted", "settings", "signature")
+private.hide_frames("fuse", "jitted", "program.graph", "program.signature", "runtime.settings")
 
 
 class Plan(NamedTuple):
@@ -130,7 +133,7 @@ def _matches(pattern, graph: Graph, anchor: Node, claimed: set[int], judge):
     try:
         yield from iter(following, None)
     except Exception as error:
-        name = pattern.__name__.rpartition(".")[2]
+        name = pattern.__name__.removeprefix(f"{patterns.__name__}.").removesuffix(".forward")
         reason = symbolic.cannot_be_told(error) if graph.is_symbolic else ""
         yield Refusal(name, anchor, (), reason or versions.unread(f"what follows {anchor}", error))
 
@@ -143,10 +146,10 @@ def _fed_by(match: Match, found: list) -> list[Match]:
 
 
 def _joined(graph: Graph, claimed: set[int], judge) -> dict[int, tuple]:
-    """What `loops.joined` gives for the scans whose backward scan is in this program too; the backward scan's own is empty."""
+    """What `scan_pairs.joined` gives for the scans whose backward scan is in this program too; the backward scan's own is empty."""
     results: dict[int, tuple] = {}
-    for first, second in loops.pairs(graph, autodiff.backward(graph), lambda node: node.index not in claimed | graph.gone):
-        result = loops.joined(graph, first, second, lambda closed: plan(closed, judge))
+    for first, second in scan_pairs.pairs(graph, autodiff.backward(graph), lambda node: node.index not in claimed | graph.gone):
+        result = scan_pairs.joined(graph, first, second, lambda closed: plan(closed, judge))
         if result:
             results |= {first.node.index: result, second.node.index: ((), [])}
     return results
@@ -159,7 +162,7 @@ def _enter(graph: Graph, node: Node, bodies: dict, judge) -> tuple[Emission | No
     def rewritten(body):
         if isinstance(body, tuple):
             return tuple(map(rewritten, body))
-        known = loops.Loop(node).body_with_numbers() if node.primitive == "scan" else _closed(body)
+        known = scan_pairs.Loop(node).body_with_numbers() if node.primitive == "scan" else _closed(body)
         inner = plan(known, judge, (graph, node))
         found.extend(inner.found)
         if not inner.replacements:

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 
 import cuda_emulated
-from jaxfuse import cuda, ffi
-from jaxfuse.op import Linear
-from jaxfuse.ops.batch_norm import OP as BATCH_NORM
-from jaxfuse.ops.batch_norm import Standard
+from jaxfuse.ops.batch_norm import OP as BATCH_NORM, Standard
 from jaxfuse.ops.batch_norm_config import BatchNormConfig
-from jaxfuse.ops.conv import OP as CONV
-from jaxfuse.ops.conv_config import ConvConfig
+from jaxfuse.ops.conv.config import ConvConfig
+from jaxfuse.ops.conv.conv import OP as CONV
 from jaxfuse.ops.norm import OP as NORM
+from jaxfuse.ops.op import Linear
+from jaxfuse.runtime import cuda, ffi
 from attributes import attributes
 from jaxfuse.ops.activations import named
 from jaxfuse.ops.norm_config import NormConfig

@@ -6,9 +6,9 @@ import numpy as np
 
 import jaxfuse
 from jaxfuse import patterns
-from jaxfuse.graph import Emission, Graph
-from jaxfuse.live import circular, unneeded
-from jaxfuse.match import Match
+from jaxfuse.program.graph import Emission, Graph
+from jaxfuse.program.liveness import circular, unneeded
+from jaxfuse.program.site import Match
 
 
 def two_sums(x):

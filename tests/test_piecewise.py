@@ -8,9 +8,9 @@ import pytest
 
 import jaxfuse
 from attributes import attributes
-from jaxfuse import ffi
 from jaxfuse.ops.activations import TABLE, Activation, named
 from jaxfuse.ops.naming import of_function
+from jaxfuse.runtime import ffi
 
 SPELLINGS = {  # name in reports, whether the value tells the derivative, whether a bit does
     "where > 0": (lambda x: jnp.where(x > 0, x, 0), "relu", True, True),

@@ -7,7 +7,8 @@ import pytest
 from jax import lax
 
 import jaxfuse
-from jaxfuse import cuda, ops, platforms
+from jaxfuse import ops
+from jaxfuse.runtime import cuda, platforms
 
 LARGE, SMALL = (32, 56, 56, 64), (2, 8, 8, 64)
 

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import pytest
 
 import jaxfuse
-from jaxfuse import ops, policy, tuned
-from jaxfuse.rules import TABLE
-from jaxfuse.rules.rule import DIRECTIONS, OpRules, Rule, points
+from jaxfuse import ops
+from jaxfuse.tuning import policy, tuned
+from jaxfuse.tuning.rules import TABLE
+from jaxfuse.tuning.rules.rule import DIRECTIONS, OpRules, Rule, points
 
 X = jax.ShapeDtypeStruct((10, 10), jnp.float32)
 

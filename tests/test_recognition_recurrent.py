@@ -11,8 +11,8 @@ from jax import lax
 
 import jaxfuse
 from compare import distance, pairs
-from jaxfuse import ffi
-from jaxfuse.patterns.recurrent import DIFFERENTIATED, ONE_STEP
+from jaxfuse.patterns.recurrent.forward import DIFFERENTIATED, ONE_STEP
+from jaxfuse.runtime import ffi
 from recognition import NO_KERNEL, randn, rows, scalar
 
 keras = pytest.importorskip("keras")

@@ -9,9 +9,12 @@ import pytest
 from rich.console import Console
 
 import jaxfuse
-from jaxfuse import __main__, doctor, ffi, tune, tuned
-from jaxfuse.rules import TABLE
-from jaxfuse.rules.rule import Point, Rule
+from jaxfuse import __main__
+from jaxfuse.commands import doctor, tune
+from jaxfuse.runtime import ffi
+from jaxfuse.tuning import tuned
+from jaxfuse.tuning.rules import TABLE
+from jaxfuse.tuning.rules.rule import Point, Rule
 
 LOSES = Rule((Point(10**6, 1.0, 2.0),), machine="this machine")
 X, W = jnp.ones((2, 8, 8, 16)), jnp.ones((3, 3, 16, 16))

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import jaxfuse
-from jaxfuse import versions
-from jaxfuse.patterns import conv
+from jaxfuse.patterns.conv import forward as conv
+from jaxfuse.runtime import versions
 
 OBJECTS = [name for name in ("jax_custom_jvp3", "jax_custom_vjp3", "jax_remat3") if hasattr(jax.config, name)]
 DIMENSIONS = ("NHWC", "HWIO", "NHWC")

@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfuse import ffi
-from jaxfuse.batch import completed
-from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear
 from jaxfuse.ops.attention_config import AttentionConfig, laid, strides
+from jaxfuse.ops.batch_axes import completed
 from jaxfuse.ops.errors import Arguments, Array
-from jaxfuse.settings import ours
+from jaxfuse.ops.op import BatchAxes, FusedOp, Kernel, Linear
+from jaxfuse.runtime import ffi
+from jaxfuse.runtime.settings import ours
 
 MASKED = -1e30  # the score where a mask is False: less than any that a network makes, and a row of nothing else is no NaN
 

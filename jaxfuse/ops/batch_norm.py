@@ -19,13 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxfuse.op import BatchAxes, FusedOp, Linear
 from jaxfuse.ops import batch_norm_grad as passes
 from jaxfuse.ops.activations import Activation
 from jaxfuse.ops.batch_norm_config import BatchNormConfig
 from jaxfuse.ops.errors import Arguments, Array
 from jaxfuse.ops.naming import ActivationArgument, activation_of
-from jaxfuse.settings import ours
+from jaxfuse.ops.op import BatchAxes, FusedOp, Linear
+from jaxfuse.runtime.settings import ours
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse import cuda, ffi
-from jaxfuse.op import PLAIN, BatchAxes, Kernel, Stage
 from jaxfuse.ops.activations import NO_ACTIVATION, Activation, named
+from jaxfuse.ops.op import PLAIN, BatchAxes, Kernel, Stage
+from jaxfuse.runtime import cuda, ffi
 
 
 @dataclasses.dataclass(frozen=True)

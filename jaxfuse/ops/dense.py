@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfuse import ffi
-from jaxfuse.batch import completed
-from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear
 from jaxfuse.ops.activations import NO_ACTIVATION, Activation
+from jaxfuse.ops.batch_axes import completed
 from jaxfuse.ops.errors import Arguments, Array
 from jaxfuse.ops.matrices import matrices
 from jaxfuse.ops.naming import ActivationArgument, activation_of
-from jaxfuse.settings import ours
+from jaxfuse.ops.op import BatchAxes, FusedOp, Kernel, Linear
+from jaxfuse.runtime import ffi
+from jaxfuse.runtime.settings import ours
 
 Axes = tuple[int, ...]
 

@@ -10,14 +10,14 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.canonical import ADD, CAST, constant, filled, held, scaled
-from jaxfuse.elementwise import FINITE, is_elementwise, values_of
-from jaxfuse.graph import Graph, Node, Value
-from jaxfuse.match import Refusal
+from jaxfuse.analysis.canonical import ADD, CAST, constant, filled, held, scaled
+from jaxfuse.analysis.elementwise import FINITE, is_elementwise, values_of
 from jaxfuse.ops.activations import Activation
 from jaxfuse.ops.naming import derivatives
-from jaxfuse.patterns.autodiff import backward
-from jaxfuse.reasons import no_kernel
+from jaxfuse.program.autodiff import backward
+from jaxfuse.program.graph import Graph, Node, Value
+from jaxfuse.program.site import Refusal
+from jaxfuse.runtime.reasons import no_kernel
 
 
 class Slope(NamedTuple):

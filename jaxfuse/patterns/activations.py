@@ -3,12 +3,12 @@
 import numpy as np
 import jax.numpy as jnp
 
-from jaxfuse.canonical import Region, constant, mask_tables, region_table, region_values
-from jaxfuse.elementwise import FINITE, same_limits
-from jaxfuse.graph import Value
-from jaxfuse.match import Stop
+from jaxfuse.analysis.canonical import Region, constant, mask_tables, region_table, region_values
+from jaxfuse.analysis.elementwise import FINITE, same_limits
 from jaxfuse.ops.activations import Activation
 from jaxfuse.ops.naming import candidates, derivatives, identified, known_table
+from jaxfuse.patterns.walk import Stop
+from jaxfuse.program.graph import Value
 
 # bf16 programs round the constants of gelu and its like to eight bits
 _TOLERANCE = {jnp.dtype(jnp.bfloat16): 1e-2, jnp.dtype(jnp.float16): 2e-3}

@@ -2,10 +2,11 @@
 
 import jax
 
-from jaxfuse.graph import Emission, Node, Value
-from jaxfuse.match import Match, Refusal, divided_beyond_batch
-from jaxfuse.op import Linear, type_of
 from jaxfuse.ops.max_pool import OP, MaxPoolConfig
+from jaxfuse.ops.op import Linear, type_of
+from jaxfuse.patterns.walk import divided_beyond_batch
+from jaxfuse.program.graph import Emission, Node, Value
+from jaxfuse.program.site import Match, Refusal
 
 
 def anchors(graph):

@@ -11,13 +11,13 @@ Weight decay by an L2 loss or by `add_decayed_weights` before the moments: p is 
 
 from typing import NamedTuple
 
-from jaxfuse.canonical import ADD, CAST, constant, size, uncast
-from jaxfuse.elementwise import is_elementwise
-from jaxfuse.graph import Graph, Node, Value
-from jaxfuse.layout import RESHAPES
-from jaxfuse.match import Refusal
-from jaxfuse.patterns.autodiff import backward
-from jaxfuse.reasons import left_to_xla
+from jaxfuse.analysis.canonical import ADD, CAST, constant, size, uncast
+from jaxfuse.analysis.elementwise import is_elementwise
+from jaxfuse.analysis.layout import RESHAPES
+from jaxfuse.program.autodiff import backward
+from jaxfuse.program.graph import Graph, Node, Value
+from jaxfuse.program.site import Refusal
+from jaxfuse.runtime.reasons import left_to_xla
 
 LARGEST = 64  # nodes of one tensor's update
 LINEAR = (*ADD, "sub", "mul", "div", "neg", "select_n", "integer_pow", CAST, *RESHAPES)
