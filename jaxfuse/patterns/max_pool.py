@@ -4,9 +4,10 @@ import jax
 
 from jaxfuse.ops.max_pool import OP, MaxPoolConfig
 from jaxfuse.ops.op import Linear, type_of
-from jaxfuse.patterns.walk import divided_beyond_batch
+from jaxfuse.patterns.kernel import require
+from jaxfuse.patterns.walk import require_batch_sharding
 from jaxfuse.program.graph import Emission, Node, Value
-from jaxfuse.program.site import Match, Refusal
+from jaxfuse.program.site import Match, Refusal, Unfit
 
 
 def anchors(graph):
@@ -22,11 +23,12 @@ def match(graph, node: Node, claimed: set[int], measured):
     config = MaxPoolConfig(**{name: tuple(node.params[name]) for name in names}, saving=bool(gradients),
                            padding=tuple(map(tuple, node.params["padding"])))
     type_of_x = type_of(x.aval)
-    _, reason = OP.forward.kernel(config, (type_of_x,))
-    reason = reason or divided_beyond_batch((x,)) or measured("max_pool", config, (type_of_x,))
-    if reason:
-        yield Refusal("max_pool", node, (x,), reason)
-        yield from [Refusal("max_pool", node, (n.inputs[0], x), reason, "backward") for n in gradients]
+    try:
+        require_batch_sharding((x,))
+        require(OP.forward, config, (type_of_x,), measured, "max_pool", config, (type_of_x,))
+    except Unfit as unfit:
+        yield Refusal("max_pool", node, (x,), unfit.reason)
+        yield from [Refusal("max_pool", node, (n.inputs[0], x), unfit.reason, "backward") for n in gradients]
         return
     types = jax.eval_shape(lambda x: OP.forward.reference(config, x), type_of_x)
     made = (node.out, *map(Value, types[1:]))

@@ -7,7 +7,7 @@ a report can say what was almost fused.
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Set as AbstractSet
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +16,7 @@ from jaxfuse.analysis.canonical import ADD, NotPerChannel, Region, constant, is_
 from jaxfuse.analysis.elementwise import is_elementwise
 from jaxfuse.analysis.layout import Layout
 from jaxfuse.program.graph import Node, Value
-from jaxfuse.program.site import Match
+from jaxfuse.program.site import Unfit
 from jaxfuse.runtime.reasons import no_kernel
 
 
@@ -240,19 +240,23 @@ class Walk:
         return None
 
 
-def longest(chains: list[Chain], dtype, attempt, also=lambda chain: False) -> tuple[Match | None, Chain, tuple[Chain, str] | None]:
-    """(match, its chain, what was refused before it): the longest chain that `attempt` makes a Match of. A refusal is the
-    longest chain it gave a reason for instead. A kernel takes and gives one dtype: chains that end in another are passed
-    over, but for those that `also` takes."""
+Found = TypeVar("Found")
+
+
+def longest(chains: list[Chain], dtype, attempt: Callable[[Chain], Found],
+            also=lambda chain: False) -> tuple[Found | None, Chain, tuple[Chain, Unfit] | None]:
+    """(what `attempt` makes of it, the chain, what was refused before it): the longest chain for which it does not raise `Unfit`.
+    What was refused is the longest chain for which it did. A kernel takes and gives one dtype: chains that end in another are
+    passed over, but for those that `also` takes."""
     refused = None
     for chain in reversed(chains):
         if chain.end.dtype == dtype or also(chain):
-            result = attempt(chain)
-            if isinstance(result, Match):
-                return result, chain, refused
-            refused = refused or (chain, result)
+            try:
+                return attempt(chain), chain, refused
+            except Unfit as unfit:
+                refused = refused or (chain, unfit)
     chain = chains[-1]
-    return None, chain, refused or (chain, f"the result is {chain.end.dtype}: the kernel takes and gives {dtype}")
+    return None, chain, refused or (chain, Unfit(f"the result is {chain.end.dtype}: the kernel takes and gives {dtype}"))
 
 
 NARROW = (jnp.bfloat16, jnp.float16)
@@ -273,17 +277,18 @@ def as_vector(array, channels: int):
     return jnp.broadcast_to(array, (channels,))
 
 
-def divided_beyond_batch(values: Iterable[Value]) -> str:
-    """Why what computes these values stays as it is: explicit axes of a mesh divide one of them along another dimension than the
-    first. "": none is so."""
+def require_batch_sharding(values: Iterable[Value]) -> None:
+    """Explicit axes of a mesh may divide these values along their first dimension only. Raises `Unfit`."""
     found = next((v for v in values if any(v.spec[1:])), None)
-    return "" if found is None else f"{found!r} is sharded along an explicit axis of the mesh, and not along its first dimension"
+    if found is not None:
+        raise Unfit(f"{found!r} is sharded along an explicit axis of the mesh, and not along its first dimension")
 
 
-def asked_sharding(node: Node) -> str:
-    """Why a contraction that was told how its result is to be sharded stays as it is. "": it was not."""
+def require_no_sharding(node: Node) -> None:
+    """A contraction that was told how its result is to be sharded stays as it is. Raises `Unfit`."""
     sharding = node.params.get("out_sharding")
-    return "" if sharding is None else f"out_sharding {sharding}: no kernel follows it"
+    if sharding is not None:
+        raise Unfit(f"out_sharding {sharding}: no kernel follows it")
 
 
 def depends_on(values: list[Value], targets: set[int], since: int, behind: AbstractSet[int] = frozenset()) -> bool:

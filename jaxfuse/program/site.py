@@ -31,5 +31,13 @@ class Refusal:
     nodes: tuple[Node, ...] = ()
 
 
+class Unfit(Exception):
+    """A place that no fused op takes as it is; `reason` is what the report says of it."""
+
+    def __init__(self, reason: str):
+        super().__init__(reason)
+        self.reason = reason
+
+
 class UnfusedStep(Refusal):
     """The layer itself is fused: `pattern` names it with a step before or after it that stays XLA's."""

@@ -6,6 +6,7 @@ import dataclasses
 from jaxfuse.analysis.canonical import ADD, CAST, constant, is_float_cast, is_long, scale_factor
 from jaxfuse.patterns.attention.axes import Labels, Operand, aligned, moved, origin
 from jaxfuse.program.graph import Node, Value
+from jaxfuse.program.site import Unfit
 
 LONGEST = 12  # steps between two of its products, the softmax one of them
 LETTERS = "bcfghijklmnopqruvwxyz"  # less those with a meaning: t, s, d, e
@@ -32,12 +33,17 @@ class Form:
     nodes: tuple[Node, ...]
 
 
-def read_form(part, node: Node, dead) -> Form | str | None:
-    """The attention that begins with this product, why it is none that a kernel takes, or None if no softmax and second product
-    follow. `dead` are nodes that nobody needs."""
+def read_form(part, node: Node, dead) -> Form | None:
+    """The attention that begins with this product; None if no softmax and second product follow. `dead` are nodes that nobody
+    needs. Raises `Unfit` for an attention that no kernel takes."""
     reader = _Reader(part, node, dead)
-    found = reader.to_softmax() or reader.to_values()
-    return None if isinstance(found, str) and not _leads_to_values(reader.value, reader.key_axis is not None) else found
+    try:
+        reader.to_softmax()
+        return reader.to_values()
+    except Unfit:
+        if _leads_to_values(reader.value, reader.key_axis is not None):
+            raise
+        return None
 
 
 class _Reader:
@@ -65,19 +71,19 @@ class _Reader:
         self.labels: Labels = (*shared.values(), *free)
         self.contracted = len(left)
 
-    def to_softmax(self) -> str | None:
-        """None if it is there, or why not."""
+    def to_softmax(self):
+        """From the product over scale, biases and masks to the softmax. This and the next raise `Unfit`."""
         for _ in range(LONGEST):
             largest = _maximum_of(self.value)
             if largest is not None:
-                return self._softmax(largest)
+                self._softmax(largest)
+                return
             node = self._only_reader()
             if node is None:
-                return self._read_elsewhere()
-            reason = None if self._moved(node) else self._step(node)
-            if reason is not None:
-                return reason
-        return "it is far from the product to the softmax"
+                raise self._read_elsewhere()
+            if not self._moved(node):
+                self._step(node)
+        raise Unfit("it is far from the product to the softmax")
 
     def _readers(self, value: Value) -> list[Node]:
         return [n for n in value.users if n.index not in self.dead] or list(value.users)
@@ -86,9 +92,9 @@ class _Reader:
         readers = self._readers(self.value)
         return readers[0] if len(readers) == 1 and not self.part.is_returned(self.value) else None
 
-    def _read_elsewhere(self) -> str:
+    def _read_elsewhere(self) -> Unfit:
         readers = " and ".join(map(str, self._readers(self.value)[:3]))
-        return f"{self.value!r} is {f'read by {readers}' if readers else 'returned by the program'}"
+        return Unfit(f"{self.value!r} is {f'read by {readers}' if readers else 'returned by the program'}")
 
     def _take(self, node: Node, labels: Labels | None = None):
         self.nodes.append(node)
@@ -102,43 +108,42 @@ class _Reader:
         self._take(node, labels)
         return True
 
-    def _step(self, node: Node) -> str | None:
-        """Takes a scale, a bias or a mask; or says why it cannot."""
+    def _step(self, node: Node):
+        """Takes a scale, a bias or a mask."""
         if len(node.outputs) != 1 or node.out.shape != self.value.shape:
-            return f"{node} is not a scale, a bias or a mask"
+            raise Unfit(f"{node} is not a scale, a bias or a mask")
         factor = scale_factor(node, self.value)
         if factor is not None:
             if self.biases or self.masks:
-                return f"{node} scales what a bias or a mask was applied to"
+                raise Unfit(f"{node} scales what a bias or a mask was applied to")
             self.scale *= factor
         elif node.primitive in ADD and node.inputs[0] is not node.inputs[1]:
             if self.masks:
-                return f"{node} adds a bias to masked scores"
+                raise Unfit(f"{node} adds a bias to masked scores")
             other = node.inputs[1] if node.inputs[0] is self.value else node.inputs[0]
             self.biases.append(origin(other, aligned(other, self.value, self.labels)))
         elif node.primitive == "sub" and node.inputs[0] is self.value and node.inputs[1] is not self.value:
-            return f"{node} subtracts from the scores: add what is negative instead"
+            raise Unfit(f"{node} subtracts from the scores: add what is negative instead")
         elif node.primitive == "select_n" and len(node.inputs) == 3 and self.value in node.inputs[1:]:
-            return self._mask(node)
+            self._mask(node)
+            return
         else:
-            return f"{node} is not a scale, a bias or a mask"
+            raise Unfit(f"{node} is not a scale, a bias or a mask")
         self._take(node)
-        return None
 
-    def _mask(self, node: Node) -> str | None:
+    def _mask(self, node: Node):
         which, *cases = node.inputs
         inverted = cases[0] is self.value  # the value where `which` is False
         fill = constant(cases[0 if not inverted else 1])
         if fill is None or cases[0] is cases[1]:
-            return f"{node} gives masked scores something else than one number"
+            raise Unfit(f"{node} gives masked scores something else than one number")
         if self.masks and fill != self.fill:
-            return f"{node} is a mask with another number, {fill:g}, than the one before, {self.fill:g}"
+            raise Unfit(f"{node} is a mask with another number, {fill:g}, than the one before, {self.fill:g}")
         self.fill = fill
         self.masks.append(dataclasses.replace(origin(which, aligned(which, self.value, self.labels)), inverted=inverted))
         self._take(node)
-        return None
 
-    def _softmax(self, largest: Node) -> str | None:
+    def _softmax(self, largest: Node):
         """From the scores over e^(score - largest) to that divided by its sum."""
         axis = int(largest.params["axes"][0])
         self.key_axis = self.labels[axis]
@@ -147,21 +152,20 @@ class _Reader:
         while shifted is None:  # vmap moves axes after the maximum was taken
             transpose = next((n for n in self.value.users if n.primitive == "transpose"), None)
             if transpose is None or not self._moved(transpose):
-                return f"{largest} is not the beginning of a softmax"
+                raise Unfit(f"{largest} is not the beginning of a softmax")
             shifted = self._combined("sub", largest, rows)
         self._take(shifted)
         e = _only(shifted.out.users, "exp")
         if e is None or self.key_axis is None:
-            return f"{largest} is not the beginning of a softmax"
+            raise Unfit(f"{largest} is not the beginning of a softmax")
         self._take(e)
         sums = (n for v in (e.out, *[n.out for n in e.out.users if n.primitive == CAST]) for n in v.users if n.primitive == "reduce_sum")
         total = next((n for n in sums if [self.labels[int(d)] for d in n.params["axes"]] == [self.key_axis]), None)
         divided = total and self._combined("div", total, tuple(a for a in self.labels if a != self.key_axis))
         if divided is None:
-            return f"{e} is not divided by its sum"
+            raise Unfit(f"{e} is not divided by its sum")
         self.nodes += [largest, total]
         self._take(divided)
-        return None
 
     def _combined(self, primitive: str, node: Node, rows: Labels) -> Node | None:
         """The node that takes from the value, or divides it by, what `node` gives for each of its rows."""
@@ -173,17 +177,17 @@ class _Reader:
                     return user
         return None
 
-    def to_values(self) -> Form | str:
+    def to_values(self) -> Form:
         """From the softmax to the product with the values."""
         for _ in range(LONGEST):
             node = self._only_reader()
             if node is None:
-                return self._read_elsewhere()
+                raise self._read_elsewhere()
             if node.primitive == "dot_general" and node.params["dimension_numbers"][0][0]:
                 return self._mixed(node)
             if not self._moved(node) and not self._factor(node) and not self._dropout(node):
-                return f"{node} is between the softmax and the product with the values"
-        return "it is far from the softmax to the product with the values"
+                raise Unfit(f"{node} is between the softmax and the product with the values")
+        raise Unfit("it is far from the softmax to the product with the values")
 
     def _factor(self, node: Node) -> bool:
         """Takes a factor for each head, as a mask of heads is, which the values may have as well: by a product or as einsum does."""
@@ -227,20 +231,20 @@ class _Reader:
         self._take(node)
         return True
 
-    def _mixed(self, node: Node) -> Form | str:
+    def _mixed(self, node: Node) -> Form:
         side = 0 if node.inputs[0] is self.value else 1
         if node.inputs[0] is node.inputs[1]:
-            return f"{node} multiplies the softmax by itself"
+            raise Unfit(f"{node} multiplies the softmax by itself")
         contracted, batch = node.params["dimension_numbers"]
         own, other = (pair[side] for pair in (contracted, batch)), (pair[1 - side] for pair in (contracted, batch))
         (own_contracted, own_batch), (v_contracted, v_batch) = own, other
         if [self.labels[d] for d in own_contracted] != [self.key_axis] or self.contracted != 1:
-            return f"{node} does not sum over the softmax's axis alone"
+            raise Unfit(f"{node} does not sum over the softmax's axis alone")
         v = node.inputs[1 - side]
         known = {**{d: self.labels[p] for d, p in zip(v_batch, own_batch)}, v_contracted[0]: self.key_axis}
         free = [d for d in range(v.ndim) if d not in known]
         if len(free) != 1:
-            return f"the values, {v!r}, have {len(free)} axes of their own: the kernel takes one"
+            raise Unfit(f"the values, {v!r}, have {len(free)} axes of their own: the kernel takes one")
         v_labels = tuple("e" if d in free else known[d] or next(self.fresh, None) for d in range(v.ndim))
         left = [self.labels[d] for d in range(self.value.ndim) if d not in (*own_contracted, *own_batch)]
         halves = [left, ["e"]] if side == 0 else [["e"], left]
@@ -249,11 +253,11 @@ class _Reader:
             pass
         return self._form(v, v_labels)
 
-    def _form(self, v: Value, v_labels: Labels) -> Form | str:
+    def _form(self, v: Value, v_labels: Labels) -> Form:
         free = [[a for a in side if a != "d" and not all(a in other for other in self.sides)] for side in self.sides]
         keys = next((i for i in (0, 1) if free[i] == [self.key_axis]), None)
         if keys is None or not free[1 - keys]:
-            return f"{self.node} has other keys than one axis of one of its operands, or no rows"
+            raise Unfit(f"{self.node} has other keys than one axis of one of its operands, or no rows")
         q, k = self.node.inputs[1 - keys], self.node.inputs[keys]
         sizes = {letter: n for value, side in zip(self.node.inputs, self.sides) for letter, n in zip(side, value.shape)}
         rows = max(free[1 - keys], key=sizes.__getitem__)
@@ -268,7 +272,7 @@ class _Reader:
         specs = [named(labels) for labels in (self.sides[1 - keys], self.sides[keys], v_labels)]
         lost = [a for a in specs[0] if a != "d" and a not in named(self.labels)]
         if any(None in spec for spec in specs) or any(is_long(sizes[a]) for a in self.sides[1 - keys] if renamed.get(a, a) in lost):
-            return f"{self.node} and the product with the values do not have the same axes"
+            raise Unfit(f"{self.node} and the product with the values do not have the same axes")
         of_q, of_k, of_v = ("".join(filter(None, spec)) for spec in specs)
         out = "".join((*lost, *filter(None, named(self.labels))))
         return Form(q, k, v, (of_q, of_k, of_v), self.scale, operands(self.biases), operands(self.masks), self.fill, tuple(self.factors),

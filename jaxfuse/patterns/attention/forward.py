@@ -20,11 +20,12 @@ from jaxfuse.patterns.attention.axes import Operand
 from jaxfuse.patterns.attention.form import Form, read_form
 from jaxfuse.patterns.dense.forward import batch_axes, is_product
 from jaxfuse.patterns.dense.site import config_of
-from jaxfuse.patterns.walk import depends_on, divided_beyond_batch
+from jaxfuse.patterns.kernel import require
+from jaxfuse.patterns.walk import depends_on, require_batch_sharding
 from jaxfuse.program.autodiff import backward, forward
 from jaxfuse.program.graph import Emission, Graph, Node, Value
 from jaxfuse.program.liveness import unneeded
-from jaxfuse.program.site import Match, Refusal
+from jaxfuse.program.site import Match, Refusal, Unfit
 
 
 def anchors(graph):
@@ -34,15 +35,13 @@ def anchors(graph):
 def match(graph, node: Node, claimed: set[int], measured):
     """Yields the Match of an attention and of its gradients, or a Refusal; nothing if no softmax follows this product."""
     part = forward(graph)
-    form = read_form(part, node, graph.dead)
-    if form is None or node.index in claimed:
+    if node.index in claimed:
         return
-    site = form if isinstance(form, str) else _Site(graph, part, node, form)
-    results = site if isinstance(site, str) else site.matches(measured)
-    if isinstance(results, str):  # its products are rows of their own
-        yield Refusal("attention", node, tuple(node.inputs), results)
-    else:
-        yield from results
+    try:
+        form = read_form(part, node, graph.dead)
+        yield from _Site(graph, part, node, form).matches(measured) if form else ()
+    except Unfit as unfit:  # its products are rows of their own
+        yield Refusal("attention", node, tuple(node.inputs), unfit.reason)
 
 
 class _Site:
@@ -62,37 +61,31 @@ class _Site:
                 for name, found in (("bias", form.biases), ("mask", form.masks), ("factor", form.dropped))}
         self.config = dataclasses.replace(self.config, **spec)
 
-    def matches(self, measured) -> list[Match] | str:
-        """The match, and that of the gradients if the program computes them; or why not."""
-        if reason := self._refused():
-            return reason
+    def matches(self, measured) -> list[Match]:
+        """The match, and that of the gradients if the program computes them. Raises `Unfit` where no kernel takes it."""
+        self._require_precision()
         gradient = self._gradient() if self.part is not self.graph else None
         gone = unneeded(self.graph, (self.end, *(gradient.found if gradient else ())), aside=self.graph.dead)
         if self.node.index not in gone:
             inside = [v for n in self.form.nodes for v in map(self.part.original, n.outputs) if v is not self.end]
             readers = (n for v in inside for n in v.users if n.index not in gone and n.index not in self.graph.dead)
             mine = {n.index for n in self.form.nodes}
-            return f"what is inside is read by {next((n for n in readers if n.index not in mine), self.node)} too"
+            raise Unfit(f"what is inside is read by {next((n for n in readers if n.index not in mine), self.node)} too")
         types = self._types()
-        _, reason = OP.forward.kernel(self.config, types)
-        reason = reason or measured("attention", self.config, types)
+        require(OP.forward, self.config, types, measured, "attention", self.config, types)
         saved = self._saved(types) if gradient else ()
-        back = self._backward(gradient, types, saved) if gradient and not reason else None
-        if reason or isinstance(back, str):
-            return reason or str(back)
+        back = [self._backward(gradient, types, saved)] if gradient else []
         scores = 2 * 4 * math.prod(self.config.sizes(*types[:3])[a] for a in self.config.scores)  # written and read again
         nodes = tuple(n for n in self.form.nodes if n.primitive == "dot_general")
         found = Match(self.label, self.node, nodes, (self._emission(saved),), tuple(self.inputs[:3]), scores)
-        return [found, *([back] if back else [])]
+        return [found, *back]
 
-    def _refused(self) -> str:
+    def _require_precision(self):
         for node in self.form.nodes:
             if node.primitive == "dot_general":
-                config = config_of(node)
-                reason = config if isinstance(config, str) else refused_precision(config.precision, node.inputs[0].dtype)
+                reason = refused_precision(config_of(node).precision, node.inputs[0].dtype)
                 if reason:
-                    return reason
-        return ""
+                    raise Unfit(reason)
 
     def _operands(self, moving, fixed) -> list:
         """The op's arguments: all biases as one, all masks as one, what is dropped as one, and the values times their factors."""
@@ -147,20 +140,21 @@ class _Site:
                 return _Gradient(found.dy, tuple(made.values()), tuple(made), tuple(found.added[i] for i in made))
         return None
 
-    def _backward(self, gradient: "_Gradient", types, saved: tuple[Value, ...]) -> Match | str:
-        """The match of the gradients, or why not."""
+    def _backward(self, gradient: "_Gradient", types, saved: tuple[Value, ...]) -> Match:
+        """The gradients. Raises `Unfit` where no kernel takes them."""
         wants_bias = max(gradient.of) > 2
         active = (*[i in gradient.of for i in range(3)], *[wants_bias] * bool(self.form.biases),
                   *[False] * (bool(self.form.masks) + bool(self.form.dropped)))
         linear = Linear(dataclasses.replace(self.config, saving=True), active, types, len(types) + 3)
         kept = tuple(v.aval for v in saved)
-        _, reason = OP.backward.kernel(linear, (*types, *kept, kept[0]))
+        _, refused = OP.backward.kernel(linear, (*types, *kept, kept[0]))
         extra = tuple(v for added in gradient.added for v in added)
         needs = (*self.moving, *self.fixed, *saved, gradient.dy, *extra)
-        if divided := divided_beyond_batch(needs):
-            return divided
+        require_batch_sharding(needs)
         if depends_on(list(needs), set(map(id, gradient.found)), min(v.producer.index for v in gradient.found)):
-            return "the gradients of this attention depend on each other"
+            raise Unfit("the gradients of this attention depend on each other")
+        if refused:
+            raise Unfit(refused)
 
         def run(read):
             moving, fixed = list(map(read, self.moving)), list(map(read, self.fixed))
@@ -179,7 +173,7 @@ class _Site:
 
         saving = 4 * 4 * math.prod(self.config.sizes(*types[:3])[a] for a in self.config.scores)
         emission = Emission(needs, gradient.found, run)
-        return reason or Match(self.label, self.node, (), (emission,), (gradient.dy, *self.inputs[:3]), saving, "backward")
+        return Match(self.label, self.node, (), (emission,), (gradient.dy, *self.inputs[:3]), saving, "backward")
 
 
 def _laid(operand: Operand, array, letters: str):

@@ -6,7 +6,7 @@ from jaxfuse.patterns.dense import site as dense_site
 from jaxfuse.patterns.dense.forward import batch_axes, is_product
 from jaxfuse.program.autodiff import forward
 from jaxfuse.program.graph import Node, Value
-from jaxfuse.program.site import Match, Refusal
+from jaxfuse.program.site import Refusal, Unfit
 
 LONGEST = 8  # steps between the product and the softmax: casts, scale, masks
 
@@ -38,11 +38,10 @@ def match(graph, node: Node, claimed: set[int], measured):
     is_scores = bool(steps & {"scale", "softmax"})
     name, own = ("attention scores", tuple(nodes)) if is_scores else ("matmul", (node,))
     reason = reason if value.users and is_scores else ""  # nothing is missed where nothing follows
-    result = dense_site.product(graph, part, node, "matmul" if reason else name, own, measured, is_scores and not reason)
-    if isinstance(result, Match):
-        yield result
-    else:
-        reason = reason or result
+    try:
+        yield dense_site.product(graph, part, node, "matmul" if reason else name, own, measured, is_scores and not reason)
+    except Unfit as unfit:
+        reason = reason or unfit.reason
     if reason:
         yield Refusal(name, node, tuple(node.inputs), reason, nodes=own)
 

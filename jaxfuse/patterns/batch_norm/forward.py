@@ -16,10 +16,11 @@ from jaxfuse.ops.batch_norm_grad import GradientConfig
 from jaxfuse.ops.op import equally_varying
 from jaxfuse.patterns.activations import name_activation
 from jaxfuse.patterns.batch_norm import gradient as batch_norm_grad
-from jaxfuse.patterns.walk import Chain, Walk, as_vector, depends_on, divided_beyond_batch, longest
+from jaxfuse.patterns.kernel import require
+from jaxfuse.patterns.walk import Chain, Walk, as_vector, depends_on, longest, require_batch_sharding
 from jaxfuse.program.graph import Emission, Graph, Node, Value, evaluate
 from jaxfuse.program.liveness import FusedReader
-from jaxfuse.program.site import Match, Refusal, UnfusedStep
+from jaxfuse.program.site import Match, Refusal, Unfit, UnfusedStep
 from jaxfuse.runtime.reasons import no_kernel
 
 LARGEST_PROGRAM = 64  # nodes of per-channel arithmetic between the statistics and the result
@@ -66,8 +67,10 @@ def match(graph, node: Node, claimed: set[int], measured):
     if len(left) != 1 or left == (0,):  # rows of the batch, or groups: patterns/norm has them
         return
     x, axis = _unflattened(graph, x, *left)
-    if divided := divided_beyond_batch((x,)):
-        yield Refusal("bn", node, (x,), divided)
+    try:
+        require_batch_sharding((x,))
+    except Unfit as unfit:
+        yield Refusal("bn", node, (x,), unfit.reason)
         return
     moments = Moments(x, axis)
     if not moments:
@@ -91,9 +94,9 @@ def match(graph, node: Node, claimed: set[int], measured):
         if gradient:
             yield _backward(graph, node, gradient, found, chain, measured)
     if refused and _label(refused[0]) != _label(chain) * bool(found):
-        unscaled = stop.reason if refused[1] is _UNSCALED else refused[1]
+        reason = stop.reason if isinstance(refused[1], Unscaled) else refused[1].reason
         row = UnfusedStep if found else Refusal
-        yield row(_label(refused[0]), node, (x,), unscaled)
+        yield row(_label(refused[0]), node, (x,), reason)
     elif stop.missed:
         yield UnfusedStep(f"{_label(chain)}+{stop.missed}", node, (x,), stop.reason)
 
@@ -111,7 +114,8 @@ def _unflattened(graph, x: Value, axis: int) -> tuple[Value, int]:
     return (source, own) if moments and _first_step(graph, moments, frozenset(moments.nodes))[1] else (x, axis)
 
 
-_UNSCALED = "it is centered, not scaled"
+class Unscaled(Unfit):
+    """The walk ended before the variance was used: where it ended is the reason to name."""
 
 
 def _label(chain: Chain) -> str:
@@ -157,25 +161,24 @@ def _backward(graph, node: Node, gradient, forward: Match, chain: Chain, measure
     kept = tuple(v for v in emission.defines if v.producer is None)
     residual = emission.needs[1:2] if config and config.has_residual else ()
     told = batch_norm_grad.Told(config, (*kept, *residual)) if config else None
-    result = batch_norm_grad.fused(
-        graph, gradient, forward.pattern, node, told, _absorbs(chain, gradient.moments.axis), measured)
-    return Refusal(forward.pattern, node, (gradient.g, gradient.moments.x), result, "backward") if isinstance(result, str) else result
+    try:
+        return batch_norm_grad.fused(
+            graph, gradient, forward.pattern, node, told, _absorbs(chain, gradient.moments.axis), measured)
+    except Unfit as unfit:
+        return Refusal(forward.pattern, node, (gradient.g, gradient.moments.x), unfit.reason, "backward")
 
 
-def _fused(graph, node: Node, moments: Moments, gradient, chain: Chain, measured) -> Match | str:
-    """The match, or why not."""
+def _fused(graph, node: Node, moments: Moments, gradient, chain: Chain, measured) -> Match:
+    """Raises `Unfit` where no kernel takes the chain."""
     x, known = moments.x, set(moments.known)
     if not any(kind in ("mul", "div") for kind, _ in chain.affine):
-        return _UNSCALED
+        raise Unscaled("it is centered, not scaled")
     if chain.residual is not None:
         if chain.residual.dtype != x.dtype:
-            return f"residual {chain.residual!r} is of another dtype than {x!r}"
+            raise Unfit(f"residual {chain.residual!r} is of another dtype than {x!r}")
         if depends_on([chain.residual], known | {id(v) for n in chain.nodes for v in n.outputs}, _since(moments)):
-            return "the residual is computed from x's own statistics"
-    program = _per_channel_program(moments, chain)
-    if isinstance(program, str):
-        return program
-    per_channel_program, parameters = program
+            raise Unfit("the residual is computed from x's own statistics")
+    per_channel_program, parameters = _per_channel_program(moments, chain)
     told = _told(gradient, chain)
     # The kernels are channels-last, and so is what the fused ops around it give and take: transposes between them vanish.
     order = channels_last(x.ndim, moments.axis)
@@ -190,10 +193,7 @@ def _fused(graph, node: Node, moments: Moments, gradient, chain: Chain, measured
     types = (*[one] * len(full), *[jax.ShapeDtypeStruct(v.shape, v.dtype) for v in parameters])
     if _absorbs(chain, moments.axis):
         config = dataclasses.replace(config, absorbs=bool(measured("batch_norm", config, types, cost=batch_norm_grad.ABSORBED)))
-    _, reason = OP.forward.kernel(config, types)
-    reason = reason or measured("batch_norm", config, types)
-    if reason:
-        return reason
+    require(OP.forward, config, types, measured, "batch_norm", config, types)
     twin = transposed(graph, chain.end, order) if chain.layout == Layout.of(x.shape) else None
 
     kept = _kept_for(told, size(x), x.shape[moments.axis])
@@ -250,7 +250,7 @@ def _kept_for(told: GradientConfig | None, elements: int, channels: int) -> list
 
 def _per_channel_program(moments: Moments, chain: Chain):
     """(program, parameters): the arithmetic behind the chain's coefficients, cut at the statistics on one side and at
-    whatever does not depend on them on the other."""
+    whatever does not depend on them on the other. Raises `Unfit` where it is more than that."""
     known, channels = moments.known, moments.x.shape[moments.axis]
     parameters: dict[int, Value] = {}
     order: list[Node] = []
@@ -270,7 +270,7 @@ def _per_channel_program(moments: Moments, chain: Chain):
     for _, value in chain.affine:
         reach(value)
     if len(order) > LARGEST_PROGRAM or any(size(v) > channels for n in order for v in n.outputs):
-        return "what comes between the statistics and the result is not arithmetic on one number for each channel"
+        raise Unfit("what comes between the statistics and the result is not arithmetic on one number for each channel")
     given = list(parameters.values())
 
     def program(mean, var, *arrays):

@@ -15,6 +15,7 @@ from jaxfuse.analysis.moments import Moments
 from jaxfuse.ops.batch_norm_grad import DX, SUMS, GradientConfig
 from jaxfuse.patterns.activation_grad import Slope, slopes_at
 from jaxfuse.patterns.activations import is_derivative
+from jaxfuse.patterns.kernel import require
 from jaxfuse.patterns.walk import Chain, depends_on
 from jaxfuse.program.graph import Emission, Graph, Value
 from jaxfuse.program.liveness import unneeded
@@ -116,9 +117,9 @@ def mask_of(gradient: Gradient, chain: Chain) -> Value | None:
     return mask if any(m is mask for m in chain.masks) and is_derivative(chain.region, mask, chain.activation) else None
 
 
-def fused(graph: Graph, gradient: Gradient, label: str, anchor, told: Told | None, absorbs: bool, measured) -> Match | str:
-    """The match, or why not; `told` is what the forward pass keeps of the activation's derivative, `absorbs`: XLA can
-    compute a neighbour along with it; whether it is to, policy says."""
+def fused(graph: Graph, gradient: Gradient, label: str, anchor, told: Told | None, absorbs: bool, measured) -> Match:
+    """`told` is what the forward pass keeps of the activation's derivative, `absorbs`: XLA can
+    compute a neighbour along with it; whether it is to, policy says. Raises `Unfit` where no kernel takes them."""
     moments, g, x = gradient.moments, gradient.g, gradient.moments.x
     order = channels_last(x.ndim, moments.axis)
     dy, config = g, GradientConfig(0)
@@ -131,10 +132,7 @@ def fused(graph: Graph, gradient: Gradient, label: str, anchor, told: Told | Non
     full = [jax.ShapeDtypeStruct([v.shape[d] for d in order], v.dtype) for v in (dy, x)]
     if absorbs:
         config = dataclasses.replace(config, absorbs=bool(measured("batch_norm", config, full, "backward", cost=ABSORBED)))
-    _, reason = SUMS.kernel(config, (*full, vector, *masks))
-    reason = reason or measured("batch_norm", config, full, "backward")
-    if reason:
-        return reason
+    require(SUMS, config, (*full, vector, *masks), measured, "batch_norm", config, full, "backward")
     factors = [need for _, form in gradient.sums for need in needs_of(form)]
 
     def operands(read):

@@ -17,10 +17,11 @@ from jaxfuse.ops.conv.config import batch_groups_as_features
 from jaxfuse.ops.conv.conv import OP, ConvConfig
 from jaxfuse.patterns.activations import name_activation
 from jaxfuse.patterns.conv import space_to_batch
-from jaxfuse.patterns.walk import NARROW, Chain, Walk, as_vector, asked_sharding, ends_wide, longest
+from jaxfuse.patterns.kernel import require
+from jaxfuse.patterns.walk import NARROW, Chain, Walk, as_vector, ends_wide, longest, require_no_sharding
 from jaxfuse.program.autodiff import backward
 from jaxfuse.program.graph import Emission, Node, Value
-from jaxfuse.program.site import Match, Refusal, UnfusedStep
+from jaxfuse.program.site import Match, Refusal, Unfit, UnfusedStep
 from jaxfuse.runtime.reasons import no_kernel
 
 BLOCKS = "space_to_batch+conv+batch_to_space"
@@ -34,17 +35,19 @@ def anchors(graph):
 def match(graph, node: Node, claimed: set[int], measured):
     """Yields one Match or Refusal for the convolution, and a Refusal for the step that its epilogue could not take, or for
     the padding that it could not take in. One of blocks in its batch is taken for the dilated one that it is, if it can be."""
-    config = config_of(node)
-    if isinstance(config, str):
-        yield Refusal("conv", node, tuple(node.inputs), config)
+    try:
+        config = config_of(node)
+        if is_weight_gradient(node, node.index in backward(graph)):
+            raise _as_weight_gradient(config)
+    except Unfit as unfit:
+        yield Refusal("conv", node, tuple(node.inputs), unfit.reason)
         return
-    if is_weight_gradient(node, node.index in backward(graph)):
-        yield Refusal("conv", node, tuple(node.inputs), _as_weight_gradient(config))
-        return
-    spread = space_to_batch.dilated(graph, node, config) if not _batch_moved(config) else None
-    if isinstance(spread, str):
-        yield Refusal(BLOCKS, node, tuple(node.inputs), spread)
-    elif spread:
+    try:
+        spread = space_to_batch.dilated(graph, node, config) if not _batch_moved(config) else None
+    except Unfit as unfit:
+        yield Refusal(BLOCKS, node, tuple(node.inputs), unfit.reason)
+        spread = None
+    if spread:
         rows = list(_rows(graph, node, _without_blocks(graph, node, spread), claimed, measured))
         yield from rows
         if any(isinstance(row, Match) for row in rows):
@@ -64,25 +67,24 @@ def _rows(graph, node: Node, head: "Head", claimed: set[int], measured):
             yield UnfusedStep("pad+conv", node, head.operands, head.refused)
     if refused:
         row = UnfusedStep if found else Refusal
-        yield row(_label(head, refused[0]), node, head.operands, refused[1])
+        yield row(_label(head, refused[0]), node, head.operands, refused[1].reason)
     elif stop.missed:
         yield UnfusedStep(f"{_label(head, chain)}+{stop.missed}", node, head.operands, stop.reason)
 
 
-def config_of(node: Node) -> ConvConfig | str:
-    """The op's config for this convolution, or why the op does not cover it; groups of the batch are groups of features."""
+def config_of(node: Node) -> ConvConfig:
+    """The op's config for this convolution; groups of the batch are groups of features. Raises `Unfit` if the op does not cover it."""
     params = node.params
     x, w = node.inputs
     widened = node.out.dtype == jnp.float32 and x.dtype in NARROW
     if x.dtype != w.dtype or not (node.out.dtype == x.dtype or widened):
-        return f"dtypes {x.dtype}, {w.dtype} -> {node.out.dtype}: the kernel takes one dtype and gives that or float32"
+        raise Unfit(f"dtypes {x.dtype}, {w.dtype} -> {node.out.dtype}: the kernel takes one dtype and gives that or float32")
     dn = params["dimension_numbers"]
     if not 3 <= x.ndim <= 5:
-        return f"{x.ndim - 2} spatial axes: the kernel takes 1 to 3"
+        raise Unfit(f"{x.ndim - 2} spatial axes: the kernel takes 1 to 3")
     if is_weight_gradient(node):
-        return _as_weight_gradient(dn)
-    if asked := asked_sharding(node):
-        return asked
+        raise _as_weight_gradient(dn)
+    require_no_sharding(node)
     return ConvConfig(
         tuple(params["window_strides"]), tuple(map(tuple, params["padding"])), tuple(params["rhs_dilation"]),
         params["feature_group_count"] * params["batch_group_count"], dn.lhs_spec, dn.rhs_spec, dn.out_spec, tuple(params["lhs_dilation"]),
@@ -104,8 +106,8 @@ def _places(value: Value, spec: tuple[int, ...]) -> int:
     return math.prod(value.shape[d] for d in spec[2:])
 
 
-def _as_weight_gradient(spec: ConvConfig | lax.ConvDimensionNumbers) -> str:
-    return no_kernel(f"batch at axis {spec.lhs_spec[0]} -> {spec.out_spec[0]}, as a weight gradient has it")
+def _as_weight_gradient(spec: ConvConfig | lax.ConvDimensionNumbers) -> Unfit:
+    return Unfit(no_kernel(f"batch at axis {spec.lhs_spec[0]} -> {spec.out_spec[0]}, as a weight gradient has it"))
 
 
 # --- before it ---------------------------------------------------------------------------------------------------
@@ -145,12 +147,11 @@ def _head(graph, config: ConvConfig, x: Value, w: Value, out: Value) -> Head:
             config = dataclasses.replace(config, lhs_spec=tuple(moved[d] for d in config.lhs_spec))
             x, steps = source, ("transpose",) * (moved != tuple(sorted(moved))) + steps
         elif x.producer is not None and x.producer.primitive == "pad":
-            padding = _with_pad(config, x.producer)
-            if isinstance(padding, str):
-                refused = padding
-            else:
-                config = dataclasses.replace(config, padding=padding)
+            try:
+                config = dataclasses.replace(config, padding=_with_pad(config, x.producer))
                 x, steps = x.producer.inputs[0], ("pad", *steps)
+            except Unfit as unfit:
+                refused = unfit.reason
         else:
             break
     order = channels_last(x.ndim, config.lhs_spec[1])
@@ -161,15 +162,15 @@ def _head(graph, config: ConvConfig, x: Value, w: Value, out: Value) -> Head:
 
 
 def _with_pad(config: ConvConfig, pad: Node):
-    """The convolution's padding with the pad's added, or why it cannot be."""
+    """The convolution's padding with the pad's added. Raises `Unfit` where it cannot be."""
     value, pads = constant(pad.inputs[1]), pad.params["padding_config"]
     if value != 0:
-        return f"{pad} pads with {'a computed value' if value is None else value}, the kernel with 0"
+        raise Unfit(f"{pad} pads with {'a computed value' if value is None else value}, the kernel with 0")
     for axis, (low, high, interior) in enumerate(pads):
         if interior or low < 0 or high < 0:
-            return f"{pad} has padding {(low, high, interior)} along axis {axis}: the kernel adds zeros at the borders only"
+            raise Unfit(f"{pad} has padding {(low, high, interior)} along axis {axis}: the kernel adds zeros at the borders only")
         if (low or high) and axis in config.lhs_spec[:2]:
-            return f"{pad} pads along axis {axis}, which is not spatial"
+            raise Unfit(f"{pad} pads along axis {axis}, which is not spatial")
     added = [pads[axis] for axis in config.lhs_spec[2:]]
     return tuple((low + more * spread, high + beyond * spread)  # a pixel of a dilated x is `spread` wide
                  for (low, high), (more, beyond, _), spread in zip(config.padding, added, config.lhs_dilation))
@@ -225,15 +226,15 @@ def _scaled_residual(graph, chain: Chain, kernel) -> str:
     return f"{made} scales the residual: XLA makes one pass of that and of what follows"
 
 
-def _fused(graph, node: Node, head: Head, chain: Chain, measured) -> Match | str:
-    """The match, or why not."""
+def _fused(graph, node: Node, head: Head, chain: Chain, measured) -> Match:
+    """Raises `Unfit` where no kernel takes the chain."""
     x, w = head.operands
     saved_z = _read_by_gradient(node, chain)
     if saved_z and (chain.region is None or saved_z != [chain.region.start]):
-        return f"{saved_z[0]!r} is read by the convolution's gradient too"
+        raise Unfit(f"{saved_z[0]!r} is read by the convolution's gradient too")
     given_dtype = chain.end.dtype
     if chain.residual is not None and chain.residual.dtype != given_dtype:
-        return f"residual {chain.residual!r} is of another dtype than {node.out!r}"
+        raise Unfit(f"residual {chain.residual!r} is of another dtype than {node.out!r}")
     channel_axis, has_residual = head.config.out_spec[1], chain.residual is not None
     permutation, twin = _target(graph, chain, channel_axis)
     config = dataclasses.replace(_configured(head.config, chain, permutation), saves=len(saved_z))
@@ -250,10 +251,7 @@ def _fused(graph, node: Node, head: Head, chain: Chain, measured) -> Match | str
     given_x, given_w = (jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (x, w))
     types = [jax.eval_shape(spread_x, given_x), given_w, *vectors]
     types += [jax.ShapeDtypeStruct([head.out.shape[d] for d in permutation], given_dtype)] * has_residual
-    kernel, reason = OP.forward.kernel(config, tuple(types))
-    reason = reason or measured("conv", config, types, cost=_scaled_residual(graph, chain, kernel))
-    if reason:
-        return reason
+    require(OP.forward, config, tuple(types), measured, "conv", config, types, cost=functools.partial(_scaled_residual, graph, chain))
     vector = functools.partial(as_vector, channels=channels)
 
     def run(read):

@@ -20,11 +20,12 @@ from jaxfuse.patterns.activation_grad import slopes_at
 from jaxfuse.patterns.activations import is_derivative, name_activation
 from jaxfuse.patterns.conv import scaled as conv_scaled
 from jaxfuse.patterns.conv.forward import config_of
+from jaxfuse.patterns.kernel import require
 from jaxfuse.patterns.walk import Walk, depends_on
 from jaxfuse.program.autodiff import Part, forward
 from jaxfuse.program.graph import Emission, Graph, Node, Value
 from jaxfuse.program.liveness import unneeded
-from jaxfuse.program.site import Match, Refusal, UnfusedStep
+from jaxfuse.program.site import Match, Refusal, Unfit, UnfusedStep
 from jaxfuse.runtime.reasons import no_kernel
 
 
@@ -60,21 +61,29 @@ def anchors(graph: Graph):
 
 def match(graph: Graph, node: Node, claimed: set[int], measured):
     """Yields a Match or a Refusal for every pair of gradients of this convolution; nothing if it is not differentiated."""
-    config = config_of(node)
-    if isinstance(config, str) or config.out_dtype or node.params["batch_group_count"] != 1:
+    try:
+        config = config_of(node)
+    except Unfit:
+        return  # the forward pass has a row that says why
+    if config.out_dtype or node.params["batch_group_count"] != 1:
         return
     for found in _gradients(node, claimed):
-        for gradients in _ways(graph, node, found, config, claimed):
-            result = _fused(graph, node, gradients, config, measured)
-            if isinstance(result, Match):
-                break
-        if isinstance(result, Match):
-            yield result
-            if gradients.dx is not None and (add := _residual_add(graph, gradients.dx.out)):
-                reason = no_kernel(f"{add} of the input's gradient")
-                yield UnfusedStep("conv+residual gradient", node, (gradients.dz, *node.inputs), reason, "backward")
-        else:
-            yield Refusal(_label(gradients, False), node, (gradients.dz, *node.inputs), result, "backward")
+        yield from _rows(graph, node, found, config, claimed, measured)
+
+
+def _rows(graph: Graph, node: Node, found: "Gradients", config: ConvConfig, claimed: set[int], measured):
+    """The Match of the first way to these gradients that a kernel takes, or why the last is refused."""
+    for gradients in _ways(graph, node, found, config, claimed):
+        try:
+            yield _fused(graph, node, gradients, config, measured)
+        except Unfit as unfit:
+            refused = unfit
+            continue
+        if gradients.dx is not None and (add := _residual_add(graph, gradients.dx.out)):
+            reason = no_kernel(f"{add} of the input's gradient")
+            yield UnfusedStep("conv+residual gradient", node, (gradients.dz, *node.inputs), reason, "backward")
+        return
+    yield Refusal(_label(gradients, False), node, (gradients.dz, *node.inputs), refused.reason, "backward")
 
 
 def _ways(graph: Graph, node: Node, gradients: Gradients, config: ConvConfig, claimed: set[int]) -> Iterator[Gradients]:
@@ -213,8 +222,8 @@ def _label(gradients: Gradients, with_add: bool) -> str:
     return "+".join([*parts, *[gradients.activation.name] * (gradients.told is not None)])
 
 
-def _fused(graph: Graph, node: Node, gradients: Gradients, config: ConvConfig, measured) -> Match | str:
-    """The match, or why not."""
+def _fused(graph: Graph, node: Node, gradients: Gradients, config: ConvConfig, measured) -> Match:
+    """Raises `Unfit` where no kernel takes them."""
     x, w = node.inputs
     dx, dw, db, told, scaled = gradients.dx, gradients.dw, gradients.db, gradients.told, gradients.scaled
     wanted = [n.out for n in (dx, dw, db) if n is not None]
@@ -239,13 +248,10 @@ def _fused(graph: Graph, node: Node, gradients: Gradients, config: ConvConfig, m
     types = (*_types(map(laid, (x, w))), *bias, *_types([laid(gradients.dz)] * dz_too))
     active = (dx is not None, dw is not None, *[True] * (config.has_bias + config.has_residual))
     linear = Linear(config, active, types, len(needs) - 1)
-    _, reason = OP.backward.kernel(linear, _types(needs))
-    reason = reason or measured("conv", config, types, "backward")
-    if reason:
-        return reason
+    require(OP.backward, linear, _types(needs), measured, "conv", config, types, "backward")
     factors = scaled.needs if scaled else ()
     if depends_on([*needs, *factors], set(map(id, defines)), min(v.producer.index for v in (*made, *gradients.sums))):
-        return "the convolution's gradients depend on each other"
+        raise Unfit("the convolution's gradients depend on each other")
 
     def run(read):
         operands = [*map(read, needs)]

@@ -17,9 +17,10 @@ from jaxfuse.ops.conv.config import convolve
 from jaxfuse.ops.conv.conv import OP, ConvConfig
 from jaxfuse.ops.op import Linear
 from jaxfuse.patterns.conv.forward import is_weight_gradient
+from jaxfuse.patterns.kernel import require
 from jaxfuse.program.autodiff import backward
 from jaxfuse.program.graph import Emission, Graph, Node
-from jaxfuse.program.site import Match, Refusal
+from jaxfuse.program.site import Match, Refusal, Unfit
 
 PATTERN = "conv per sample"
 
@@ -55,8 +56,10 @@ def match(graph: Graph, node: Node, claimed: set[int], measured):
     samples = _samples(node)
     if samples is None:
         return
-    result = _fused(node, samples, measured)
-    yield Refusal(PATTERN, node, tuple(node.inputs), result, "backward", (node,)) if isinstance(result, str) else result
+    try:
+        yield _fused(node, samples, measured)
+    except Unfit as unfit:
+        yield Refusal(PATTERN, node, tuple(node.inputs), unfit.reason, "backward", (node,))
 
 
 def _samples(node: Node) -> Samples | None:
@@ -91,15 +94,12 @@ def _one_of(count: int, value, axis: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, value.dtype)
 
 
-def _fused(node: Node, samples: Samples, measured) -> Match | str:
-    """The match, or why not."""
+def _fused(node: Node, samples: Samples, measured) -> Match:
+    """Raises `Unfit` where no kernel takes one of them."""
     (x, dy), dw = node.inputs, node.out
     count, config = samples.number, samples.config
     linear = Linear(config, (False, True), (samples.x, samples.w), 2)
-    _, reason = OP.backward.kernel(linear, (samples.x, samples.w, samples.dy))
-    reason = reason or measured("conv", config, (samples.x, samples.w), "backward")
-    if reason:
-        return reason
+    require(OP.backward, linear, (samples.x, samples.w, samples.dy), measured, "conv", config, (samples.x, samples.w), "backward")
     x_axis, dy_axis, dw_axis = config.lhs_spec[0], config.out_spec[1], config.rhs_spec[0]
 
     def one(x, dy):

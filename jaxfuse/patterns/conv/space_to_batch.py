@@ -13,6 +13,7 @@ from typing import NamedTuple
 from jaxfuse.analysis.layout import inverse, is_reshape
 from jaxfuse.ops.conv.conv import ConvConfig
 from jaxfuse.program.graph import Graph, Node, Value
+from jaxfuse.program.site import Unfit
 
 
 class Dilated(NamedTuple):
@@ -24,8 +25,8 @@ class Dilated(NamedTuple):
     nodes: tuple[Node, ...]
 
 
-def dilated(graph: Graph, node: Node, config: ConvConfig) -> Dilated | str | None:
-    """None if the convolution's input is not made of blocks; a reason if it is, and is no dilated convolution all the same."""
+def dilated(graph: Graph, node: Node, config: ConvConfig) -> Dilated | None:
+    """None if the convolution's input is not made of blocks. Raises `Unfit` if it is, and is no dilated convolution all the same."""
     merge = _made_by(node.inputs[0], "reshape")
     turn = merge and _made_by(merge.inputs[0], "transpose")
     split = turn and _made_by(turn.inputs[0], "reshape")
@@ -34,11 +35,11 @@ def dilated(graph: Graph, node: Node, config: ConvConfig) -> Dilated | str | Non
         return None
     back = _moved_back(graph, node.out)
     if back is None or _blocks(*back, config.out_spec, backwards=True) != blocks:
-        return f"{node.out!r} is not moved back from the batch as its input was moved there, in blocks of {blocks}"
+        raise Unfit(f"{node.out!r} is not moved back from the batch as its input was moved there, in blocks of {blocks}")
     groups = node.params["batch_group_count"]
     if any(n != 1 for n in (*config.window_strides, *config.lhs_dilation, groups)):
-        return (f"window_strides {config.window_strides}, lhs_dilation {config.lhs_dilation}, batch_group_count {groups}: "
-                "blocks are a dilation only without")
+        raise Unfit(f"window_strides {config.window_strides}, lhs_dilation {config.lhs_dilation}, batch_group_count {groups}: "
+                    "blocks are a dilation only without")
     config = dataclasses.replace(
         config, padding=tuple((low * r, high * r) for (low, high), r in zip(config.padding, blocks)),
         rhs_dilation=tuple(d * r for d, r in zip(config.rhs_dilation, blocks)))

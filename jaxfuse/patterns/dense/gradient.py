@@ -18,11 +18,12 @@ from jaxfuse.patterns.activation_grad import Slope, slopes_at
 from jaxfuse.patterns.conv.gradient import applied, gradient_steps, static_key
 from jaxfuse.patterns.dense.forward import batch_axes, is_product, layer_of
 from jaxfuse.patterns.dense.site import config_of, types_of
+from jaxfuse.patterns.kernel import require
 from jaxfuse.patterns.walk import Chain, depends_on
 from jaxfuse.program.autodiff import backward, forward
 from jaxfuse.program.graph import Emission, Graph, Node, Value
 from jaxfuse.program.liveness import unneeded
-from jaxfuse.program.site import Match, Refusal
+from jaxfuse.program.site import Match, Refusal, Unfit
 from jaxfuse.runtime.reasons import no_kernel
 
 REARRANGED = (CAST, "transpose")
@@ -66,12 +67,11 @@ def match(graph: Graph, node: Node, claimed: set[int], measured):
     own = graph.nodes[node.index]
     for gradients in _gradients(graph, own, claimed):
         gradients = _with_activation(graph, node, _with_bias(own, gradients), claimed)
-        result = _fused(graph, own, gradients, measured)
-        if isinstance(result, str):
+        try:
+            yield _fused(graph, own, gradients, measured)
+        except Unfit as unfit:
             claims = tuple(v.producer for v in gradients.wanted)
-            yield Refusal(_label(own, gradients), own, (gradients.dz, *own.inputs), result, "backward", claims)
-        else:
-            yield result
+            yield Refusal(_label(own, gradients), own, (gradients.dz, *own.inputs), unfit.reason, "backward", claims)
 
 
 # --- the gradients of one product --------------------------------------------------------------------------------
@@ -135,11 +135,9 @@ def _label(node: Node, gradients: Gradients) -> str:
     return "+".join([*activation, product, *["bias_grad"] * (gradients.db is not None)])
 
 
-def _fused(graph: Graph, node: Node, gradients: Gradients, measured) -> Match | str:
-    """The match, or why not."""
+def _fused(graph: Graph, node: Node, gradients: Gradients, measured) -> Match:
+    """Raises `Unfit` where no kernel takes them."""
     config = config_of(node)
-    if isinstance(config, str):
-        return config
     through, wanted = gradients.through, gradients.wanted
     dz_too = through is not None and _is_read_elsewhere(graph, gradients)
     made = (*wanted, *[gradients.dz] * dz_too)
@@ -150,16 +148,14 @@ def _fused(graph: Graph, node: Node, gradients: Gradients, measured) -> Match | 
     told = [] if through is None else [gradients.chain.end if by_y else through.z]
     needs = (*node.inputs, *told, gradients.dz if through is None else through.dy)
     if len({v.dtype for v in (node.out, *needs[2:])}) > 1:
-        return f"dtypes {', '.join(str(v.dtype) for v in needs[2:])} beside {node.out.dtype}: the kernel takes one"
+        raise Unfit(f"dtypes {', '.join(str(v.dtype) for v in needs[2:])} beside {node.out.dtype}: the kernel takes one")
     types = types_of(*node.inputs, *[n.out for n in (gradients.db,) if n], *[gradients.dz] * dz_too)
     active = (gradients.dx is not None, gradients.dw is not None, *[True] * (config.has_bias + config.has_residual))
     linear = Linear(config, active, types, len(needs) - 1)
-    _, reason = OP.backward.kernel(linear, types_of(*node.inputs, *[gradients.dz] * (len(needs) - 2)))
-    reason = reason or measured("dense", config, types, "backward")
-    if reason:
-        return reason
+    given = types_of(*node.inputs, *[gradients.dz] * (len(needs) - 2))
+    require(OP.backward, linear, given, measured, "dense", config, types, "backward")
     if depends_on(list(needs), set(map(id, made)), min(v.producer.index for v in made)):
-        return "the gradients of this product depend on each other"
+        raise Unfit("the gradients of this product depend on each other")
 
     def run(read):
         x, w, *others = map(read, needs)

@@ -13,11 +13,12 @@ from jaxfuse.analysis.layout import inverse, laid
 from jaxfuse.ops.activations import NO_ACTIVATION
 from jaxfuse.ops.dense import OP, DenseConfig
 from jaxfuse.ops.op import type_of
-from jaxfuse.patterns.walk import Chain, as_vector, asked_sharding, ends_wide
+from jaxfuse.patterns.kernel import require
+from jaxfuse.patterns.walk import Chain, as_vector, ends_wide, longest, require_no_sharding
 from jaxfuse.program.autodiff import Part
 from jaxfuse.program.graph import Emission, Graph, Node
 from jaxfuse.program.liveness import unneeded
-from jaxfuse.program.site import Match, Refusal, UnfusedStep
+from jaxfuse.program.site import Match, Refusal, Unfit, UnfusedStep
 from jaxfuse.runtime.reasons import no_kernel
 
 
@@ -31,13 +32,11 @@ class Site(NamedTuple):
 def found(graph: Graph, part: Graph | Part, row, measured):
     """Yields the Match or the Refusal of a row of layers (`dense.Row`), and a Refusal for the step that was not taken."""
     label = f"{row.label}{row.missed}{row.count}"
-    sites: list[Site] = []
-    for layer in row.layers:
-        site = _site(graph, part, layer, measured)
-        if isinstance(site, str):
-            yield Refusal(label, row.layers[0].node, row.operands, row.reason or site, nodes=row.nodes)
-            return
-        sites.append(site)
+    try:
+        sites = [_site(graph, part, layer, measured) for layer in row.layers]
+    except Unfit as unfit:
+        yield Refusal(label, row.layers[0].node, row.operands, row.reason or unfit.reason, nodes=row.nodes)
+        return
     whole = row.is_gated and not row.reason
     name = row.label if whole else label_of(sites[0].chain)
     nodes = row.nodes if whole else tuple(n for layer, site in zip(row.layers, sites) for n in _nodes(layer, site.chain))
@@ -47,19 +46,14 @@ def found(graph: Graph, part: Graph | Part, row, measured):
         yield UnfusedStep(label, row.layers[0].node, row.operands, row.reason, nodes=row.nodes)
 
 
-def product(graph: Graph, part: Graph | Part, node: Node, name: str, nodes, measured, wide: bool) -> Match | str:
-    """The Match of a product with nothing after it, or why there is none. A `wide` one is computed in float32: XLA drops the
-    cast to bfloat16 that follows where a softmax widens scores again, as it does with a product of its own."""
+def product(graph: Graph, part: Graph | Part, node: Node, name: str, nodes, measured, wide: bool) -> Match:
+    """A product with nothing after it. A `wide` one is computed in float32: XLA drops the cast to bfloat16 that follows where a
+    softmax widens scores again, as it does with a product of its own. Raises `Unfit` where no kernel takes it."""
     config, out = config_of(node), part.original(node.out)
-    if isinstance(config, str):
-        return config
     if wide and config.out_dtype in ("bfloat16", "float16"):
         config = dataclasses.replace(config, out_dtype="float32")
     x, w = map(part.original, node.inputs)
-    _, reason = OP.forward.kernel(config, types_of(x, w))
-    reason = reason or measured("dense", config, types_of(x, w))
-    if reason:
-        return reason
+    require(OP.forward, config, types_of(x, w), measured, "dense", config, types_of(x, w))
 
     def run(read):
         (scores,) = OP(config, read(x), read(w))
@@ -75,11 +69,10 @@ def label_of(chain: Chain) -> str:
     return "+".join(["dense", *chain.affine_steps, *chain.after_affine])
 
 
-def config_of(node: Node, weight_left: bool = False) -> DenseConfig | str:
-    """The op's config for this contraction, or why the op does not cover it."""
+def config_of(node: Node, weight_left: bool = False) -> DenseConfig:
+    """The op's config for this contraction. Raises `Unfit` if the op does not cover it."""
     params = node.params
-    if asked := asked_sharding(node):
-        return asked
+    require_no_sharding(node)
     contracted, batch = params["dimension_numbers"]
     order = slice(None, None, -1 if weight_left else 1)
     precision = params["precision"]
@@ -112,50 +105,41 @@ def _nodes(layer, chain: Chain) -> tuple[Node, ...]:
     return (layer.node, *layer.transposes, *chain.nodes)
 
 
-def _site(graph: Graph, part, layer, measured) -> Site | str:
-    """The longest chain of the layer that the kernel takes; or why it does not take the longest of the right dtype."""
-    config, first = config_of(layer.node, layer.weight_left), ""
-    if isinstance(config, str):
-        return config
-    for chain in reversed(layer.chains):
-        if chain.end.dtype == layer.node.out.dtype or ends_wide(part, layer.node, chain):
-            site = _fused(graph, part, layer, config, chain, measured)
-            if isinstance(site, Site):
-                return site
-            first = first or site
-    return first or f"the result is {layer.chain.end.dtype}: the kernel gives {layer.node.out.dtype}"
+def _site(graph: Graph, part, layer, measured) -> Site:
+    """The longest chain of the layer that the kernel takes. Raises `Unfit`: why it does not take the longest of the right dtype."""
+    config = config_of(layer.node, layer.weight_left)
+    site, _, refused = longest(layer.chains, layer.node.out.dtype, lambda chain: _fused(graph, part, layer, config, chain, measured),
+                               also=lambda chain: ends_wide(part, layer.node, chain))
+    if site is None:
+        raise refused[1]
+    return site
 
 
-def _fused(graph: Graph, part, layer, config: DenseConfig, chain: Chain, measured) -> Site | str:
+def _fused(graph: Graph, part, layer, config: DenseConfig, chain: Chain, measured) -> Site:
     order, shape = order_of(layer), features(layer)
     straight = order == tuple(range(len(order)))
     if layer.weight_left and not straight and not layer.transposes:
-        return f"{layer.node} has its weight on the left and makes columns: the kernel writes rows"
+        raise Unfit(f"{layer.node} has its weight on the left and makes columns: the kernel writes rows")
     if any(kind in ("mul", "div") for kind, _ in chain.affine):
-        return no_kernel("a scale of a dense layer")
+        raise Unfit(no_kernel("a scale of a dense layer"))
     outputs = [d for d in order if d >= len(order) - len(shape)]
     if chain.affine and outputs != sorted(outputs):
-        return f"the bias lies otherwise than the outputs of {layer.node}"
+        raise Unfit(f"the bias lies otherwise than the outputs of {layer.node}")
     smalls = tuple(part.original(value) for _, value in chain.affine)
     channels = int(np.prod(shape))
     if any(size(value) not in (1, channels) for value in smalls):
-        return f"the bias is not one number for each of the {channels} outputs"
+        raise Unfit(f"the bias is not one number for each of the {channels} outputs")
     config = dataclasses.replace(
         config, has_bias=bool(chain.affine), has_residual=chain.residual is not None,
         activation=chain.activation or NO_ACTIVATION, out_dtype=str(chain.end.dtype))
     z = _saved(graph, part, layer, chain)
-    if isinstance(z, str):
-        return z
     config = dataclasses.replace(config, saving=z is not None)
     x, w, residual = part.original(layer.x), part.original(layer.w), chain.residual
     added, undo = laid(graph, part.original(residual), chain.residual_layout, range(len(order))) if config.has_residual else (None, None)
     out_shape = [layer.start.shape[d] for d in inverse(order)]
     types = [*types_of(x, w), *[jax.ShapeDtypeStruct(shape, jnp.float32)] * config.has_bias,
              *[jax.ShapeDtypeStruct(out_shape, added.dtype) for _ in range(config.has_residual)]]
-    _, reason = OP.forward.kernel(config, types)
-    reason = reason or measured("dense", config, types)
-    if reason:
-        return reason
+    require(OP.forward, config, types, measured, "dense", config, types)
 
     def run(read):
         center, _, offset = chain.coefficients(lambda value: as_vector(read(part.original(value)), channels))
@@ -177,9 +161,9 @@ def _fused(graph: Graph, part, layer, config: DenseConfig, chain: Chain, measure
     return Site(chain, Emission(needs, defines, run))
 
 
-def _saved(graph: Graph, part, layer, chain: Chain) -> Chain | str | None:
-    """The chain to what the activation is applied to, where others, such as the activation's gradient, need that too; a
-    sentence if they need what is inside even so."""
+def _saved(graph: Graph, part, layer, chain: Chain) -> Chain | None:
+    """The chain to what the activation is applied to, where others, such as the activation's gradient, need that too. Raises
+    `Unfit` if they need what is inside even so."""
     ends = tuple(map(part.original, (chain.end, *chain.masks)))
     before = [c for c in layer.chains if not c.activation and c.affine == chain.affine and c.residual is chain.residual]
     for saved in (None, before[-1]) if chain.activation else (None,):
@@ -188,4 +172,4 @@ def _saved(graph: Graph, part, layer, chain: Chain) -> Chain | str | None:
             return saved
     inside = [part.original(value) for node in _nodes(layer, chain)[:-1] for value in node.outputs]
     reader = next((user for value in inside for user in value.users if user.index not in gone), layer.node)
-    return f"what is inside is read by {reader} too"
+    raise Unfit(f"what is inside is read by {reader} too")

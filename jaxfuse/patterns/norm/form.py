@@ -11,6 +11,7 @@ from jaxfuse.analysis.canonical import is_long
 from jaxfuse.analysis.rows import MEAN, VAR, Key, Rows, merged, row_major
 from jaxfuse.ops.norm_config import NormConfig
 from jaxfuse.program.graph import Node, Value
+from jaxfuse.program.site import Unfit
 
 UNREAD = "its steps are not those of a normalisation by mean and variance"
 
@@ -60,18 +61,18 @@ class NormForm(NamedTuple):
         return total(self.gammas, jnp.float32(1)), total(self.betas, jnp.float32(0))
 
 
-def read_form(x: Value, axes: set[int], same: list[Value], nodes: list[Node], end: Value) -> NormForm | str:
-    """The form of `end`, or why it has none."""
+def read_form(x: Value, axes: set[int], same: list[Value], nodes: list[Node], end: Value) -> NormForm:
+    """The form of `end`. Raises `Unfit` where it has none."""
     rows = Rows(x, axes, same, nodes)
     known = rows.known.get(id(end))
     if known is None or any(power > 1 for power, _ in known.terms):
-        return UNREAD
+        raise Unfit(UNREAD)
     if merged(sum(known.digits, ())) != merged(sum(row_major(x.shape), ())):
-        return f"{end!r} has the elements of {x!r} in another order"
+        raise Unfit(f"{end!r} has the elements of {x!r} in another order")
     scaled = {key: table for (power, key), table in known.terms.items() if power == 1 and np.abs(table).max() > 0}
     root = next((_root(table) for table in scaled.values()), None)
     if root is None:
-        return UNREAD
+        raise Unfit(UNREAD)
     unit = next(iter(scaled.values())) / root.factor
     gammas, betas = [], []
     for key in dict.fromkeys(key for _, key in known.terms):
@@ -79,14 +80,14 @@ def read_form(x: Value, axes: set[int], same: list[Value], nodes: list[Node], en
         rest = rest if root.centered else rest - MEAN * table
         factor, shift = (table / unit).mean(), rest.mean()
         if not _equal(table, factor * unit) or not np.allclose(rest, shift, 1e-6, 1e-7 * np.abs(table).max()):
-            return UNREAD
+            raise Unfit(UNREAD)
         gammas += [(float(factor), key)] * bool(factor)
         betas += [(float(shift), key)] * bool(abs(shift) > 1e-7)
     if gammas == [(1.0, ())] or len(gammas) == 1 and not gammas[0][1] and abs(gammas[0][0] - 1) < 1e-6:
         gammas = []
     used = {p for _, key in (*gammas, *betas) for p in key}
     view = _view(x, axes, [(stride, count) for _, stride, count in used if count > 1])
-    return view if isinstance(view, str) else NormForm(root, *view, gammas, betas, rows.parameters)
+    return NormForm(root, *view, gammas, betas, rows.parameters)
 
 
 def _equal(a, b) -> bool:
@@ -111,7 +112,7 @@ def _root(table) -> Root | None:
     return None
 
 
-def _view(x: Value, axes: set[int], runs: list[tuple[int, int]]) -> tuple[int, tuple[int, int, int], int] | str:
+def _view(x: Value, axes: set[int], runs: list[tuple[int, int]]) -> tuple[int, tuple[int, int, int], int]:
     """(first, inner, repeats) for parameters that are (x's flat index // stride) % count, the `runs`."""
     kinds = [(d in axes, d) for d in range(x.ndim) if is_long(x.shape[d]) or d in axes]
     pieces = [(normalised, [d for _, d in group]) for normalised, group in itertools.groupby(kinds, lambda k: k[0])]
@@ -125,10 +126,10 @@ def _view(x: Value, axes: set[int], runs: list[tuple[int, int]]) -> tuple[int, t
     elif len(pieces) in (2, 3):
         candidates = [(pieces[0][1][0], (*lengths, 1)[:3])]
     else:
-        return f"statistics over axes {sorted(axes)} of {x!r}: the kernel takes batch, places, groups and channels in this order"
+        raise Unfit(f"statistics over axes {sorted(axes)} of {x!r}: the kernel takes batch, places, groups and channels in this order")
     for first, inner in candidates:
         channels = inner[1] * inner[2]
         if all(channels % (stride * count) == 0 for stride, count in runs):
             repeats = math.gcd(inner[2], *[stride for stride, _ in runs]) if inner[0] == 1 else 1
             return first, inner, repeats
-    return "gamma or beta varies along an axis that is not one of the channels"
+    raise Unfit("gamma or beta varies along an axis that is not one of the channels")

@@ -14,11 +14,11 @@ from jaxfuse.ops.norm import OP
 from jaxfuse.ops.norm_config import NormConfig
 from jaxfuse.ops.op import Linear, type_of
 from jaxfuse.patterns.activation_grad import slopes_at
-from jaxfuse.patterns.walk import Chain, depends_on, divided_beyond_batch
+from jaxfuse.patterns.walk import Chain, depends_on, require_batch_sharding
 from jaxfuse.program.autodiff import backward
 from jaxfuse.program.graph import Emission, Graph, Node, Value
 from jaxfuse.program.liveness import unneeded
-from jaxfuse.program.site import Match
+from jaxfuse.program.site import Match, Unfit
 
 
 class NormGradient(NamedTuple):
@@ -56,8 +56,8 @@ def find(graph: Graph, part, form, chain: Chain, x: Value, config: NormConfig) -
 
 
 def fused(graph: Graph, label: str, anchor: Node, gradient: NormGradient, form, chain: Chain, x: Value, inner: tuple[int, ...],
-          config: NormConfig, parameters: list[Value], dtype) -> Match | str:
-    """The match, or why not; `inner` is the shape of the value that the chain's layout starts from."""
+          config: NormConfig, parameters: list[Value], dtype) -> Match:
+    """`inner` is the shape of the value that the chain's layout starts from. Raises `Unfit` where no kernel takes them."""
     batch = x.shape[: form.first] or (1,)
     full = (*batch, *x.shape[form.first :])
     config = dataclasses.replace(config, has_residual=False, wants_sum=bool(gradient.added), saving=True)
@@ -67,11 +67,12 @@ def fused(graph: Graph, label: str, anchor: Node, gradient: NormGradient, form, 
     statistics = [v.aval for v in gradient.saved]
     _, reason = OP.backward.kernel(linear, (*types, *statistics, *types[:1] * (1 + config.wants_sum)))
     needs = (x, gradient.dy, *gradient.saved, *gradient.added, *parameters, *[v for _, added in gradient.of_parameters for v in added])
-    if divided := divided_beyond_batch(needs):
-        return divided
+    require_batch_sharding(needs)
     defines = gradient.defines
     if depends_on(list(needs), set(map(id, defines)), min(v.producer.index for v in defines)):
-        return "the norm's gradients depend on each other"
+        raise Unfit("the norm's gradients depend on each other")
+    if reason:
+        raise Unfit(reason)
 
     def run(read):
         def placed(array):
@@ -93,7 +94,7 @@ def fused(graph: Graph, label: str, anchor: Node, gradient: NormGradient, form, 
                 yield value, sum((read(v) for v in added), array).astype(value.dtype).reshape(value.shape)
 
     bytes_saved = np.dtype(dtype).itemsize * size(x) * 4
-    return reason or Match(label, anchor, (), (Emission(needs, defines, run),), (gradient.dy, x), bytes_saved, "backward")
+    return Match(label, anchor, (), (Emission(needs, defines, run),), (gradient.dy, x), bytes_saved, "backward")
 
 
 def served(graph: Graph, gradient: NormGradient | None) -> set[int]:

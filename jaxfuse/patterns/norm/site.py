@@ -2,6 +2,7 @@
 gradient where the program has it."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,12 @@ from jaxfuse.ops.activations import NO_ACTIVATION
 from jaxfuse.ops.batch_axes import reshaped
 from jaxfuse.ops.norm import OP, normalised
 from jaxfuse.patterns.activations import name_activation
+from jaxfuse.patterns.kernel import require
 from jaxfuse.patterns.norm import gradient as norm_grad
 from jaxfuse.patterns.norm.form import read_form
 from jaxfuse.patterns.walk import Walk, longest
 from jaxfuse.program.graph import Emission, Node, Value
-from jaxfuse.program.site import Match, Refusal, UnfusedStep
+from jaxfuse.program.site import Match, Refusal, Unfit, UnfusedStep
 from jaxfuse.runtime.reasons import no_kernel
 
 
@@ -25,35 +27,27 @@ def fused(graph, part, node: Node, norm, name: str, claimed: set[int], measured)
     what it does not."""
     x, before = norm.x, add_before(part, norm.x, claimed)
     chains, _ = Walk(part, norm.end.ndim - 1, claimed, name_activation).chains(norm.end)
-    form = read_form(x, norm.axes, norm.same, norm.nodes, norm.end)
+    form = functools.cache(lambda: read_form(x, norm.axes, norm.same, norm.nodes, norm.end))
     dtype = x.dtype if any(chain.end.dtype == x.dtype for chain in chains) else norm.end.dtype
-    backward: list[Match] = []
 
     def attempt(chain):
-        if isinstance(form, str):
-            return form
+        site = _Site(graph, part, node, norm, form(), chain, before if x.dtype == dtype else None, name)
         if chain.affine or chain.residual is not None:
-            return no_kernel("it adds to or scales the normalised value")
-        site = _Site(graph, part, node, norm, form, chain, before if x.dtype == dtype else None, name)
-        result = site.match(measured)
-        if isinstance(result, Match):
-            backward[:] = site.backward
-        return result
+            raise Unfit(no_kernel("it adds to or scales the normalised value"))
+        return site.matches(measured)
 
     found, chain, refused = longest(chains, dtype, attempt)
     label = f"{'add+' * (before is not None)}{name}"
     nodes = (*[before] * (before is not None), *norm.nodes)
-    if found:
-        yield found
-        yield from backward
+    yield from found or ()
     if refused and (not found or _steps(refused[0])):
         claims = () if found else (*nodes, *refused[0].nodes)
         row = UnfusedStep if found else Refusal
-        yield row(label + _steps(refused[0]), node, (x,), refused[1], nodes=claims)
+        yield row(label + _steps(refused[0]), node, (x,), refused[1].reason, nodes=claims)
 
 
 class _Site:
-    """A norm with a chain after it and the add `before` it; `backward` is the match of its gradient, once there is one."""
+    """A norm with a chain after it and the add `before` it."""
 
     def __init__(self, graph, part, node: Node, norm, form, chain, before: Node | None, name: str):
         self.graph, self.part, self.node, self.norm, self.form, self.chain, self.before = graph, part, node, norm, form, chain, before
@@ -61,34 +55,28 @@ class _Site:
         self.dtype = jnp.promote_types(self.x.dtype, self.end.dtype)  # of the kernel: x is not rounded before its statistics are taken
         self.label = f"{'add+' * (before is not None)}{name}{_steps(chain)}"
         self.parameters = [part.original(v) for v in form.used()]
-        self.backward: list[Match] = []
 
-    def match(self, measured) -> Match | str:
-        """The match, or why not."""
+    def matches(self, measured) -> list[Match]:
+        """The match, and that of the gradient if the program computes it. Raises `Unfit` where no kernel takes them."""
         form, x, end, before = self.form, self.x, self.end, self.before
         full = (x,) if before is None else tuple(map(self.part.original, before.inputs))
         config = form.config(rank=x.ndim, has_residual=before is not None, activation=self.chain.activation or NO_ACTIVATION)
         gradient = norm_grad.find(self.graph, self.part, form, self.chain, x, config) if self.part is not self.graph else None
-        if reason := self._reader(norm_grad.served(self.graph, gradient)):
-            return reason
+        self._require_no_reader(norm_grad.served(self.graph, gradient))
         config = dataclasses.replace(config, wants_sum=before is not None and (gradient is not None or self._reads_sum()))
         batch = x.shape[: form.first] or (1,)
         type_of_x = jax.ShapeDtypeStruct((*batch, *x.shape[form.first :]), self.dtype)
         vector = jax.ShapeDtypeStruct(config.parameter_shape, jnp.float32)
         types = (*[type_of_x] * len(full), vector, vector)
-        _, reason = OP.forward.kernel(config, types)
-        reason = reason or measured("norm", config, types)
-        if gradient and not reason:
-            result = norm_grad.fused(self.graph, self.label, self.node, gradient, form, self.chain, x, self.norm.end.shape,
-                                     config, self.parameters, self.dtype)
-            self.backward, reason = ([], result) if isinstance(result, str) else ([result], "")
-        if reason:
-            return reason
+        require(OP.forward, config, types, measured, "norm", config, types)
+        backward = [norm_grad.fused(self.graph, self.label, self.node, gradient, form, self.chain, x, self.norm.end.shape, config,
+                                    self.parameters, self.dtype)] if gradient else []
         saved = gradient.saved if gradient else ()
         emission = self._emission(full, dataclasses.replace(config, saving=bool(saved)), saved)
         nodes = (*[before] * (before is not None), *self.norm.nodes, *self.chain.nodes)
         passes = 2 + len(full) + len([n for n in self.chain.nodes if n.primitive != CAST])
-        return Match(self.label, self.node, nodes, (emission,), full, np.dtype(end.dtype).itemsize * size(x) * passes)
+        found = Match(self.label, self.node, nodes, (emission,), full, np.dtype(end.dtype).itemsize * size(x) * passes)
+        return [found, *backward]
 
     def _emission(self, full: tuple[Value, ...], config, saved) -> Emission:
         x, end, layout, like = self.x, self.end, self.chain.layout, self.norm.end.shape
@@ -103,20 +91,19 @@ class _Site:
 
         return Emission((*full, *self.parameters), (end, *[x] * config.wants_sum, *saved), run)
 
-    def _reader(self, gone: set[int]) -> str:
-        """What else reads an inner value; `gone` are nodes that are not needed any more."""
+    def _require_no_reader(self, gone: set[int]):
+        """Raises `Unfit` where something else reads an inner value; `gone` are nodes that are not needed any more."""
         nodes = (*self.norm.nodes, *self.chain.nodes)
         mine = {n.index for n in nodes} | gone
         for value in {id(v): v for n in nodes for v in map(self.part.original, n.outputs)}.values():
             if value is self.end or _is_cast_of(value, self.x) or _is_before(value, self.x):
                 continue
             if self.graph.is_returned(value):  # as a loop's body does with what its backward loop reads
-                return no_kernel(f"{value!r} is returned by the program")
+                raise Unfit(no_kernel(f"{value!r} is returned by the program"))
             reader = next((n for n in value.users if n.index not in mine), None)
             if reader is not None:
                 backward = reader.index >= 0 and not self.part.twin(reader)  # a fused op says its direction itself
-                return no_kernel(f"{value!r} is read by {reader} too{', in the backward pass' * backward}")
-        return ""
+                raise Unfit(no_kernel(f"{value!r} is read by {reader} too{', in the backward pass' * backward}"))
 
     def _reads_sum(self) -> bool:
         mine = {n.index for n in (self.before, *self.norm.nodes, *self.chain.nodes)}

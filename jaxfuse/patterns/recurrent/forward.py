@@ -4,6 +4,7 @@ LSTM   c' = σ(f)·c + σ(i)·tanh(g),  h' = σ(o)·tanh(c'),  f, i, g, o sums o
 GRU    h' = (1-z)·n + z·h  or  n + z·(h-n),  z = σ(...),  n = tanh(... + r·(...)) or a dense layer of r·h,  r = σ(...)
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jaxfuse.patterns.recurrent import gradient as recurrent_grad
 from jaxfuse.patterns.recurrent.scan import sequences
 from jaxfuse.program.autodiff import forward
 from jaxfuse.program.graph import Graph, Node, Value
-from jaxfuse.program.site import Match, Refusal
+from jaxfuse.program.site import Match, Refusal, Unfit
 
 REARRANGED = (*RESHAPES, CAST, "transpose", "slice", "split", "concatenate")
 LARGEST_GATE = 40  # nodes between a gate and the dense layers it comes from
@@ -25,12 +26,11 @@ LONGEST_SPELLING = 10  # nodes of a gate's function that is not one primitive
 ONE_STEP = "a cell outside a loop: XLA computes one step as fast"  # the figures are in xla_ext/SEQUENCES.md
 
 
-class Differentiated(str):
-    """Why a loop is no fused sequence by itself: its backward loop may be one together with it."""
+class Differentiated(Unfit):
+    """The loop is no fused sequence by itself: together with its backward loop it may be one."""
 
-
-DIFFERENTIATED = Differentiated(
-    "autodiff keeps values from inside the loop: fuse what is differentiated instead, as in grad(fuse(loss))")
+    def __init__(self):
+        super().__init__("autodiff keeps values from inside the loop: fuse what is differentiated instead, as in grad(fuse(loss))")
 
 
 class Gate(NamedTuple):
@@ -71,13 +71,7 @@ def match(graph, node: Node, claimed: set[int], measured):
     if node.index in claimed:
         return
     if node.primitive == "scan":
-        own = graph.nodes[node.index]
-        found = _loop(graph, own, measured)
-        if isinstance(found, Differentiated):
-            both = recurrent_grad.matches(graph, own, lambda alone, loop: _loop(alone, loop, measured))
-            yield from both if isinstance(both, tuple) else ()
-        elif isinstance(found, Match):
-            yield found
+        yield from _loops(graph, graph.nodes[node.index], measured)
         return
     cell = _lstm(node) or _gru(node)
     if cell is None:
@@ -87,32 +81,54 @@ def match(graph, node: Node, claimed: set[int], measured):
     operands = tuple({id(v): v for n in dots.values() for v in n.inputs}.values())
     pattern, reason = _sequence(forward(graph), cell)
     if not cell.misfit and not reason:
-        reason = ONE_STEP if pattern == cell.pattern else str(_loop(graph.outer[0], graph.outer[1], measured))
+        reason = ONE_STEP if pattern == cell.pattern else _why_not(graph.outer[0], graph.outer[1], measured)
     yield Refusal(pattern, node, (*operands, cell.state), cell.misfit or reason, nodes=tuple(nodes.values()))
 
 
-def _loop(graph, node: Node, measured) -> Match | str:
-    """A scan as fused sequences, or why not; "" if there is no cell in it."""
+def _loops(graph, node: Node, measured) -> Iterable[Match]:
+    """The scan as fused sequences, and its backward scan with it where autodiff made one; its cells' rows say why there are none."""
+    try:
+        found = _loop(graph, node, measured)
+        return [found] if found else []
+    except Differentiated:
+        pass
+    except Unfit:
+        return []
+    try:
+        return recurrent_grad.matches(graph, node, lambda alone, loop: _loop(alone, loop, measured))
+    except Unfit:
+        return []
+
+
+def _why_not(graph, node: Node, measured) -> str:
+    try:
+        _loop(graph, node, measured)
+    except Unfit as unfit:
+        return unfit.reason
+    return ""
+
+
+def _loop(graph, node: Node, measured) -> Match | None:
+    """A scan as fused sequences; None if there is no cell in it. Raises `Unfit` where they cannot serve it."""
     body = Graph(node.params["jaxpr"], (graph, node))
     part = forward(body)
     cells = [cell for n in anchors(body) if n.primitive != "scan" and (cell := _lstm(n) or _gru(n))]
     if not cells or any(cell.misfit or _sequence(part, cell)[1] for cell in cells):
-        return ""
+        return None
     if part is not body:
-        return DIFFERENTIATED
+        raise Differentiated
     if any(n.eqn.effects for n in body.nodes):
-        return "the loop has side effects"
-    carried = [_carried(body, node.params, cell) for cell in cells]
-    return next((c for c in carried if isinstance(c, str)), None) or sequences(node, body, carried, measured)
+        raise Unfit("the loop has side effects")
+    return sequences(node, body, [_carried(body, node.params, cell) for cell in cells], measured)
 
 
-def _carried(body: Graph, params: dict, cell: Cell) -> Cell | str:
-    """The cell with its states; or which of them the loop does not carry on."""
+def _carried(body: Graph, params: dict, cell: Cell) -> Cell:
+    """The cell with its states. Raises `Unfit` if the loop does not carry one of them on."""
     carried = body.inputs[params["num_consts"] :][: params["num_carry"]]
     made = (cell.output, cell.next_state) if cell.output is not None else (cell.next_state,)
     found = [next((i for i, v in enumerate(body.outputs[: len(carried)]) if uncast(v) is uncast(m)), None) for m in made]
     if None in found:
-        return f"the loop does not carry the cell's {made[found.index(None)]!r} on"
+        raise Unfit(f"the loop does not carry the cell's {made[found.index(None)]!r} on")
     return cell._replace(
         carried=tuple(carried[i] for i in found), after=tuple(body.outputs[i] for i in found), made=made)
 

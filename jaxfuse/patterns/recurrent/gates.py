@@ -12,12 +12,9 @@ from jax import lax
 from jaxfuse.analysis.canonical import ADD, CAST
 from jaxfuse.patterns.recurrent.products import every_step
 from jaxfuse.program.graph import Graph, Node, Value, evaluate
+from jaxfuse.program.site import Unfit
 
 FIXED, STEPS, STATE = range(3)
-
-
-class Unfit(Exception):
-    """Why a loop cannot be served by fused sequences."""
 
 
 class Moving(NamedTuple):

@@ -17,7 +17,7 @@ from jaxfuse.analysis.layout import RESHAPES
 from jaxfuse.analysis.scan_pairs import Joint, Loop
 from jaxfuse.program.autodiff import backward
 from jaxfuse.program.graph import RULED, Emission, Graph, Node, Value, compute
-from jaxfuse.program.site import Match
+from jaxfuse.program.site import Match, Unfit
 from jaxfuse.runtime.private import scan_over
 
 REARRANGED = (*RESHAPES, CAST, "transpose", "concatenate", "slice", "split", "stack")
@@ -32,27 +32,29 @@ def second_of(graph: Graph, node: Node) -> Node | None:
     return next(iter(readers.values())) if len(readers) == 1 else None
 
 
-def matches(graph: Graph, node: Node, loop) -> tuple[Match, Match] | str:
-    """The loop and its gradient as fused sequences, or why not; `loop(graph, node)` is the Match of a loop by itself."""
+def matches(graph: Graph, node: Node, loop) -> tuple[Match, Match]:
+    """The loop and its gradient as fused sequences; `loop(graph, node)` is the Match of a loop by itself. Raises `Unfit`."""
     other = second_of(graph, node)
     if other is None or node.eqn.effects or other.eqn.effects:
-        return OTHER
+        raise Unfit(OTHER)
     first, second = Loop(node), Loop(other)
     if any(first.options[name] != second.options[name] for name in ("length", "unroll")):
-        return OTHER
+        raise Unfit(OTHER)
     joint = Joint(graph, first, second)
     leaves, moving = _leaves(joint)
     if moving is None:
-        return OTHER
+        raise Unfit(OTHER)
     alone = _alone(joint, leaves)
     if any(n.primitive in (*RULED, "stop_gradient") for n in Graph(alone.nodes[0].params["jaxpr"]).nodes):
-        return OTHER  # JAX's gradient of the loop is not that of its values
+        raise Unfit(OTHER)  # JAX's gradient of the loop is not that of its values
     found = loop(alone, alone.nodes[0])
-    if not isinstance(found, Match):
-        return found or OTHER
+    if found is None:
+        raise Unfit(OTHER)
     outside = [*leaves, *node.inputs[first.consts :]]
     gradient = next((g for g in _candidates(joint, alone, len(leaves), moving) if g.is_computed_by(graph, joint, outside)), None)
-    return _fused(joint, alone, found, gradient, outside) if gradient else OTHER
+    if gradient is None:
+        raise Unfit(OTHER)
+    return _fused(joint, alone, found, gradient, outside)
 
 
 def _leaves(joint: Joint) -> tuple[list[Value], int | None]:
@@ -208,17 +210,17 @@ def _same_step(joint: Joint, other: Joint, sources: list[int]) -> list[int] | No
     return places if half not in places else None
 
 
-def _fused(joint: Joint, alone: Graph, found: Match, gradient: _Gradient, outside: list[Value]) -> tuple[Match, Match] | str:
+def _fused(joint: Joint, alone: Graph, found: Match, gradient: _Gradient, outside: list[Value]) -> tuple[Match, Match]:
     node, second, own = joint.first.node, joint.second.node, alone.nodes[0]
     results = {id(v): i for i, v in zip(gradient.moving, gradient.graph.outputs)}
     of_result = [results.get(id(gradient.scans[1].outputs[place])) for place in gradient.places]
     if any(i is None and v.users for i, v in zip(of_result, second.outputs)):
-        return OTHER
+        raise Unfit(OTHER)
     (emission,), moving = found.emissions, gradient.moving
     cotangents = [next(v for mine, v in gradient.own if mine is ct) if any(mine is ct for mine, _ in gradient.own) else None
                   for ct in gradient.cotangents]
     if None in cotangents:
-        return OTHER
+        raise Unfit(OTHER)
 
     def differentiated(*arrays):
         def value(*given):

@@ -10,6 +10,7 @@ from jaxfuse.ops.recurrent import is_worth_a_call
 from jaxfuse.patterns.dense.forward import batch_axes, is_product
 from jaxfuse.patterns.dense.site import config_of, types_of
 from jaxfuse.program.graph import Emission, Graph, Node, evaluate
+from jaxfuse.program.site import Unfit
 
 
 def every_step(function, shared: list, steps: list, length: int) -> list:
@@ -22,8 +23,12 @@ def every_step(function, shared: list, steps: list, length: int) -> list:
 
 def _product(node: Node) -> Emission | None:
     """Of x `[steps, batch, inputs]`, or without a batch, and a matrix, in float32: figures in xla_ext/SEQUENCES.md."""
-    config, (x, w) = config_of(node), node.inputs
-    if isinstance(config, str) or batch_axes(node) or w.ndim != 2 or config.x_contracted != (x.ndim - 1,):
+    x, w = node.inputs
+    try:
+        config = config_of(node)
+    except Unfit:
+        return None
+    if batch_axes(node) or w.ndim != 2 or config.x_contracted != (x.ndim - 1,):
         return None
     config = dataclasses.replace(config, along=x.ndim - 2)
     if x.dtype != jnp.float32 or not is_worth_a_call(x.aval.size, w.shape[-1]) or OP.forward.kernel(config, types_of(x, w))[0] is None:

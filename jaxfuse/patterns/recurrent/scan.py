@@ -10,16 +10,17 @@ import jax.numpy as jnp
 from jaxfuse.ops.gru import OP as GRU, GRUConfig
 from jaxfuse.ops.lstm import OP as LSTM, LSTMConfig
 from jaxfuse.ops.recurrent import before
-from jaxfuse.patterns.recurrent.gates import STATE, Affine, Follower, Loop, Moving, Unfit, each, plain, whole
+from jaxfuse.patterns.kernel import require
+from jaxfuse.patterns.recurrent.gates import STATE, Affine, Follower, Loop, Moving, each, plain, whole
 from jaxfuse.program.graph import Emission, Graph, Node, Value
-from jaxfuse.program.site import Match
+from jaxfuse.program.site import Match, Unfit
 
 
-def sequences(node: Node, body: Graph, cells: list, measured) -> Match | str:
-    """The scan over these cells, in the order of its body, as fused sequences, or why not."""
+def sequences(node: Node, body: Graph, cells: list, measured) -> Match:
+    """The scan over these cells, in the order of its body, as fused sequences. Raises `Unfit` where they cannot serve it."""
     sharded = next((v for v in node.inputs if any(v.spec)), None)
     if sharded is not None:
-        return f"{sharded!r} is sharded along an explicit axis of the mesh: the sequence takes automatic and manual ones"
+        raise Unfit(f"{sharded!r} is sharded along an explicit axis of the mesh: the sequence takes automatic and manual ones")
     types = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in node.inputs]
     calls = []
 
@@ -27,18 +28,12 @@ def sequences(node: Node, body: Graph, cells: list, measured) -> Match | str:
         calls.append((op, config, tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args)))
         return op.forward.reference(config, *args)
 
-    try:
-        outs = jax.eval_shape(lambda *arrays: _run(body, node.params, cells, list(arrays), dry), *types)
-    except Unfit as unfit:
-        return str(unfit)
+    outs = jax.eval_shape(lambda *arrays: _run(body, node.params, cells, list(arrays), dry), *types)
     for value, out in zip(node.outputs, outs):
         if (value.shape, value.dtype) != (out.shape, out.dtype):
-            return f"the sequence would return {out.dtype}{list(out.shape)} where the loop returns {value!r}"
+            raise Unfit(f"the sequence would return {out.dtype}{list(out.shape)} where the loop returns {value!r}")
     for op, config, args in calls:
-        _, reason = op.forward.kernel(config, args)
-        reason = reason or measured(op.forward.name.removeprefix("jaxfuse_"), config, args)
-        if reason:
-            return reason
+        require(op.forward, config, args, measured, op.forward.name.removeprefix("jaxfuse_"), config, args)
 
     def run(read):
         return zip(node.outputs, _run(body, node.params, cells, [read(v) for v in node.inputs]))
