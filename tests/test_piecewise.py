@@ -50,9 +50,9 @@ POINTS = [np.nan, np.inf, -np.inf, 0.0, -0.0, 0.25, -0.5, 0.5, 1, 2, -2, 3, -3, 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_spelling(spelling):
-    function, name, y_tells, is_mask = SPELLINGS[spelling]
+    function, name, derivative_from_y, is_mask = SPELLINGS[spelling]
     found = of_function(function)
-    assert (found.name, found.y_tells, found.is_mask) == (name, y_tells, is_mask)
+    assert (found.name, found.derivative_from_y, found.is_mask) == (name, derivative_from_y, is_mask)
 
 
 @pytest.mark.parametrize("near_miss", NEAR_MISSES)

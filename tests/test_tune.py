@@ -126,16 +126,16 @@ def test_other_options_are_refused(capsys):
 
 
 @pytest.mark.usefixtures("some_kernel")
-@pytest.mark.parametrize("op, shape", [(op, shape) for op, table in TABLE.items() for shape in table.ladders])
-def test_every_rung_of_every_ladder_is_a_site_of_its_op(op, shape):
+@pytest.mark.parametrize("op, shape", [(op, shape) for op, table in TABLE.items() for shape in table.size_sweeps])
+def test_every_size_of_every_sweep_is_a_site_of_its_op(op, shape):
     """In its shape class, growing, and giving x's shape and dtype again."""
     table, sizes = TABLE[op], []
-    for shapes in table.ladders[shape].shapes:
+    for shapes in table.size_sweeps[shape].shapes:
         for dtype in table.dtypes:
             arguments = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in tune.arguments(shapes, dtype)]
-            y = jax.eval_shape(table.ladders[shape].program, *arguments)
+            y = jax.eval_shape(table.size_sweeps[shape].program, *arguments)
             assert (y.shape, y.dtype) == (arguments[0].shape, arguments[0].dtype)
-            found = tune.sites(op, table.ladders[shape].program, arguments)
+            found = tune.sites(op, table.size_sweeps[shape].program, arguments)
             assert {kind for kind, _ in found} == {shape}, "the program's sites are of another class"
             sizes.append(max(size for _, size in found))
     assert sizes == sorted(sizes)

@@ -76,7 +76,7 @@ def test_sites_are_found_in_objects_too(switches):
 
 
 def test_what_cannot_be_read_is_left_alone_with_the_reason(monkeypatch):
-    def match(graph, anchor, claimed, judge):
+    def match(graph, anchor, claimed, unprofitable):
         raise KeyError("window_strides")
         yield
 

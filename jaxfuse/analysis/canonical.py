@@ -119,21 +119,21 @@ class Region:
 LONGEST_FUNCTION = 24  # nodes; jax.nn.gelu with tanh is 8, mish by hand 10
 
 
-def regions(start: Value, is_returned: Callable[[Value], bool], aside: frozenset[int] = frozenset()) -> list[Region]:
-    """Every region that starts here, shortest first; readers with an index in `aside` do not count."""
+def regions(start: Value, is_returned: Callable[[Value], bool], ignored: frozenset[int] = frozenset()) -> list[Region]:
+    """Every region that starts here, shortest first; readers with an index in `ignored` do not count."""
     inside: dict[int, Node] = {}
     values = {id(start): start}
     found, frontier = [], {n.index: n for n in start.users}
     while frontier and len(inside) < LONGEST_FUNCTION:
         node = frontier.pop(min(frontier))
-        if node.index in aside or is_float_cast(node):  # a step of its own: dtypes decide how far a kernel may go
+        if node.index in ignored or is_float_cast(node):  # a step of its own: dtypes decide how far a kernel may go
             continue
         if not (is_elementwise(node) and all(id(v) in values or constant(v) is not None for v in node.inputs)):
             continue
         inside[node.index] = node
         values[id(node.out)] = node.out
         frontier |= {n.index: n for n in node.out.users if n.index not in inside}
-        read = [v for v in values.values() if is_returned(v) or any(n.index not in inside and n.index not in aside for n in v.users)]
+        read = [v for v in values.values() if is_returned(v) or any(n.index not in inside and n.index not in ignored for n in v.users)]
         masks = tuple(v for v in read if v.dtype == bool and not is_returned(v))
         ends = [v for v in read if v not in masks]
         if len(ends) == 1 and ends[0] is not start and jnp.issubdtype(ends[0].dtype, jnp.floating):

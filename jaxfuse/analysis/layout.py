@@ -162,7 +162,7 @@ def transposed(graph: Graph, value: Value, order: tuple[int, ...]) -> Value:
     return graph.transposes[key]
 
 
-def laid(graph: Graph, value: Value, layout: Layout, permutation) -> tuple[Value, Callable]:
+def to_layout(graph: Graph, value: Value, layout: Layout, permutation) -> tuple[Value, Callable]:
     """(read, made): the value to read, and what makes of its array `value` in the origin's shape, axes in that order."""
     if layout.is_permutation:
         return transposed(graph, value, tuple(layout.permutation.index(d) for d in permutation)), lambda array: array

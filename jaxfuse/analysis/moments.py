@@ -22,7 +22,7 @@ class Reduction(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class Subgraph:
     """An axis along which this is one of several that were stacked: Flax makes one `pmean` of the mean and the mean square."""
 
     index: int
@@ -49,7 +49,7 @@ def reductions(tensor: Value) -> Iterator[Reduction]:
     stack: list = [(tensor, 1.0, tuple(range(tensor.ndim)), None)]
     while stack:
         value, weight, axes, first = stack.pop()
-        if first and not any(isinstance(axis, Part) for axis in axes):
+        if first and not any(isinstance(axis, Subgraph) for axis in axes):
             yield Reduction(value, weight, tuple(axis for axis in axes if axis is not None), first)
         for node in value.users:
             factor = scale_factor(node, value) if first else None
@@ -71,10 +71,10 @@ def _moved(node: Node, value: Value, axes: tuple) -> Iterator[tuple]:
         yield tuple(axes[d] for d in node.params["permutation"])
     elif node.primitive == "stack":
         at = node.params["axis"]
-        yield from [(*axes[:at], Part(i), *axes[at:]) for i, operand in enumerate(node.inputs) if operand is value]
+        yield from [(*axes[:at], Subgraph(i), *axes[at:]) for i, operand in enumerate(node.inputs) if operand is value]
     elif node.primitive == "slice" and node.params["strides"] is None:
         taken = list(zip(axes, node.params["start_indices"], node.params["limit_indices"], value.shape))
-        if all(limit - start == n or axis == Part(start) and limit - start == 1 for axis, start, limit, n in taken):
+        if all(limit - start == n or axis == Subgraph(start) and limit - start == 1 for axis, start, limit, n in taken):
             yield tuple(None if limit - start < n else axis for axis, start, limit, n in taken)
 
 

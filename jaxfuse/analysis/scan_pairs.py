@@ -62,7 +62,7 @@ def pairs(graph: Graph, backward: frozenset[int], free: Callable[[Node], bool]) 
                 break
 
 
-class Joint:
+class ScanPair:
     """Both bodies as one program. Its inputs are those of the first, then those of the second that are not known from the
     first: `shared` maps the second's inputs to (True, output) or (False, input) of the first, `own` are the others. Its
     outputs are what of the first is read elsewhere, `kept`, then those of the second."""
@@ -99,7 +99,7 @@ class Joint:
 def joined(graph: Graph, first: Loop, second: Loop, plan) -> tuple[list[Emission], list] | None:
     """(the two scans over rewritten bodies, the sites found in them), or None: nothing is rewritten, or not in two, or it would
     have to save much more than before. `plan(closed)` rewrites a program."""
-    joint = Joint(graph, first, second)
+    joint = ScanPair(graph, first, second)
     inner = plan(joint.program())
     if not inner.replacements:
         return None
@@ -116,7 +116,7 @@ class _Parts:
     """The rewritten joint program, in two again. `saved` are its values that the first scan stacks up for the second.
     `reads_second`: a kernel of the second now gives what the first needs, so that they cannot be parted."""
 
-    def __init__(self, joint: Joint, inner):
+    def __init__(self, joint: ScanPair, inner):
         self.joint, self.inner = joint, inner
         first, program = joint.first, inner.graph
         self.wanted, self.results = program.outputs[: len(joint.kept)], program.outputs[len(joint.kept) :]

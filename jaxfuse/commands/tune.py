@@ -1,6 +1,6 @@
 """python -m jaxfuse bench --tune: from which size on each fused kernel wins on this machine.
 
-Every op's ladders (`rules/<op>.py`), small to large, are run as plain JAX and fused, in turns: chains of ops in one `jit`, so
+Every op's size sweeps (`tuning/rules/<op>.py`), small to large, are run as plain JAX and fused, in turns: chains of ops in one `jit`, so
 that what a call costs does not hide what an op costs. "backward" is forward and gradient.
 """
 
@@ -19,7 +19,7 @@ from rich.table import Table
 
 from jaxfuse.fuse import fuse, plan
 from jaxfuse.tuning import tuned
-from jaxfuse.tuning.policy import judge
+from jaxfuse.tuning.policy import unprofitable
 from jaxfuse.tuning.rules import TABLE
 from jaxfuse.tuning.rules.rule import DIRECTIONS, Ladder, Point, Rule
 
@@ -27,7 +27,7 @@ LENGTH = 5  # ops in a chain
 
 
 class Effort(NamedTuple):
-    """How much to measure: rungs of a ladder, rounds of turns, seconds of each turn."""
+    """How much to measure: sizes of a sweep, rounds of turns, seconds of each turn."""
 
     rungs: int = 99
     rounds: int = 15
@@ -60,15 +60,15 @@ def run(quick: bool = False) -> int:
 
 
 def measure(effort: Effort, console: Console) -> dict[str, tuple[Rule, ...]]:
-    """For each op the rules of this machine, one for each ladder, dtype and, where the built-in rules tell directions
+    """For each op the rules of this machine, one for each sweep, dtype and, where the built-in rules tell directions
     apart, direction. What is not fused here (no kernel) gets none."""
-    work = [(op, shape, dtype) for op, table in TABLE.items() for shape in table.ladders for dtype in table.dtypes]
+    work = [(op, shape, dtype) for op, table in TABLE.items() for shape in table.size_sweeps for dtype in table.dtypes]
     found: dict[str, tuple[Rule, ...]] = {op: () for op in TABLE}
     with Progress(console=console, refresh_per_second=2) as bar:
         task = bar.add_task("", total=len(work))
         for op, shape, dtype in work:
             bar.update(task, description=f"{op} {shape} {dtype}")
-            rows = _points(op, TABLE[op].ladders[shape], dtype, effort)
+            rows = _points(op, TABLE[op].size_sweeps[shape], dtype, effort)
             apart = any(rule.direction for rule in TABLE[op].rules if rule.shape in (None, shape) and rule.dtype in (None, dtype))
             for direction in DIRECTIONS if apart else (None,):
                 own = tuple(p for p in rows if direction in (None, p.direction))
@@ -78,16 +78,16 @@ def measure(effort: Effort, console: Console) -> dict[str, tuple[Rule, ...]]:
     return found
 
 
-def _points(op: str, ladder: Ladder, dtype: str, effort: Effort) -> list[Point]:
+def _points(op: str, size_sweep: Ladder, dtype: str, effort: Effort) -> list[Point]:
     found, calls = [], []
-    for shapes in ladder.shapes[: effort.rungs]:
+    for shapes in size_sweep.shapes[: effort.rungs]:
         operands = arguments(shapes, dtype)
-        size = max((size for _, size in sites(op, ladder.program, operands)), default=None)
+        size = max((size for _, size in sites(op, size_sweep.program, operands)), default=None)
         if size is None:
             continue
         for direction in DIRECTIONS:
             found.append((size, direction))
-            for way in (ladder.program, fuse(ladder.program, policy="always")):
+            for way in (size_sweep.program, fuse(size_sweep.program, policy="always")):
                 calls.append(functools.partial(_chain(way, direction), *operands))
     times = [round(1e6 * seconds / LENGTH, 2) for seconds in _in_turns(calls, effort)]
     return [Point(size, xla, fused, direction) for (size, direction), xla, fused in zip(found, times[::2], times[1::2])]
@@ -108,12 +108,12 @@ def arguments(shapes, dtype: str) -> list[jax.Array]:
 
 def sites(op: str, program, operands) -> list[tuple[str, int]]:
     """(shape class, size) of each of the program's sites of this op that a kernel takes."""
-    found, always = [], judge("always")
+    found, never_unprofitable = [], unprofitable("always")
 
     def recording(name, config, types, direction="forward", cost=""):
         if name == op:
             found.append((TABLE[op].shape_class(config, types), TABLE[op].size(config, types)))
-        return always(name, config, types, direction, cost)
+        return never_unprofitable(name, config, types, direction, cost)
 
     plan(jax.make_jaxpr(program)(*operands), recording)
     return found

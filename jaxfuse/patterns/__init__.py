@@ -1,11 +1,11 @@
 """The patterns, in the order in which they are tried. A pattern module has
 
-    anchors(graph)                           nodes where a match may begin
-    match(graph, node, claimed, measured)    yields Match and Refusal; `claimed` are nodes of other matches,
-                                             `measured(op, config, types, direction)` says why a site is not worth it, or ""
+    anchors(graph)                               nodes where a match may begin
+    match(graph, node, claimed, unprofitable)    yields Match and Refusal; `claimed` are nodes of other matches,
+                                                 `unprofitable(op, config, types, direction)` says why it is not worth it, or ""
 
-Batch norm, convolution, max pool, dense layers and their gradients have kernels. The others are recognised only. Where one
-pattern is part of another, the larger comes first: a cell's dense layers belong to its row.
+`optimizer` and `batch_norm.inference` have no kernels and give reports their rows. Where one pattern is part of another, the
+larger comes first: a cell's dense layers belong to its row.
 """
 
 from jaxfuse.patterns import max_pool, optimizer

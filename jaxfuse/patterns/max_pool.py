@@ -15,7 +15,7 @@ def anchors(graph):
     return [node for node in graph.nodes if node.primitive == "reduce_window_max"]
 
 
-def match(graph, node: Node, claimed: set[int], measured):
+def match(graph, node: Node, claimed: set[int], unprofitable):
     """Yields one Match or Refusal, and one for the gradients that autodiff has made of it."""
     (x,) = node.inputs
     names = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
@@ -25,7 +25,7 @@ def match(graph, node: Node, claimed: set[int], measured):
     type_of_x = type_of(x.aval)
     try:
         require_batch_sharding((x,))
-        require(OP.forward, config, (type_of_x,), measured, "max_pool", config, (type_of_x,))
+        require(OP.forward, config, (type_of_x,), unprofitable, "max_pool", config, (type_of_x,))
     except Unfit as unfit:
         yield Refusal("max_pool", node, (x,), unfit.reason)
         yield from [Refusal("max_pool", node, (n.inputs[0], x), unfit.reason, "backward") for n in gradients]

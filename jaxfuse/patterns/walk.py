@@ -1,7 +1,7 @@
 """Walks from an anchor (a convolution, a value with batch statistics) through what is done to it, as far as one kernel can
 go: per-channel affine steps, a residual add, an activation. Knows no op.
 
-A walk ends at the first check that fails. The reason is kept; `missed` names the step that the check prevented, so that
+A walk ends at the first check that fails. The reason is kept; `unfused` names the step that the check prevented, so that
 a report can say what was almost fused.
 """
 
@@ -20,11 +20,11 @@ from jaxfuse.program.site import Unfit
 from jaxfuse.runtime.reasons import no_kernel
 
 
-class Stop(NamedTuple):
-    """Why a walk went no further; `missed` is the step that was not taken, None where nothing was there to take."""
+class WalkEnd(NamedTuple):
+    """Why a walk went no further; `unfused` is the step that was not taken, None where nothing was there to take."""
 
     reason: str
-    missed: str | None = None
+    unfused: str | None = None
 
 
 class Activated(Protocol):
@@ -105,17 +105,17 @@ class Chain:
 class Walk:
     """How to walk: over which graph, along which channel axis, and what not to touch.
 
-    `claimed` are indices of nodes that belong to other matches; `aside` those of nodes that may read inner values because
+    `claimed` are indices of nodes that belong to other matches; `ignored` those of nodes that may read inner values because
     the match serves them (batch statistics). `name_activation(region)` names an elementwise region, or says why not.
     `adds_last`: a residual may come after the activation.
     """
 
-    def __init__(self, graph, axis: int, claimed: set[int], name_activation, aside: frozenset[int] = frozenset(),
+    def __init__(self, graph, axis: int, claimed: set[int], name_activation, ignored: frozenset[int] = frozenset(),
                  adds_last: bool = False):
         self.graph, self.axis, self.claimed, self.name_activation = graph, axis, claimed, name_activation
-        self.aside, self.adds_last = aside, adds_last
+        self.ignored, self.adds_last = ignored, adds_last
 
-    def chains(self, start: Value, first: Node | None = None) -> tuple[list[Chain], Stop]:
+    def chains(self, start: Value, first: Node | None = None) -> tuple[list[Chain], WalkEnd]:
         """Every chain from `start` (shortest first, the empty one included unless `first`, the step to begin with, is
         given) and why the last could not be extended."""
         chain = Chain(start, Layout.of(start.shape))
@@ -123,7 +123,7 @@ class Walk:
         while True:
             step = self._step(chain) if first is None else self._affine(chain, first)
             first = None
-            if isinstance(step, Stop):
+            if isinstance(step, WalkEnd):
                 return found or [chain], step
             steps = step if isinstance(step, list) else [step]
             found += [step for step in steps if not self._is_mere_reshape(chain, step)]
@@ -133,57 +133,57 @@ class Walk:
         """It gains nothing: at a chain's end it is left where it is."""
         return after.layout != before.layout and after.layout.axis_order == before.layout.axis_order
 
-    def _step(self, chain: Chain) -> Chain | list[Chain] | Stop:
+    def _step(self, chain: Chain) -> Chain | list[Chain] | WalkEnd:
         """The next step; several where it is an activation of which a part is one too (relu6 and its relu)."""
         value = chain.end
-        users = [n for n in value.users if n.index not in self.aside]
+        users = [n for n in value.users if n.index not in self.ignored]
         if not users:
-            return Stop("nothing reads it")
+            return WalkEnd("nothing reads it")
         if self.graph.is_returned(value):
-            return Stop(f"{value!r} is returned by the program", self._missed(chain, users))
+            return WalkEnd(f"{value!r} is returned by the program", self._missed(chain, users))
         if chain.activation is None:
             activated = self._activations(chain)
-            if isinstance(activated, list) or activated and activated.missed:
+            if isinstance(activated, list) or activated and activated.unfused:
                 return activated
         if len(users) > 1:
             readers = " and ".join(map(str, users[:3]))
-            return Stop(f"{value!r} is read {len(users)} times: by {readers}", self._missed(chain, users))
+            return WalkEnd(f"{value!r} is read {len(users)} times: by {readers}", self._missed(chain, users))
         (node,) = users
         if node.index < 0 or node.index in self.claimed:
-            return Stop(f"{node} belongs to another fused site")
+            return WalkEnd(f"{node} belongs to another fused site")
         if is_float_cast(node) and not chain.masks:
             return dataclasses.replace(chain, end=node.out, nodes=(*chain.nodes, node))
         layout = None if chain.masks else chain.layout.then(node)
         if layout:
             if layout.axes(self.axis) is None:
-                return Stop(f"{node} merges the channel axis with another")
+                return WalkEnd(f"{node} merges the channel axis with another")
             return dataclasses.replace(chain, end=node.out, nodes=(*chain.nodes, node), layout=layout)
         if chain.activation is not None:
             return self._after_activation(chain, node)
         return self._affine(chain, node)
 
-    def _after_activation(self, chain: Chain, node: Node) -> Chain | Stop:
+    def _after_activation(self, chain: Chain, node: Node) -> Chain | WalkEnd:
         full_size = [v for v in node.inputs if v.shape == chain.end.shape and not repeats(v)]
         if node.primitive not in ADD or len(full_size) != 2 or full_size[0] is full_size[1]:
-            return Stop("the activation ends it")
+            return WalkEnd("the activation ends it")
         if not self.adds_last:
-            return Stop(no_kernel(f"{node} adds after the activation"), "add")
+            return WalkEnd(no_kernel(f"{node} adds after the activation"), "add")
         if chain.residual is not None:
-            return Stop(f"{node} adds a second full-size value", "add")
+            return WalkEnd(f"{node} adds a second full-size value", "add")
         if chain.masks:  # the sum would not tell them
-            return Stop(f"{node} adds to a value that {chain.masks[0].producer} is told by", "add")
+            return WalkEnd(f"{node} adds to a value that {chain.masks[0].producer} is told by", "add")
         other = full_size[full_size[0] is chain.end]
         return dataclasses.replace(chain, end=node.out, nodes=(*chain.nodes, node), residual=unwidened(other),
                                    residual_layout=chain.layout, residual_last=True)
 
-    def _activations(self, chain: Chain) -> list[Chain] | Stop | None:
+    def _activations(self, chain: Chain) -> list[Chain] | WalkEnd | None:
         """The elementwise regions from here that have a name, shortest first; else why the longest has none."""
         named, stop = [], None
-        for region in regions(chain.end, self.graph.is_returned, self.aside):
+        for region in regions(chain.end, self.graph.is_returned, self.ignored):
             if any(n.index in self.claimed for n in region.nodes):
                 continue
             name = self.name_activation(region)
-            if not isinstance(name, Stop):
+            if not isinstance(name, WalkEnd):
                 nodes = (*chain.nodes, *region.nodes)
                 named.append(dataclasses.replace(chain, end=region.end, nodes=nodes, activation=name, region=region,
                                                  region_layout=chain.layout))
@@ -191,35 +191,35 @@ class Walk:
                 stop = name
         return named or stop
 
-    def _affine(self, chain: Chain, node: Node) -> Chain | Stop:
+    def _affine(self, chain: Chain, node: Node) -> Chain | WalkEnd:
         """One addition, subtraction, multiplication or division: by a number per channel, or of a residual."""
         kind = "add" if node.primitive in ADD else node.primitive
         if kind not in ("add", "sub", "mul", "div"):
-            return Stop(f"{node} is not a step that a kernel can take")
+            return WalkEnd(f"{node} is not a step that a kernel can take")
         left, right = node.inputs
         if left is right:
-            return Stop(f"{node} combines the value with itself")
+            return WalkEnd(f"{node} combines the value with itself")
         other = right if left is chain.end else left
         if other is left and kind == "div":
-            return Stop(f"{node} has the value on its right side")
+            return WalkEnd(f"{node} has the value on its right side")
         if other is left and kind == "sub":  # other + (-1)·value
             if chain.residual is not None:
-                return Stop(f"{node} scales the sum with the residual", "scale")
+                return WalkEnd(f"{node} scales the sum with the residual", "scale")
             minus_one = Value(node.out.aval.update(shape=()), literal=np.asarray(-1, node.out.dtype))
             kind, chain = "add", dataclasses.replace(chain, affine=(*chain.affine, ("mul", minus_one)))
         small = per_channel(other, chain.end, chain.layout.axes(self.axis))
         extended = dataclasses.replace(chain, end=node.out, nodes=(*chain.nodes, node))
         if not isinstance(small, NotPerChannel):
             if chain.residual is not None and kind in ("mul", "div"):
-                return Stop(f"{node} scales the sum with the residual", "scale")
+                return WalkEnd(f"{node} scales the sum with the residual", "scale")
             return dataclasses.replace(extended, affine=(*chain.affine, (kind, small)))
         full_size = other.shape == chain.end.shape and not repeats(other)
         if kind == "sub" and full_size:
-            return Stop(f"{node} subtracts a full-size value: it would be one more pass to change its sign", "sub")
+            return WalkEnd(f"{node} subtracts a full-size value: it would be one more pass to change its sign", "sub")
         if kind != "add" or not full_size:
-            return Stop(small.reason, dict(add="bias", sub="bias").get(kind, "scale"))
+            return WalkEnd(small.reason, dict(add="bias", sub="bias").get(kind, "scale"))
         if chain.residual is not None:
-            return Stop(f"{node} adds a second full-size value", "add")
+            return WalkEnd(f"{node} adds a second full-size value", "add")
         return dataclasses.replace(extended, residual=unwidened(other), residual_layout=chain.layout)
 
     def _missed(self, chain: Chain, users: list[Node]) -> str | None:
@@ -231,7 +231,7 @@ class Walk:
             alone = Region(chain.end, node.out, (node,))
             if is_elementwise(node) and all(v is chain.end or constant(v) is not None for v in node.inputs):
                 named = self.name_activation(alone)
-                if not isinstance(named, Stop):
+                if not isinstance(named, WalkEnd):
                     return named.name
         for node in users:
             taken = self._affine(chain, node) if len(node.inputs) == 2 else None

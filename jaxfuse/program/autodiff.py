@@ -10,7 +10,7 @@ from jaxfuse.program.graph import Graph, Node, Value
 from jaxfuse.program.liveness import FusedReader
 
 
-class Part:
+class Subgraph:
     """Some nodes of a graph, with values of their own, whose users are these nodes and fused ops. Indices are
     the graph's."""
 
@@ -29,20 +29,20 @@ class Part:
         self.inputs = [copy(value) for value in graph.inputs]
         self.nodes = []
         for node in kept:
-            twin = node.reading([copy(v) for v in node.inputs])
-            for value, made in zip(node.outputs, twin.outputs):
+            node_in_subgraph = node.reading([copy(v) for v in node.inputs])
+            for value, made in zip(node.outputs, node_in_subgraph.outputs):
                 copies[id(value)] = made
                 self._originals[id(made)] = value
                 made.users += filter(_is_fused, value.users)
-            self.nodes.append(twin)
-        self._twins = {twin.index: twin for twin in self.nodes}
+            self.nodes.append(node_in_subgraph)
+        self._twins = {node_in_subgraph.index: node_in_subgraph for node_in_subgraph in self.nodes}
         self.outputs = [copy(value) for value in outputs]
         self.returned = frozenset(map(id, self.outputs))
 
     def is_returned(self, value: Value) -> bool:
         return id(value) in self.returned
 
-    def twin(self, node: Node) -> Node | None:
+    def node_in_subgraph(self, node: Node) -> Node | None:
         """This part's node for one of the graph's."""
         return self._twins.get(node.index)
 
@@ -51,7 +51,7 @@ class Part:
         return self._originals.get(id(value), value)
 
 
-def forward(graph: Graph) -> Graph | Part:
+def forward(graph: Graph) -> Graph | Subgraph:
     """What autodiff did not add; the graph itself if it added nothing."""
     return _split(graph)[0] or graph
 
@@ -61,12 +61,12 @@ def backward(graph: Graph) -> frozenset[int]:
     return _split(graph)[1]
 
 
-def _split(graph: Graph) -> tuple[Part | None, frozenset[int]]:
+def _split(graph: Graph) -> tuple[Subgraph | None, frozenset[int]]:
     if graph.parts is None:
         transposed = frozenset(node.index for node in graph.nodes if _is_transposed(node, _inside_backward(graph)))
         outputs = [v for i, v in enumerate(graph.outputs) if not _only_for_backward(graph, i)]
         whole = not transposed and len(outputs) == len(graph.outputs)
-        graph.parts = None if whole else Part(graph, _needed(graph, transposed, outputs), outputs), transposed
+        graph.parts = None if whole else Subgraph(graph, _needed(graph, transposed, outputs), outputs), transposed
     return graph.parts
 
 
@@ -106,7 +106,7 @@ def _needed(graph: Graph, transposed: frozenset[int], outputs: list[Value]) -> l
     for node in reversed(graph.nodes):
         if (
             node.index not in transposed
-            and node.index not in graph.gone
+            and node.index not in graph.fused_away
             and (
                 node.eqn.effects
                 or node.primitive == "dot_general"

@@ -19,7 +19,7 @@ from jaxfuse.runtime.private import is_symbolic, name_of, params_of
 
 INLINED = ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr")
 CONTROL = ("scan", "while", "cond", "checkpoint", "remat2", "shard_map")
-RULED = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")  # the user's own rules, which their bodies belong to
+CUSTOM_DERIVATIVE_CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")  # the user's own rules, which their bodies belong to
 
 
 class Value:
@@ -107,7 +107,7 @@ class Graph:
         self.outer = outer
         self.nodes: list[Node] = []
         self.replaced: set[int] = set()  # ids of values that a match computes instead of their producers
-        self.gone: set[int] = set()  # indices of nodes that nobody needs any more
+        self.fused_away: set[int] = set()  # indices of nodes that nobody needs any more
         self.parts: Any = None  # forward and backward, once program/autodiff.py has told them apart
         self.transposes: dict[tuple[int, tuple[int, ...]], Value] = {}  # see layout.transposed
         self._seen: dict = {}
@@ -127,7 +127,7 @@ class Graph:
         """The value itself; of a part of the graph, what its copy stands for."""
         return value
 
-    def twin(self, node: Node) -> "Node | None":
+    def node_in_subgraph(self, node: Node) -> "Node | None":
         """The node itself; of a part of the graph, the part's node for it, if it has one."""
         return node
 
@@ -181,7 +181,7 @@ class Graph:
     def known(self, eqn, inputs: list[Value]) -> Node | None:
         """The node that computes this equation of these values."""
         known = None if eqn.effects else self._seen.get(key_of(eqn, inputs))
-        return known if known is None or known.primitive not in RULED or _same_rule(known.eqn, eqn) else None
+        return known if known is None or known.primitive not in CUSTOM_DERIVATIVE_CALLS or _same_rule(known.eqn, eqn) else None
 
 
 LONGEST_RULED = 32  # equations of a function with a rule of its own that are read to find its equal
@@ -191,7 +191,7 @@ def key_of(eqn, inputs: list[Value]):
     """What is the same for equations that compute the same; None: nothing is known to be. A function with a derivative
     rule is made anew at every call: it is known by its text, its rule is then to be compared."""
     name, params = name_of(eqn), params_of(eqn)
-    if name in RULED:
+    if name in CUSTOM_DERIVATIVE_CALLS:
         if name != "custom_jvp_call" or len(params["call_jaxpr"].eqns) > LONGEST_RULED:
             return None
         params = dict(text=str(params["call_jaxpr"].jaxpr))
@@ -216,7 +216,7 @@ def _same_rule(one, other) -> bool:
         bind = functools.partial(eqn.primitive.bind, **eqn.primitive.get_bind_params(eqn.params))
         traced = jax.make_jaxpr(lambda primals, tangents: jax.jvp(bind, primals, tangents))(types, types)
         closed = traced.consts or params_of(eqn)["call_jaxpr"].consts
-        return object() if closed or any(name in str(traced) for name in RULED[1:]) else str(traced)
+        return object() if closed or any(name in str(traced) for name in CUSTOM_DERIVATIVE_CALLS[1:]) else str(traced)
 
     try:
         return derivative(one) == derivative(other)

@@ -32,12 +32,12 @@ def accept(graph: Graph, match: Match) -> set[int]:
     _revive(graph, needs)
     defined = tuple(value for emission in match.emissions for value in emission.defines)
     graph.replaced |= set(map(id, defined))
-    gone = unneeded(graph, defined, aside=graph.dead)
-    for node in gone.values():
+    fused_away = dead_after(graph, defined, ignored=graph.dead)
+    for node in fused_away.values():
         for value in dict.fromkeys(node.inputs):
             value.users.remove(node)
-    graph.gone |= set(gone)
-    return set(gone)
+    graph.fused_away |= set(fused_away)
+    return set(fused_away)
 
 
 def _revive(graph: Graph, needs: list[Value]) -> None:
@@ -73,24 +73,25 @@ def circular(graph: Graph, replacements: dict[int, Emission]) -> list[Emission]:
     return []
 
 
-def unneeded(graph: Graph, defined: tuple[Value, ...], kept: Value | None = None, aside: AbstractSet[int] = frozenset()) -> dict[int, Node]:
+def dead_after(graph: Graph, defined: tuple[Value, ...], kept: Value | None = None,
+               ignored: AbstractSet[int] = frozenset()) -> dict[int, Node]:
     """The nodes, by index, that nobody needs once `defined` are computed otherwise; `kept` is needed all the same. Readers with an
-    index in `aside` do not count."""
-    gone: dict[int, Node] = {}
+    index in `ignored` do not count."""
+    fused_away: dict[int, Node] = {}
     replaced = graph.replaced | {id(value) for value in defined}
     pending = [value.producer for value in defined]
 
     def needed(value: Value) -> bool:
         return id(value) not in replaced and (
             value is kept or graph.is_returned(value)
-            or any(user.index not in gone and user.index not in aside for user in value.users))
+            or any(user.index not in fused_away and user.index not in ignored for user in value.users))
 
     while pending:
         node = pending.pop()
-        if node is None or node.index < 0 or node.index in gone or node.index in graph.gone:
+        if node is None or node.index < 0 or node.index in fused_away or node.index in graph.fused_away:
             continue
         if node.eqn.effects or any(map(needed, node.outputs)):
             continue
-        gone[node.index] = node
+        fused_away[node.index] = node
         pending += [value.producer for value in node.inputs]
-    return gone
+    return fused_away

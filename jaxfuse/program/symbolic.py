@@ -8,14 +8,14 @@ import jax
 from jaxfuse.runtime import private
 
 
-def judge(of_known):
-    """A policy that judges a representative shape in place of a symbolic one."""
+def unprofitable(of_known):
+    """A policy that looks at a representative shape in place of a symbolic one."""
 
-    def judged(op, config, types, direction="forward", cost=""):
+    def known_only(op, config, types, direction="forward", cost=""):
         known = [jax.ShapeDtypeStruct(tuple(map(private.known, t.shape)), t.dtype) for t in types]
         return of_known(op, config, known, direction, cost)
 
-    return judged
+    return known_only
 
 
 def refused(kernel, config, args) -> str | None:

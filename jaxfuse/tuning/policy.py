@@ -12,7 +12,7 @@ from jaxfuse.tuning.rules import TABLE, cuda
 POLICIES = ("measured", "always", "never")
 
 
-def judge(policy: str):
+def unprofitable(policy: str):
     """A function (op name, config, argument types, direction="forward", cost="") -> reason to leave the site alone, or "".
 
     `cost` is what a pattern itself knows against it: a kernel would take it, and gain nothing.
@@ -33,13 +33,13 @@ def _measured(op, config, types, direction="forward", cost="") -> str:
     platform = platforms.current()
     if platform not in ("cpu", "cuda"):
         return no_kernel()
-    judged = _by_bytes(op, config, types) if platform == "cuda" else _by_rules(op, config, types, direction)
-    reason = judged or cost
+    reason = _by_bytes(op, config, types) if platform == "cuda" else _by_rules(op, config, types, direction)
+    reason = reason or cost
     return Unprofitable(reason) if reason else ""
 
 
 def _by_bytes(op, config, types) -> str:
-    return cuda.judge(op, TABLE[op].shape_class(config, types), config, types)
+    return cuda.expects_no_gain(op, TABLE[op].shape_class(config, types), config, types)
 
 
 def _by_rules(op, config, types, direction: str) -> str:

@@ -46,7 +46,7 @@ class ConvConfig:
         """
         if self.activation == NO_ACTIVATION:
             return "none"
-        return "y" if self.activation.y_tells and not self.residual_last else "z"
+        return "y" if self.activation.derivative_from_y and not self.residual_last else "z"
 
     def refuse_out_dtype(self) -> str | None:
         return f"{self.out_dtype} is wanted: the kernel gives what it takes" if self.out_dtype else None

@@ -130,7 +130,7 @@ def _keep(config: ConvConfig, args, outs):
 
 def _tangent(config: ConvConfig, kept, tangents, convolve=convolve):
     """dy = act'(z) · (conv(dx, w) + conv(x, dw) + dbias + dresidual), or dresidual outside of the product."""
-    x, w, *told = kept
+    x, w, *saved_activation = kept
     dx, dw, dscale, dbias, dresidual = config.unpack(tangents)
     assert dscale is None, "a conv with scale is decomposed before it is differentiated"
     out_type = jax.eval_shape(functools.partial(convolve, config), x, w)
@@ -143,10 +143,10 @@ def _tangent(config: ConvConfig, kept, tangents, convolve=convolve):
         total = total + _per_channel(config, dbias.astype(total.dtype), total)
     if dresidual is not None and not config.residual_last:
         total = total + dresidual
-    if told:
+    if saved_activation:
         activation = config.activation
-        through = activation.pullback if config.derivative == "y" else activation.slope_times
-        total = through(told[0], total)
+        through = activation.pullback if config.derivative == "y" else activation.jvp
+        total = through(saved_activation[0], total)
     if dresidual is not None and config.residual_last:
         total = total + dresidual
     return (total,)
@@ -228,14 +228,14 @@ def _refuse_backward(linear: Linear, args) -> str | None:
 
 def _run_backward(linear: Linear, args, mesh_axes):
     config = linear.config
-    x, w, *told, dy = widened(args)
+    x, w, *saved_activation, dy = widened(args)
     wanted = [t for t, active in zip(OP.types_here(linear, args), linear.active) if active]
     types = [jax.ShapeDtypeStruct(t.shape, jnp.promote_types(t.dtype, x.dtype)) for t in wanted]
     wants = config.unpack(linear.active)
     want_dx, want_dw, _, want_db, want_dresidual = [bool(want) for want in wants]
     is_dy = config.residual_last and want_dresidual  # the residual's gradient
     results = types[: len(types) - is_dy]
-    operands = [*[x] * want_dw, *[_turned(config, w)] * want_dx, dy, *told]
+    operands = [*[x] * want_dw, *[_turned(config, w)] * want_dx, dy, *saved_activation]
     attrs = config.geometry_attrs() | dict(
         want_dx=want_dx, want_dw=want_dw, want_db=want_db, want_dresidual=want_dresidual and not is_dy,
         by_value=config.derivative == "y")

@@ -83,13 +83,13 @@ def _run_forward(config, args, mesh_axes):
 def _run_backward(axes, linear, args, mesh_axes):
     """All gradients, of which the wanted ones are given on. That of a residual is dy·act'(z), or dy if it was added last."""
     config = linear.config
-    x, w, *told, dy = args
+    x, w, *saved_activation, dy = args
     images, window = _images(x), _filter(config, w)
     types = [images, jax.ShapeDtypeStruct(window.shape, jnp.float32), jax.ShapeDtypeStruct(window.shape[-1:], jnp.float32),
-             *[_images(dy)] * len(told)]
+             *[_images(dy)] * len(saved_activation)]
     dx, dw, db, *dz = cuda.call(
         "jaxfuse_depthwise_bwd", [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types], images, window, _images(dy),
-        *map(_images, told), by_value=config.derivative == "y", **_attributes(config))
+        *map(_images, saved_activation), by_value=config.derivative == "y", **_attributes(config))
     dw = lax.transpose(dw.reshape([w.shape[d] for d in _filter_axes(config)]), np.argsort(_filter_axes(config)))
     dresidual = dy if config.residual_last or not dz else dz[0]
     gradients = [dx.reshape(x.shape), dw, *[db] * config.has_bias, *[dresidual.reshape(dy.shape)] * config.has_residual]

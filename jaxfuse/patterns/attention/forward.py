@@ -13,7 +13,7 @@ from jax import lax
 from jaxfuse.analysis.canonical import unwidened
 from jaxfuse.analysis.gradients import between, gradients
 from jaxfuse.ops.attention import OP
-from jaxfuse.ops.attention_config import AttentionConfig, laid
+from jaxfuse.ops.attention_config import AttentionConfig, to_layout
 from jaxfuse.ops.dense import refused_precision
 from jaxfuse.ops.op import Linear, type_of
 from jaxfuse.patterns.attention.axes import Operand
@@ -24,7 +24,7 @@ from jaxfuse.patterns.kernel import require
 from jaxfuse.patterns.walk import depends_on, require_batch_sharding
 from jaxfuse.program.autodiff import backward, forward
 from jaxfuse.program.graph import Emission, Graph, Node, Value
-from jaxfuse.program.liveness import unneeded
+from jaxfuse.program.liveness import dead_after
 from jaxfuse.program.site import Match, Refusal, Unfit
 
 
@@ -32,14 +32,14 @@ def anchors(graph):
     return [n for n in forward(graph).nodes if is_product(n) and batch_axes(n)]
 
 
-def match(graph, node: Node, claimed: set[int], measured):
+def match(graph, node: Node, claimed: set[int], unprofitable):
     """Yields the Match of an attention and of its gradients, or a Refusal; nothing if no softmax follows this product."""
     part = forward(graph)
     if node.index in claimed:
         return
     try:
         form = read_form(part, node, graph.dead)
-        yield from _Site(graph, part, node, form).matches(measured) if form else ()
+        yield from _Site(graph, part, node, form).matches(unprofitable) if form else ()
     except Unfit as unfit:  # its products are rows of their own
         yield Refusal("attention", node, tuple(node.inputs), unfit.reason)
 
@@ -61,18 +61,18 @@ class _Site:
                 for name, found in (("bias", form.biases), ("mask", form.masks), ("factor", form.dropped))}
         self.config = dataclasses.replace(self.config, **spec)
 
-    def matches(self, measured) -> list[Match]:
+    def matches(self, unprofitable) -> list[Match]:
         """The match, and that of the gradients if the program computes them. Raises `Unfit` where no kernel takes it."""
         self._require_precision()
         gradient = self._gradient() if self.part is not self.graph else None
-        gone = unneeded(self.graph, (self.end, *(gradient.found if gradient else ())), aside=self.graph.dead)
-        if self.node.index not in gone:
+        fused_away = dead_after(self.graph, (self.end, *(gradient.found if gradient else ())), ignored=self.graph.dead)
+        if self.node.index not in fused_away:
             inside = [v for n in self.form.nodes for v in map(self.part.original, n.outputs) if v is not self.end]
-            readers = (n for v in inside for n in v.users if n.index not in gone and n.index not in self.graph.dead)
+            readers = (n for v in inside for n in v.users if n.index not in fused_away and n.index not in self.graph.dead)
             mine = {n.index for n in self.form.nodes}
             raise Unfit(f"what is inside is read by {next((n for n in readers if n.index not in mine), self.node)} too")
         types = self._types()
-        require(OP.forward, self.config, types, measured, "attention", self.config, types)
+        require(OP.forward, self.config, types, unprofitable, "attention", self.config, types)
         saved = self._saved(types) if gradient else ()
         back = [self._backward(gradient, types, saved)] if gradient else []
         scores = 2 * 4 * math.prod(self.config.sizes(*types[:3])[a] for a in self.config.scores)  # written and read again
@@ -95,14 +95,14 @@ class _Site:
         masks, factors, dropped = ([jnp.logical_not(a) if o.inverted else a for o, a in zip(found, arrays)]
                                    for found in (form.masks, form.factors, form.dropped))
         for operand, array in zip(form.factors, factors):
-            v = (v * _laid(operand, array, config.v)).astype(v.dtype)
+            v = (v * _to_layout(operand, array, config.v)).astype(v.dtype)
         if dropped:
             dropped = [dropped[0] * jnp.float32(form.rest), *dropped[1:]]
         elif form.rest != 1:
             v = v * jnp.asarray(form.rest, v.dtype)
         joined = ((form.biases, biases, config.bias, jnp.add), (form.masks, masks, config.mask, jnp.logical_and),
                   (form.dropped, dropped, config.factor, jnp.multiply))
-        return [q, k, v, *[functools.reduce(join, [_laid(o, a, spec) for o, a in zip(found, arrays)])
+        return [q, k, v, *[functools.reduce(join, [_to_layout(o, a, spec) for o, a in zip(found, arrays)])
                            for found, arrays, spec, join in joined if found]]
 
     def _types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -176,8 +176,8 @@ class _Site:
         return Match(self.label, self.node, (), (emission,), (gradient.dy, *self.inputs[:3]), saving, "backward")
 
 
-def _laid(operand: Operand, array, letters: str):
-    return laid(array.reshape([n for n, label in zip(array.shape, operand.labels) if label]), operand.spec, letters)
+def _to_layout(operand: Operand, array, letters: str):
+    return to_layout(array.reshape([n for n, label in zip(array.shape, operand.labels) if label]), operand.spec, letters)
 
 
 class _Gradient(NamedTuple):

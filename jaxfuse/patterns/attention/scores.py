@@ -15,7 +15,7 @@ def anchors(graph):
     return [n for n in forward(graph).nodes if is_product(n) and batch_axes(n)]
 
 
-def match(graph, node: Node, claimed: set[int], measured):
+def match(graph, node: Node, claimed: set[int], unprofitable):
     """Yields one row for the product: "attention scores" if it is scaled or goes to a softmax, else "matmul"."""
     if node.index in claimed:
         return
@@ -39,7 +39,7 @@ def match(graph, node: Node, claimed: set[int], measured):
     name, own = ("attention scores", tuple(nodes)) if is_scores else ("matmul", (node,))
     reason = reason if value.users and is_scores else ""  # nothing is missed where nothing follows
     try:
-        yield dense_site.product(graph, part, node, "matmul" if reason else name, own, measured, is_scores and not reason)
+        yield dense_site.product(graph, part, node, "matmul" if reason else name, own, unprofitable, is_scores and not reason)
     except Unfit as unfit:
         reason = reason or unfit.reason
     if reason:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfuse.analysis.canonical import ADD, CAST, NotPerChannel, chosen, constant, is_square, per_channel, size, unwidened
-from jaxfuse.analysis.layout import Layout, channels_last, is_reshape, laid, transposed
+from jaxfuse.analysis.layout import Layout, channels_last, is_reshape, to_layout, transposed
 from jaxfuse.analysis.moments import Moments, reductions, shared_over
 from jaxfuse.ops.activations import NO_ACTIVATION
 from jaxfuse.ops.batch_norm import OP
@@ -58,7 +58,7 @@ def anchors(graph):
     return list({id(_unmasked(n.inputs[0])): n for n in reversed(found)}.values())
 
 
-def match(graph, node: Node, claimed: set[int], measured):
+def match(graph, node: Node, claimed: set[int], unprofitable):
     x = unwidened(chosen(unwidened(node.inputs[0])))
     if _unmasked(x) is not x:
         yield Refusal("bn", node, (x,), no_kernel(f"{x.producer} leaves elements out of the statistics"))
@@ -80,25 +80,25 @@ def match(graph, node: Node, claimed: set[int], measured):
         return
     plain = batch_norm_grad.find(graph, moments)
     for gradient in (*(batch_norm_grad.through_activation(graph, plain) if plain else ()), plain):
-        aside = frozenset(moments.nodes) | (gradient.nodes if gradient else frozenset())
-        start, first = _first_step(graph, moments, aside)
+        ignored = frozenset(moments.nodes) | (gradient.nodes if gradient else frozenset())
+        start, first = _first_step(graph, moments, ignored)
         if first is None:
             yield Refusal("bn", node, (x,), "nothing normalises it: no step on it uses its statistics")
             return
-        chains, stop = Walk(graph, axis, claimed, name_activation, aside).chains(start, first)
-        found, chain, refused = longest(chains, x.dtype, lambda chain: _fused(graph, node, moments, gradient, chain, measured))
-        if gradient and gradient.slope and found and _is_slope_of(gradient.slope, chain):
+        chains, stop = Walk(graph, axis, claimed, name_activation, ignored).chains(start, first)
+        found, chain, refused = longest(chains, x.dtype, lambda chain: _fused(graph, node, moments, gradient, chain, unprofitable))
+        if gradient and gradient.slope and found and _is_grad_of(gradient.slope, chain):
             break
     if found:
         yield found
         if gradient:
-            yield _backward(graph, node, gradient, found, chain, measured)
+            yield _backward(graph, node, gradient, found, chain, unprofitable)
     if refused and _label(refused[0]) != _label(chain) * bool(found):
         reason = stop.reason if isinstance(refused[1], Unscaled) else refused[1].reason
         row = UnfusedStep if found else Refusal
         yield row(_label(refused[0]), node, (x,), reason)
-    elif stop.missed:
-        yield UnfusedStep(f"{_label(chain)}+{stop.missed}", node, (x,), stop.reason)
+    elif stop.unfused:
+        yield UnfusedStep(f"{_label(chain)}+{stop.unfused}", node, (x,), stop.reason)
 
 
 def _unflattened(graph, x: Value, axis: int) -> tuple[Value, int]:
@@ -123,16 +123,16 @@ def _label(chain: Chain) -> str:
     return "+".join(["bn", *chain.after_affine])
 
 
-def _first_step(graph, moments: Moments, aside: frozenset[int]) -> tuple[Value, Node | None]:
+def _first_step(graph, moments: Moments, ignored: frozenset[int]) -> tuple[Value, Node | None]:
     """Where x, or x cast to float32, first meets a number per channel that comes from its own statistics."""
     x = moments.x
     for value in (x, *[n.out for n in x.users if n.primitive == CAST]):
         for node in value.users:
-            if node.primitive in ("sub", "mul", "div") and len(node.inputs) == 2 and node.index not in aside:
+            if node.primitive in ("sub", "mul", "div") and len(node.inputs) == 2 and node.index not in ignored:
                 other = node.inputs[1] if node.inputs[0] is value else node.inputs[0]
                 small = per_channel(other, value, moments.axis)
                 if not isinstance(small, NotPerChannel) and depends_on([small], set(moments.known), _since(moments)):
-                    if any(n.index not in aside for n in node.out.users) or graph.is_returned(node.out):
+                    if any(n.index not in ignored for n in node.out.users) or graph.is_returned(node.out):
                         return value, node
     return x, None
 
@@ -141,34 +141,34 @@ def _since(moments: Moments) -> int:
     return min(value.producer.index for value, _ in moments.known.values())
 
 
-def _is_slope_of(slope, chain: Chain) -> bool:
+def _is_grad_of(slope, chain: Chain) -> bool:
     return chain.activation is not None and chain.region.start is slope.z and slope.is_of(chain.activation)
 
 
-def _told(gradient, chain: Chain) -> GradientConfig | None:
+def _derivative_config(gradient, chain: Chain) -> GradientConfig | None:
     """How the passes of the gradient are told the activation's derivative, if they can begin before the activation."""
     if gradient is None or chain.activation is None:
         return None
-    if gradient.slope and _is_slope_of(gradient.slope, chain):
+    if gradient.slope and _is_grad_of(gradient.slope, chain):
         if chain.residual is not None and chain.activation.is_mask:  # less to read than the residual
             return GradientConfig(0, True)
         return GradientConfig(0, False, False, chain.activation, chain.residual is not None)
     return GradientConfig(0, True) if batch_norm_grad.mask_of(gradient, chain) is not None else None
 
 
-def _backward(graph, node: Node, gradient, forward: Match, chain: Chain, measured) -> Match | Refusal:
-    emission, config = forward.emissions[0], _told(gradient, chain)
+def _backward(graph, node: Node, gradient, forward: Match, chain: Chain, unprofitable) -> Match | Refusal:
+    emission, config = forward.emissions[0], _derivative_config(gradient, chain)
     kept = tuple(v for v in emission.defines if v.producer is None)
     residual = emission.needs[1:2] if config and config.has_residual else ()
-    told = batch_norm_grad.Told(config, (*kept, *residual)) if config else None
+    saved = batch_norm_grad.SavedActivation(config, (*kept, *residual)) if config else None
+    beside = _xla_fuses_neighbour(chain, gradient.moments.axis)
     try:
-        return batch_norm_grad.fused(
-            graph, gradient, forward.pattern, node, told, _absorbs(chain, gradient.moments.axis), measured)
+        return batch_norm_grad.fused(graph, gradient, forward.pattern, node, saved, beside, unprofitable)
     except Unfit as unfit:
         return Refusal(forward.pattern, node, (gradient.g, gradient.moments.x), unfit.reason, "backward")
 
 
-def _fused(graph, node: Node, moments: Moments, gradient, chain: Chain, measured) -> Match:
+def _fused(graph, node: Node, moments: Moments, gradient, chain: Chain, unprofitable) -> Match:
     """Raises `Unfit` where no kernel takes the chain."""
     x, known = moments.x, set(moments.known)
     if not any(kind in ("mul", "div") for kind, _ in chain.affine):
@@ -179,24 +179,25 @@ def _fused(graph, node: Node, moments: Moments, gradient, chain: Chain, measured
         if depends_on([chain.residual], known | {id(v) for n in chain.nodes for v in n.outputs}, _since(moments)):
             raise Unfit("the residual is computed from x's own statistics")
     per_channel_program, parameters = _per_channel_program(moments, chain)
-    told = _told(gradient, chain)
+    derivative_config = _derivative_config(gradient, chain)
     # The kernels are channels-last, and so is what the fused ops around it give and take: transposes between them vanish.
     order = channels_last(x.ndim, moments.axis)
     full: tuple[Value, ...] = (transposed(graph, x, order),)
     undo = None
     if chain.residual is not None:
-        added, undo = laid(graph, chain.residual, chain.residual_layout, order)
+        added, undo = to_layout(graph, chain.residual, chain.residual_layout, order)
         full = *full, added
     config = BatchNormConfig(x.ndim - 1, per_channel_program, True, chain.residual is not None, chain.activation or NO_ACTIVATION,
-                             told is not None, told is not None and told.masked)
+                             derivative_config is not None, derivative_config is not None and derivative_config.masked)
     one = jax.ShapeDtypeStruct([x.shape[d] for d in order], x.dtype)
     types = (*[one] * len(full), *[jax.ShapeDtypeStruct(v.shape, v.dtype) for v in parameters])
-    if _absorbs(chain, moments.axis):
-        config = dataclasses.replace(config, absorbs=bool(measured("batch_norm", config, types, cost=batch_norm_grad.ABSORBED)))
-    require(OP.forward, config, types, measured, "batch_norm", config, types)
-    twin = transposed(graph, chain.end, order) if chain.layout == Layout.of(x.shape) else None
+    if _xla_fuses_neighbour(chain, moments.axis):
+        cost = unprofitable("batch_norm", config, types, cost=batch_norm_grad.FUSED_BY_XLA)
+        config = dataclasses.replace(config, xla_fuses_neighbour=bool(cost))
+    require(OP.forward, config, types, unprofitable, "batch_norm", config, types)
+    channels_last_copy = transposed(graph, chain.end, order) if chain.layout == Layout.of(x.shape) else None
 
-    kept = _kept_for(told, size(x), x.shape[moments.axis])
+    kept = _kept_for(derivative_config, size(x), x.shape[moments.axis])
 
     def run(read):
         first, *residual = map(read, full)
@@ -204,19 +205,20 @@ def _fused(graph, node: Node, moments: Moments, gradient, chain: Chain, measured
         yield chain.end, chain.layout.place(y, order)
         yield from chain.masks_from(chain.layout.place(y, order))
         yield from zip(kept, saved[3:] if config.keeps_mask else saved)
-        if twin:
-            yield twin, y
+        if channels_last_copy:
+            yield channels_last_copy, y
         for value, formula in moments.known.values():
             yield value, formula(mean, var).astype(value.dtype).reshape(value.shape)
 
     bytes_saved = np.dtype(x.dtype).itemsize * size(x) * (1 + 2 * len([n for n in chain.nodes if n.primitive != CAST]) // 2)
     operands = (x, chain.residual) if chain.residual is not None else (x,)
     served = (value for value, _ in moments.known.values())
-    emission = Emission((*full, *parameters), (chain.end, *[twin] * bool(twin), *served, *chain.masks, *kept), run)
+    ends = (chain.end, channels_last_copy) if channels_last_copy else (chain.end,)
+    emission = Emission((*full, *parameters), (*ends, *served, *chain.masks, *kept), run)
     return Match(_label(chain), node, chain.nodes, (emission,), operands, bytes_saved)
 
 
-def _absorbs(chain: Chain, axis: int) -> bool:
+def _xla_fuses_neighbour(chain: Chain, axis: int) -> bool:
     """Whether it reads or is read by what XLA can compute along with it and never writes: a max pool of it, whose gradient is
     elementwise in the winners, or, of two normalised values that are added, the other one."""
     if any(node.primitive == "reduce_window_max" for node in chain.end.users):
@@ -239,11 +241,11 @@ def _is_normalised(value: Value, axes: tuple[int, ...]) -> bool:
     return False
 
 
-def _kept_for(told: GradientConfig | None, elements: int, channels: int) -> list[Value]:
+def _kept_for(derivative_config: GradientConfig | None, elements: int, channels: int) -> list[Value]:
     """What the forward pass saves for it: the bits of the mask, or center, scale and offset."""
-    if told is None:
+    if derivative_config is None:
         return []
-    if told.masked:
+    if derivative_config.masked:
         return [Value(jax.ShapeDtypeStruct((elements // max(1, channels), -(-channels // 8)), jnp.uint8))]
     return [Value(jax.ShapeDtypeStruct((channels,), jnp.float32)) for _ in range(3)]
 

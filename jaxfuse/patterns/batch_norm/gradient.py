@@ -13,19 +13,19 @@ from jaxfuse.analysis.forms import Form, Forms, Product, Vector, batch_sum, is_s
 from jaxfuse.analysis.layout import channels_last, inverse, transposed
 from jaxfuse.analysis.moments import Moments
 from jaxfuse.ops.batch_norm_grad import DX, SUMS, GradientConfig
-from jaxfuse.patterns.activation_grad import Slope, slopes_at
+from jaxfuse.patterns.activation_grad import ActivationGrad, activation_grads_at
 from jaxfuse.patterns.activations import is_derivative
 from jaxfuse.patterns.kernel import require
 from jaxfuse.patterns.walk import Chain, depends_on
 from jaxfuse.program.graph import Emission, Graph, Value
-from jaxfuse.program.liveness import unneeded
+from jaxfuse.program.liveness import dead_after
 from jaxfuse.program.site import Match
 
-ABSORBED = "XLA moves less, for it computes what is beside it along with it"
+FUSED_BY_XLA = "XLA moves less, for it computes what is beside it along with it"
 
 
-class Told(NamedTuple):
-    """What the activation's derivative is told by: `values` are the last operands of the gradient's passes."""
+class SavedActivation(NamedTuple):
+    """What the activation's derivative is computed from: `values` are the last operands of the gradient's passes."""
 
     config: GradientConfig
     values: tuple[Value, ...]
@@ -43,7 +43,7 @@ class Gradient(NamedTuple):
     zeros: list[tuple[Value, Form]]
     results: list[tuple[Value, Form]]
     nodes: frozenset[int]
-    slope: Slope | None = None  # through which g comes from the cotangent of an activation's value
+    slope: ActivationGrad | None = None  # through which g comes from the cotangent of an activation's value
 
     @property
     def mean(self) -> Value:
@@ -70,8 +70,8 @@ def find(graph: Graph, moments: Moments) -> Gradient | None:
         return None
     (g,) = cotangents.values()
     results = _results(graph, forms, x, g)
-    gone = unneeded(graph, tuple(value for value, _ in (*sums, *zeros, *results)), kept=g)
-    return Gradient(moments, forms, g, sums, zeros, results, frozenset(gone))
+    fused_away = dead_after(graph, tuple(value for value, _ in (*sums, *zeros, *results)), kept=g)
+    return Gradient(moments, forms, g, sums, zeros, results, frozenset(fused_away))
 
 
 def through_activation(graph: Graph, gradient: Gradient) -> Iterator[Gradient]:
@@ -80,9 +80,9 @@ def through_activation(graph: Graph, gradient: Gradient) -> Iterator[Gradient]:
     arguments = [(value, form) for value, form in gradient.forms.of.values() if isinstance(form, Form) and value.producer
                  and id(gradient.moments.x) in form.terms and id(gradient.g) not in form.terms]
     for z, _ in sorted(arguments, key=lambda known: -known[0].producer.index):
-        for slope in slopes_at(graph, z, gradient.g):
-            gone = unneeded(graph, (*gradient.defines, gradient.g), kept=slope.dy)
-            yield gradient._replace(nodes=frozenset(gone), slope=slope)
+        for slope in activation_grads_at(graph, z, gradient.g):
+            fused_away = dead_after(graph, (*gradient.defines, gradient.g), kept=slope.dy)
+            yield gradient._replace(nodes=frozenset(fused_away), slope=slope)
 
 
 def _first(sums: list[tuple[Value, Form | Product]]) -> list[tuple[Value, Form | Product]]:
@@ -117,22 +117,24 @@ def mask_of(gradient: Gradient, chain: Chain) -> Value | None:
     return mask if any(m is mask for m in chain.masks) and is_derivative(chain.region, mask, chain.activation) else None
 
 
-def fused(graph: Graph, gradient: Gradient, label: str, anchor, told: Told | None, absorbs: bool, measured) -> Match:
-    """`told` is what the forward pass keeps of the activation's derivative, `absorbs`: XLA can
+def fused(graph: Graph, gradient: Gradient, label: str, anchor, saved: SavedActivation | None, xla_fuses_neighbour: bool,
+          unprofitable) -> Match:
+    """`saved` is what the forward pass keeps of the activation's derivative, `xla_fuses_neighbour`: XLA can
     compute a neighbour along with it; whether it is to, policy says. Raises `Unfit` where no kernel takes them."""
     moments, g, x = gradient.moments, gradient.g, gradient.moments.x
     order = channels_last(x.ndim, moments.axis)
     dy, config = g, GradientConfig(0)
-    if told:
+    if saved:
         dy = unwidened(gradient.slope.dy) if gradient.slope else g.producer.inputs[2]
-        config = told.config
+        config = saved.config
     config = dataclasses.replace(config, axis=x.ndim - 1)
-    dy_last, x_last, masks = transposed(graph, dy, order), transposed(graph, x, order), told.values if told else ()
+    dy_last, x_last, masks = transposed(graph, dy, order), transposed(graph, x, order), saved.values if saved else ()
     vector = jax.ShapeDtypeStruct((x.shape[moments.axis],), jnp.float32)
     full = [jax.ShapeDtypeStruct([v.shape[d] for d in order], v.dtype) for v in (dy, x)]
-    if absorbs:
-        config = dataclasses.replace(config, absorbs=bool(measured("batch_norm", config, full, "backward", cost=ABSORBED)))
-    require(SUMS, config, (*full, vector, *masks), measured, "batch_norm", config, full, "backward")
+    if xla_fuses_neighbour:
+        cost = unprofitable("batch_norm", config, full, "backward", cost=FUSED_BY_XLA)
+        config = dataclasses.replace(config, xla_fuses_neighbour=bool(cost))
+    require(SUMS, config, (*full, vector, *masks), unprofitable, "batch_norm", config, full, "backward")
     factors = [need for _, form in gradient.sums for need in needs_of(form)]
 
     def operands(read):
@@ -146,7 +148,7 @@ def fused(graph: Graph, gradient: Gradient, label: str, anchor, told: Told | Non
     full_needs = (dy_last, x_last, gradient.mean, *masks)
     emissions = [Emission((*full_needs, *factors), tuple(value for value, _ in gradient.sums), run_sums)]
     emissions += [_zero(moments, *zero) for zero in gradient.zeros]
-    emissions += [_result(graph, gradient, config, operands, full_needs, *result, told is not None and i == 0)
+    emissions += [_result(graph, gradient, config, operands, full_needs, *result, saved is not None and i == 0)
                   for i, result in enumerate(gradient.results)]
     bytes_saved = np.dtype(x.dtype).itemsize * size(x) * 4
     return Match(label, anchor, (), tuple(emissions), (dy, x), bytes_saved, "backward")

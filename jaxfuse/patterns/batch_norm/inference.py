@@ -18,7 +18,7 @@ def anchors(graph):
     return [n for n in forward(graph).nodes if n.primitive in ("sqrt", "rsqrt") and _is_variance(n.inputs[0])]
 
 
-def match(graph, node: Node, claimed: set[int], measured):
+def match(graph, node: Node, claimed: set[int], unprofitable):
     """Yields the row of each full-size value that the root scales."""
     part = forward(graph)
     for product in _products(node):
@@ -34,9 +34,9 @@ def match(graph, node: Node, claimed: set[int], measured):
         if product not in chain.nodes:
             yield Refusal("bn inference", node, (start,), stop.reason, nodes=(first, product))
             continue
-        missed = [stop.missed] if stop.missed else []
-        pattern = "+".join(["bn inference", *chain.after_affine, *missed])
-        yield Refusal(pattern, node, (start,), stop.reason if missed else left_to_xla(), nodes=chain.nodes)
+        unfused = [stop.unfused] if stop.unfused else []
+        pattern = "+".join(["bn inference", *chain.after_affine, *unfused])
+        yield Refusal(pattern, node, (start,), stop.reason if unfused else left_to_xla(), nodes=chain.nodes)
 
 
 def _follows_convolution(value: Value) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jaxfuse.analysis.canonical import constant, size, varying_axes
-from jaxfuse.analysis.layout import channels_last, inverse, laid, only_moved, transposed
+from jaxfuse.analysis.layout import channels_last, inverse, to_layout, only_moved, transposed
 from jaxfuse.ops.activations import NO_ACTIVATION
 from jaxfuse.ops.conv.config import batch_groups_as_features
 from jaxfuse.ops.conv.conv import OP, ConvConfig
@@ -32,7 +32,7 @@ def anchors(graph):
     return [node for node in reversed(graph.nodes) if node.primitive == "conv_general_dilated"]
 
 
-def match(graph, node: Node, claimed: set[int], measured):
+def match(graph, node: Node, claimed: set[int], unprofitable):
     """Yields one Match or Refusal for the convolution, and a Refusal for the step that its epilogue could not take, or for
     the padding that it could not take in. One of blocks in its batch is taken for the dilated one that it is, if it can be."""
     try:
@@ -48,18 +48,18 @@ def match(graph, node: Node, claimed: set[int], measured):
         yield Refusal(BLOCKS, node, tuple(node.inputs), unfit.reason)
         spread = None
     if spread:
-        rows = list(_rows(graph, node, _without_blocks(graph, node, spread), claimed, measured))
+        rows = list(_rows(graph, node, _without_blocks(graph, node, spread), claimed, unprofitable))
         yield from rows
         if any(isinstance(row, Match) for row in rows):
             return
     x, w = node.inputs
-    yield from _rows(graph, node, _head(graph, config, x, w, node.out), claimed, measured)
+    yield from _rows(graph, node, _head(graph, config, x, w, node.out), claimed, unprofitable)
 
 
-def _rows(graph, node: Node, head: "Head", claimed: set[int], measured):
+def _rows(graph, node: Node, head: "Head", claimed: set[int], unprofitable):
     walk = Walk(graph, head.config.out_spec[1], claimed, name_activation, frozenset({_gradient(node)}), adds_last=True)
     chains, stop = walk.chains(head.out)
-    attempt = functools.partial(_fused, graph, node, head, measured=measured)
+    attempt = functools.partial(_fused, graph, node, head, unprofitable=unprofitable)
     found, chain, refused = longest(chains, node.out.dtype, attempt, also=lambda chain: ends_wide(graph, node, chain))
     if found:
         yield found
@@ -68,8 +68,8 @@ def _rows(graph, node: Node, head: "Head", claimed: set[int], measured):
     if refused:
         row = UnfusedStep if found else Refusal
         yield row(_label(head, refused[0]), node, head.operands, refused[1].reason)
-    elif stop.missed:
-        yield UnfusedStep(f"{_label(head, chain)}+{stop.missed}", node, head.operands, stop.reason)
+    elif stop.unfused:
+        yield UnfusedStep(f"{_label(head, chain)}+{stop.unfused}", node, head.operands, stop.reason)
 
 
 def config_of(node: Node) -> ConvConfig:
@@ -196,7 +196,7 @@ def _configured(config: ConvConfig, chain: Chain, permutation) -> ConvConfig:
 
 def _target(graph, chain: Chain, channel_axis: int):
     """(permutation, twin): the output's axes as they lie at the chain's end, or channels-last if another fused op wants
-    the end so, as the value `twin`."""
+    the end so, as the value `channels_last_copy`."""
     layout = chain.layout
     if layout.is_permutation:
         order = channels_last(chain.end.ndim, layout.permutation.index(channel_axis))
@@ -226,7 +226,7 @@ def _scaled_residual(graph, chain: Chain, kernel) -> str:
     return f"{made} scales the residual: XLA makes one pass of that and of what follows"
 
 
-def _fused(graph, node: Node, head: Head, chain: Chain, measured) -> Match:
+def _fused(graph, node: Node, head: Head, chain: Chain, unprofitable) -> Match:
     """Raises `Unfit` where no kernel takes the chain."""
     x, w = head.operands
     saved_z = _read_by_gradient(node, chain)
@@ -236,11 +236,11 @@ def _fused(graph, node: Node, head: Head, chain: Chain, measured) -> Match:
     if chain.residual is not None and chain.residual.dtype != given_dtype:
         raise Unfit(f"residual {chain.residual!r} is of another dtype than {node.out!r}")
     channel_axis, has_residual = head.config.out_spec[1], chain.residual is not None
-    permutation, twin = _target(graph, chain, channel_axis)
+    permutation, channels_last_copy = _target(graph, chain, channel_axis)
     config = dataclasses.replace(_configured(head.config, chain, permutation), saves=len(saved_z))
     if given_dtype != node.out.dtype:
         config = dataclasses.replace(config, out_dtype=str(given_dtype), rounds=True)
-    added, undo = laid(graph, chain.residual, chain.residual_layout, permutation) if has_residual else (None, None)
+    added, undo = to_layout(graph, chain.residual, chain.residual_layout, permutation) if has_residual else (None, None)
     full = (x, w, added) if has_residual else (x, w)
     smalls = tuple(value for _, value in chain.affine)
     channels = head.out.shape[channel_axis]
@@ -251,7 +251,7 @@ def _fused(graph, node: Node, head: Head, chain: Chain, measured) -> Match:
     given_x, given_w = (jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (x, w))
     types = [jax.eval_shape(spread_x, given_x), given_w, *vectors]
     types += [jax.ShapeDtypeStruct([head.out.shape[d] for d in permutation], given_dtype)] * has_residual
-    require(OP.forward, config, tuple(types), measured, "conv", config, types, cost=functools.partial(_scaled_residual, graph, chain))
+    require(OP.forward, config, tuple(types), unprofitable, "conv", config, types, cost=functools.partial(_scaled_residual, graph, chain))
     vector = functools.partial(as_vector, channels=channels)
 
     def run(read):
@@ -263,12 +263,12 @@ def _fused(graph, node: Node, head: Head, chain: Chain, measured) -> Match:
         operands = [a for a in (scale, offset, residual) if a is not None]
         y, *z = OP(config, spread_x(read(x)), read(w), *operands)
         yield from ((value, chain.region_layout.place(array, permutation)) for value, array in zip(saved_z, z))
-        if twin:
-            yield twin, y
+        if channels_last_copy:
+            yield channels_last_copy, y
         yield chain.end, chain.layout.place(y, permutation)
         yield from chain.masks_from(chain.layout.place(y, permutation))
 
     itemsize = np.dtype(given_dtype).itemsize
     saved = 2 * itemsize * size(head.out) * bool(chain.nodes)
-    emission = Emission((*full, *smalls), (chain.end, *[twin] * bool(twin), *chain.masks, *saved_z), run)
+    emission = Emission((*full, *smalls), (chain.end, *[channels_last_copy] * bool(channels_last_copy), *chain.masks, *saved_z), run)
     return Match(_label(head, chain), node, (node, *head.nodes, *chain.nodes), (emission,), full, saved)

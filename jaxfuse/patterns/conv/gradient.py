@@ -16,15 +16,15 @@ from jaxfuse.analysis.layout import channels_last, in_place, inverse, transposed
 from jaxfuse.ops.activations import NO_ACTIVATION, Activation, named
 from jaxfuse.ops.conv.conv import OP, ConvConfig
 from jaxfuse.ops.op import Linear, type_of
-from jaxfuse.patterns.activation_grad import slopes_at
+from jaxfuse.patterns.activation_grad import activation_grads_at
 from jaxfuse.patterns.activations import is_derivative, name_activation
 from jaxfuse.patterns.conv import scaled as conv_scaled
 from jaxfuse.patterns.conv.forward import config_of
 from jaxfuse.patterns.kernel import require
 from jaxfuse.patterns.walk import Walk, depends_on
-from jaxfuse.program.autodiff import Part, forward
+from jaxfuse.program.autodiff import Subgraph, forward
 from jaxfuse.program.graph import Emission, Graph, Node, Value
-from jaxfuse.program.liveness import unneeded
+from jaxfuse.program.liveness import dead_after
 from jaxfuse.program.site import Match, Refusal, Unfit, UnfusedStep
 from jaxfuse.runtime.reasons import no_kernel
 
@@ -38,7 +38,7 @@ class Gradients:
     dw: Node | None
     db: Node | None = None
     through: Value | None = None  # where dz comes from this cotangent of an activation's value, through its derivative
-    told: Value | None = None  # the activation's value or its argument, which tells that
+    saved_activation: Value | None = None  # the activation's value or its argument, which tells that
     activation: Activation = NO_ACTIVATION
     scaled: conv_scaled.Scaled | None = None  # where dz is the cotangent of the convolution times a number for each channel
 
@@ -59,7 +59,7 @@ def anchors(graph: Graph):
     return [node for node in graph.nodes if node.primitive == "conv_general_dilated"]
 
 
-def match(graph: Graph, node: Node, claimed: set[int], measured):
+def match(graph: Graph, node: Node, claimed: set[int], unprofitable):
     """Yields a Match or a Refusal for every pair of gradients of this convolution; nothing if it is not differentiated."""
     try:
         config = config_of(node)
@@ -68,14 +68,14 @@ def match(graph: Graph, node: Node, claimed: set[int], measured):
     if config.out_dtype or node.params["batch_group_count"] != 1:
         return
     for found in _gradients(node, claimed):
-        yield from _rows(graph, node, found, config, claimed, measured)
+        yield from _rows(graph, node, found, config, claimed, unprofitable)
 
 
-def _rows(graph: Graph, node: Node, found: "Gradients", config: ConvConfig, claimed: set[int], measured):
+def _rows(graph: Graph, node: Node, found: "Gradients", config: ConvConfig, claimed: set[int], unprofitable):
     """The Match of the first way to these gradients that a kernel takes, or why the last is refused."""
     for gradients in _ways(graph, node, found, config, claimed):
         try:
-            yield _fused(graph, node, gradients, config, measured)
+            yield _fused(graph, node, gradients, config, unprofitable)
         except Unfit as unfit:
             refused = unfit
             continue
@@ -180,25 +180,25 @@ def _through_mask(graph: Graph, gradients: Gradients) -> Gradients | None:
         if not isinstance(found, Activation):
             continue
         found = SAME_VALUES.get(found, found)  # max(z, 0) with the derivative of relu is a relu
-        if found.y_tells and is_derivative(region, mask, found):
-            return dataclasses.replace(gradients, through=node.inputs[2], told=region.end, activation=found)
+        if found.derivative_from_y and is_derivative(region, mask, found):
+            return dataclasses.replace(gradients, through=node.inputs[2], saved_activation=region.end, activation=found)
     return None
 
 
 def _through_slope(graph: Graph, node: Node, gradients: Gradients, config: ConvConfig, claimed: set[int]) -> Gradients | None:
     """The same through dy·act'(z), of the activation that follows in the forward pass."""
     part = forward(graph)
-    twin = part.twin(node) if isinstance(part, Part) else None
-    chains = Walk(part, config.out_spec[1], claimed, name_activation).chains(twin.out)[0] if twin else []
+    own = part.node_in_subgraph(node) if isinstance(part, Subgraph) else None
+    chains = Walk(part, config.out_spec[1], claimed, name_activation).chains(own.out)[0] if own else []
     for chain in chains[::-1]:  # of hard_sigmoid relu6 is a part
         if chain.activation is None or chain.region.start.dtype != node.out.dtype:
             continue
         z, dz = part.original(chain.region.start), gradients.dz
-        slopes = (slope for slope in slopes_at(graph, z, dz) if slope.dy.aval == dz.aval and slope.is_of(chain.activation))
+        slopes = (slope for slope in activation_grads_at(graph, z, dz) if slope.dy.aval == dz.aval and slope.is_of(chain.activation))
         if slope := next(slopes, None):
             activated = dataclasses.replace(config, activation=chain.activation)
-            told = z if activated.derivative == "z" else part.original(chain.region.end)
-            return dataclasses.replace(gradients, through=slope.dy, told=told, activation=chain.activation)
+            saved_activation = z if activated.derivative == "z" else part.original(chain.region.end)
+            return dataclasses.replace(gradients, through=slope.dy, saved_activation=saved_activation, activation=chain.activation)
     return None
 
 
@@ -219,36 +219,36 @@ def _label(gradients: Gradients, with_add: bool) -> str:
     else:
         steps = bias
     parts = ["conv", *steps, *["add"] * with_add]
-    return "+".join([*parts, *[gradients.activation.name] * (gradients.told is not None)])
+    return "+".join([*parts, *[gradients.activation.name] * (gradients.saved_activation is not None)])
 
 
-def _fused(graph: Graph, node: Node, gradients: Gradients, config: ConvConfig, measured) -> Match:
+def _fused(graph: Graph, node: Node, gradients: Gradients, config: ConvConfig, unprofitable) -> Match:
     """Raises `Unfit` where no kernel takes them."""
     x, w = node.inputs
-    dx, dw, db, told, scaled = gradients.dx, gradients.dw, gradients.db, gradients.told, gradients.scaled
+    dx, dw, db, saved_activation, scaled = gradients.dx, gradients.dw, gradients.db, gradients.saved_activation, gradients.scaled
     wanted = [n.out for n in (dx, dw, db) if n is not None]
-    dz_too = told is not None and _is_read_elsewhere(graph, gradients, wanted + gradients.sums)
+    dz_too = saved_activation is not None and _is_read_elsewhere(graph, gradients, wanted + gradients.sums)
     made = (*wanted, *[gradients.dz] * dz_too)
     inputs = _order(graph, config.lhs_spec, [x, *[n.out for n in (dx,) if n]])
-    outputs = _order(graph, config.out_spec, [v for v in (gradients.dz, gradients.dy, told) if v])
+    outputs = _order(graph, config.out_spec, [v for v in (gradients.dz, gradients.dy, saved_activation) if v])
     orders = {**dict.fromkeys(map(id, [x, *wanted[: dx is not None]]), inputs),
-              **dict.fromkeys(map(id, [gradients.dz, gradients.dy, told]), outputs)}
+              **dict.fromkeys(map(id, [gradients.dz, gradients.dy, saved_activation]), outputs)}
     channel_axis, filters = config.out_spec[1], config.rhs_spec[0]
     config = dataclasses.replace(
         config, lhs_spec=_moved(config.lhs_spec, inputs), out_spec=_moved(config.out_spec, outputs), has_bias=gradients.has_bias,
         has_residual=dz_too, activation=gradients.activation)
     config = OP.for_autodiff(config)
 
-    def laid(value: Value) -> Value:
+    def to_layout(value: Value) -> Value:
         return transposed(graph, value, orders[id(value)]) if id(value) in orders else value
 
-    needs = tuple(map(laid, (x, w, *[told] * (told is not None), gradients.dy)))
-    defines = tuple({id(v): v for value in (*made, *gradients.sums) for v in (laid(value), value)}.values())
+    needs = tuple(map(to_layout, (x, w, *[saved_activation] * (saved_activation is not None), gradients.dy)))
+    defines = tuple({id(v): v for value in (*made, *gradients.sums) for v in (to_layout(value), value)}.values())
     bias = _types([db.out]) if db else (jax.ShapeDtypeStruct((node.out.shape[channel_axis],), jnp.float32),) * config.has_bias
-    types = (*_types(map(laid, (x, w))), *bias, *_types([laid(gradients.dz)] * dz_too))
+    types = (*_types(map(to_layout, (x, w))), *bias, *_types([to_layout(gradients.dz)] * dz_too))
     active = (dx is not None, dw is not None, *[True] * (config.has_bias + config.has_residual))
     linear = Linear(config, active, types, len(needs) - 1)
-    require(OP.backward, linear, _types(needs), measured, "conv", config, types, "backward")
+    require(OP.backward, linear, _types(needs), unprofitable, "conv", config, types, "backward")
     factors = scaled.needs if scaled else ()
     if depends_on([*needs, *factors], set(map(id, defines)), min(v.producer.index for v in (*made, *gradients.sums))):
         raise Unfit("the convolution's gradients depend on each other")
@@ -263,11 +263,11 @@ def _fused(graph: Graph, node: Node, gradients: Gradients, config: ConvConfig, m
             yield from scaled.results(read, read(w), filters, arrays[at], arrays[at + 1] if config.has_bias else None)
             arrays = [*arrays[:at], scaled.times(read, arrays[at], filters), *arrays[at + 1 + config.has_bias :]]
         for value, array in zip(made, arrays):
-            yield laid(value), array
-            if laid(value) is not value:
+            yield to_layout(value), array
+            if to_layout(value) is not value:
                 yield value, jnp.transpose(array, inverse(orders[id(value)]))
 
-    saved = np.dtype(x.dtype).itemsize * size(gradients.dz) * (config.has_bias + 2 * (told is not None))
+    saved = np.dtype(x.dtype).itemsize * size(gradients.dz) * (config.has_bias + 2 * (saved_activation is not None))
     emission = Emission((*needs, *factors), defines, run)
     return Match(_label(gradients, dz_too), node, (), (emission,), (gradients.dy, x, w), saved, "backward")
 
@@ -287,5 +287,5 @@ def _types(values) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 def _is_read_elsewhere(graph: Graph, gradients: Gradients, wanted: list[Value]) -> bool:
-    gone = unneeded(graph, tuple(wanted))
-    return graph.is_returned(gradients.dz) or any(n.index not in gone for n in gradients.dz.users)
+    fused_away = dead_after(graph, tuple(wanted))
+    return graph.is_returned(gradients.dz) or any(n.index not in fused_away for n in gradients.dz.users)

@@ -51,13 +51,13 @@ def _sums_over_first(node: Node) -> bool:
     return node.params["dimension_numbers"].lhs_spec[1] == 0
 
 
-def match(graph: Graph, node: Node, claimed: set[int], measured):
+def match(graph: Graph, node: Node, claimed: set[int], unprofitable):
     """Yields a Match or a Refusal."""
     samples = _samples(node)
     if samples is None:
         return
     try:
-        yield _fused(node, samples, measured)
+        yield _fused(node, samples, unprofitable)
     except Unfit as unfit:
         yield Refusal(PATTERN, node, tuple(node.inputs), unfit.reason, "backward", (node,))
 
@@ -70,12 +70,12 @@ def _samples(node: Node) -> Samples | None:
         return None
     lhs, rhs, out = ((spec[1], spec[0], *spec[2:]) for spec in (dn.lhs_spec, dn.out_spec, dn.rhs_spec))
     strides, dilation = tuple(params["rhs_dilation"]), tuple(params["window_strides"])
-    spread = tuple(params["lhs_dilation"])
+    lhs_dilation = tuple(params["lhs_dilation"])
     lengths = zip([x.shape[d] for d in lhs[2:]], [w.shape[d] for d in rhs[2:]], [dy.shape[d] for d in out[2:]])
     padding = tuple(
         (low, _padding_behind((in_ - 1) * apart + 1 + low, (k - 1) * r + 1, o, stride))
-        for (low, _), apart, r, stride, (in_, k, o) in zip(params["padding"], spread, dilation, strides, lengths))
-    config = ConvConfig(strides, padding, dilation, params["batch_group_count"], lhs, rhs, out, spread, precision=params["precision"])
+        for (low, _), apart, r, stride, (in_, k, o) in zip(params["padding"], lhs_dilation, dilation, strides, lengths))
+    config = ConvConfig(strides, padding, dilation, params["batch_group_count"], lhs, rhs, out, lhs_dilation, precision=params["precision"])
     types = (_one_of(count, v, axis) for v, axis in ((x, lhs[0]), (w, rhs[0]), (dy, out[1])))
     samples = Samples(count, config, *types)
     made = jax.eval_shape(functools.partial(convolve, config), samples.x, samples.w)
@@ -94,12 +94,12 @@ def _one_of(count: int, value, axis: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, value.dtype)
 
 
-def _fused(node: Node, samples: Samples, measured) -> Match:
+def _fused(node: Node, samples: Samples, unprofitable) -> Match:
     """Raises `Unfit` where no kernel takes one of them."""
     (x, dy), dw = node.inputs, node.out
     count, config = samples.number, samples.config
     linear = Linear(config, (False, True), (samples.x, samples.w), 2)
-    require(OP.backward, linear, (samples.x, samples.w, samples.dy), measured, "conv", config, (samples.x, samples.w), "backward")
+    require(OP.backward, linear, (samples.x, samples.w, samples.dy), unprofitable, "conv", config, (samples.x, samples.w), "backward")
     x_axis, dy_axis, dw_axis = config.lhs_spec[0], config.out_spec[1], config.rhs_spec[0]
 
     def one(x, dy):

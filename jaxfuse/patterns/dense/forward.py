@@ -12,7 +12,7 @@ from jaxfuse.analysis.layout import RESHAPES
 from jaxfuse.patterns.activation_grad import activation_grad
 from jaxfuse.patterns.activations import name_activation
 from jaxfuse.patterns.dense import site as dense_site
-from jaxfuse.patterns.walk import Chain, Stop, Walk
+from jaxfuse.patterns.walk import Chain, WalkEnd, Walk
 from jaxfuse.program.autodiff import forward
 from jaxfuse.program.graph import Node, Value
 
@@ -33,7 +33,7 @@ class Layer:
     order: tuple[int, ...]
     transposes: tuple[Node, ...]
     chains: list[Chain]
-    stop: Stop
+    stop: WalkEnd
 
     chain = property(lambda self: self.chains[-1])
     preactivation = property(lambda self: next(c.end for c in reversed(self.chains) if not c.activation))
@@ -56,9 +56,9 @@ class DenseWalk(Walk):
         super().__init__(*args)
         self.channel_axes = channel_axes
 
-    def _affine(self, chain: Chain, node: Node) -> Chain | Stop:
+    def _affine(self, chain: Chain, node: Node) -> Chain | WalkEnd:
         step = super()._affine(chain, node)
-        if not isinstance(step, Stop) or len(node.inputs) != 2 or node.primitive not in (*ADD, "mul"):
+        if not isinstance(step, WalkEnd) or len(node.inputs) != 2 or node.primitive not in (*ADD, "mul"):
             return step
         other = node.inputs[1] if node.inputs[0] is chain.end else node.inputs[0]
         if node.primitive in ADD and len(self.channel_axes) > 1 and varying_axes(other) <= self.channel_axes:
@@ -68,7 +68,7 @@ class DenseWalk(Walk):
                 chain, end=node.out, nodes=(*chain.nodes, node), affine=(*chain.affine, ("add", small))
             )
         if node.primitive == "mul" and other.shape == chain.end.shape and varying_axes(other) > self.channel_axes:
-            return Stop(f"{node} multiplies by another full-size value")  # a gate, a mask: not a missed scale
+            return WalkEnd(f"{node} multiplies by another full-size value")  # a gate, a mask: not a missed scale
         return step
 
 
@@ -77,7 +77,7 @@ def anchors(graph):
     return [n for n in reversed(forward(graph).nodes) if is_product(n) and not batch_axes(n) and n.out.ndim]
 
 
-def match(graph, node: Node, claimed: set[int], measured):
+def match(graph, node: Node, claimed: set[int], unprofitable):
     """Yields the rows of all layers that read this one's input, one for each group."""
     if node.index in claimed:
         return
@@ -90,23 +90,23 @@ def match(graph, node: Node, claimed: set[int], measured):
     rows += [_half_gated(part, layer, layers, claimed) for layer in layers[:] if not layer.chain.activation and layer in layers]
     groups: dict[tuple, list[Layer]] = {}
     for layer in layers:  # a query's scale is no reason to compute it apart from key and value
-        groups.setdefault((layer.label.removesuffix("+scale"), layer.stop if layer.stop.missed else None), []).append(
+        groups.setdefault((layer.label.removesuffix("+scale"), layer.stop if layer.stop.unfused else None), []).append(
             layer
         )
     rows += [_row(sorted(group, key=lambda layer: len(layer.label))) for group in groups.values()]
     for row in filter(None, rows):
-        yield from dense_site.found(graph, part, row, measured)
+        yield from dense_site.found(graph, part, row, unprofitable)
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
     """Layers that are one site; of a gated one `nodes` hold the gate too. `reason` says what keeps a part of it from being
-    fused, `missed` what part."""
+    fused, `unfused` what part."""
 
     label: str
     layers: tuple[Layer, ...]
     reason: str
-    missed: str
+    unfused: str
     count: str
     nodes: tuple[Node, ...]
     is_gated: bool
@@ -120,8 +120,8 @@ def _row(group: list[Layer]) -> Row:
     """Layers with equal epilogues."""
     first = group[0]
     count = f" x{len(group)}" if len(group) > 1 else ""
-    missed, reason = (f"+{first.stop.missed}", first.stop.reason) if first.stop.missed else ("", "")
-    return Row(first.label, tuple(group), reason, missed, count, tuple(n for layer in group for n in layer.nodes), False)
+    unfused, reason = (f"+{first.stop.unfused}", first.stop.reason) if first.stop.unfused else ("", "")
+    return Row(first.label, tuple(group), reason, unfused, count, tuple(n for layer in group for n in layer.nodes), False)
 
 
 def _gated_row(group: list[Layer], steps: str, reason: str, nodes: tuple[Node, ...]) -> Row:

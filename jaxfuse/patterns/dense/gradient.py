@@ -14,7 +14,7 @@ from jaxfuse.analysis.canonical import CAST, size
 from jaxfuse.ops.activations import NO_ACTIVATION, Activation
 from jaxfuse.ops.dense import OP
 from jaxfuse.ops.op import Linear
-from jaxfuse.patterns.activation_grad import Slope, slopes_at
+from jaxfuse.patterns.activation_grad import ActivationGrad, activation_grads_at
 from jaxfuse.patterns.conv.gradient import applied, gradient_steps, static_key
 from jaxfuse.patterns.dense.forward import batch_axes, is_product, layer_of
 from jaxfuse.patterns.dense.site import config_of, types_of
@@ -22,7 +22,7 @@ from jaxfuse.patterns.kernel import require
 from jaxfuse.patterns.walk import Chain, depends_on
 from jaxfuse.program.autodiff import backward, forward
 from jaxfuse.program.graph import Emission, Graph, Node, Value
-from jaxfuse.program.liveness import unneeded
+from jaxfuse.program.liveness import dead_after
 from jaxfuse.program.site import Match, Refusal, Unfit
 from jaxfuse.runtime.reasons import no_kernel
 
@@ -37,7 +37,7 @@ class Gradients:
     dx: Node | None
     dw: Node | None
     db: Node | None = None
-    through: Slope | None = None
+    through: ActivationGrad | None = None
     chain: Chain | None = None  # to the activation's value, and further where that is turned
 
     @property
@@ -57,7 +57,7 @@ def anchors(graph):
     return [n for n in forward(graph).nodes if is_product(n)] + [graph.nodes[i] for i in sorted(back) if is_product(graph.nodes[i])]
 
 
-def match(graph: Graph, node: Node, claimed: set[int], measured):
+def match(graph: Graph, node: Node, claimed: set[int], unprofitable):
     """Yields a Match or a Refusal for the gradients of this product; or the row of all contractions with this one's cotangent."""
     if node.index in claimed:
         return
@@ -68,7 +68,7 @@ def match(graph: Graph, node: Node, claimed: set[int], measured):
     for gradients in _gradients(graph, own, claimed):
         gradients = _with_activation(graph, node, _with_bias(own, gradients), claimed)
         try:
-            yield _fused(graph, own, gradients, measured)
+            yield _fused(graph, own, gradients, unprofitable)
         except Unfit as unfit:
             claims = tuple(v.producer for v in gradients.wanted)
             yield Refusal(_label(own, gradients), own, (gradients.dz, *own.inputs), unfit.reason, "backward", claims)
@@ -122,7 +122,7 @@ def _with_activation(graph: Graph, node: Node, gradients: Gradients, claimed: se
     part = forward(graph)
     for chain in [] if batch_axes(node) else layer_of(part, node, claimed).chains[::-1]:
         if chain.activation and chain.end.dtype == node.out.dtype:  # not as a loss may read it, in float32
-            slopes = slopes_at(graph, part.original(chain.region.start), gradients.dz)
+            slopes = activation_grads_at(graph, part.original(chain.region.start), gradients.dz)
             found = next((s for s in slopes if s.dy.shape == s.dz.shape and s.is_of(chain.activation)), None)
             if found:
                 return dataclasses.replace(gradients, through=found, chain=dataclasses.replace(chain, end=part.original(chain.end)))
@@ -135,7 +135,7 @@ def _label(node: Node, gradients: Gradients) -> str:
     return "+".join([*activation, product, *["bias_grad"] * (gradients.db is not None)])
 
 
-def _fused(graph: Graph, node: Node, gradients: Gradients, measured) -> Match:
+def _fused(graph: Graph, node: Node, gradients: Gradients, unprofitable) -> Match:
     """Raises `Unfit` where no kernel takes them."""
     config = config_of(node)
     through, wanted = gradients.through, gradients.wanted
@@ -144,22 +144,22 @@ def _fused(graph: Graph, node: Node, gradients: Gradients, measured) -> Match:
     config = dataclasses.replace(config, has_bias=gradients.db is not None, has_residual=dz_too,
                                  activation=gradients.activation)
     config = OP.for_autodiff(config)
-    by_y = through is not None and not config.saving
-    told = [] if through is None else [gradients.chain.end if by_y else through.z]
-    needs = (*node.inputs, *told, gradients.dz if through is None else through.dy)
+    from_y = through is not None and not config.saving
+    saved_activation = [] if through is None else [gradients.chain.end if from_y else through.z]
+    needs = (*node.inputs, *saved_activation, gradients.dz if through is None else through.dy)
     if len({v.dtype for v in (node.out, *needs[2:])}) > 1:
         raise Unfit(f"dtypes {', '.join(str(v.dtype) for v in needs[2:])} beside {node.out.dtype}: the kernel takes one")
     types = types_of(*node.inputs, *[n.out for n in (gradients.db,) if n], *[gradients.dz] * dz_too)
     active = (gradients.dx is not None, gradients.dw is not None, *[True] * (config.has_bias + config.has_residual))
     linear = Linear(config, active, types, len(needs) - 1)
     given = types_of(*node.inputs, *[gradients.dz] * (len(needs) - 2))
-    require(OP.backward, linear, given, measured, "dense", config, types, "backward")
+    require(OP.backward, linear, given, unprofitable, "dense", config, types, "backward")
     if depends_on(list(needs), set(map(id, made)), min(v.producer.index for v in made)):
         raise Unfit("the gradients of this product depend on each other")
 
     def run(read):
         x, w, *others = map(read, needs)
-        if by_y:
+        if from_y:
             others[0] = gradients.chain.as_activated(others[0])
         return zip(made, OP.backward(linear, x, w, *others))
 
@@ -169,8 +169,8 @@ def _fused(graph: Graph, node: Node, gradients: Gradients, measured) -> Match:
 
 
 def _is_read_elsewhere(graph: Graph, gradients: Gradients) -> bool:
-    gone = unneeded(graph, tuple(gradients.wanted))
-    return graph.is_returned(gradients.dz) or any(n.index not in gone for n in gradients.dz.users)
+    fused_away = dead_after(graph, tuple(gradients.wanted))
+    return graph.is_returned(gradients.dz) or any(n.index not in fused_away for n in gradients.dz.users)
 
 
 # --- what is left ------------------------------------------------------------------------------------------------

@@ -9,15 +9,15 @@ import numpy as np
 from jax import lax
 
 from jaxfuse.analysis.canonical import constant, size
-from jaxfuse.analysis.layout import inverse, laid
+from jaxfuse.analysis.layout import inverse, to_layout
 from jaxfuse.ops.activations import NO_ACTIVATION
 from jaxfuse.ops.dense import OP, DenseConfig
 from jaxfuse.ops.op import type_of
 from jaxfuse.patterns.kernel import require
 from jaxfuse.patterns.walk import Chain, as_vector, ends_wide, longest, require_no_sharding
-from jaxfuse.program.autodiff import Part
+from jaxfuse.program.autodiff import Subgraph
 from jaxfuse.program.graph import Emission, Graph, Node
-from jaxfuse.program.liveness import unneeded
+from jaxfuse.program.liveness import dead_after
 from jaxfuse.program.site import Match, Refusal, Unfit, UnfusedStep
 from jaxfuse.runtime.reasons import no_kernel
 
@@ -29,11 +29,11 @@ class Site(NamedTuple):
     emission: Emission
 
 
-def found(graph: Graph, part: Graph | Part, row, measured):
+def found(graph: Graph, part: Graph | Subgraph, row, unprofitable):
     """Yields the Match or the Refusal of a row of layers (`dense.Row`), and a Refusal for the step that was not taken."""
-    label = f"{row.label}{row.missed}{row.count}"
+    label = f"{row.label}{row.unfused}{row.count}"
     try:
-        sites = [_site(graph, part, layer, measured) for layer in row.layers]
+        sites = [_site(graph, part, layer, unprofitable) for layer in row.layers]
     except Unfit as unfit:
         yield Refusal(label, row.layers[0].node, row.operands, row.reason or unfit.reason, nodes=row.nodes)
         return
@@ -46,14 +46,14 @@ def found(graph: Graph, part: Graph | Part, row, measured):
         yield UnfusedStep(label, row.layers[0].node, row.operands, row.reason, nodes=row.nodes)
 
 
-def product(graph: Graph, part: Graph | Part, node: Node, name: str, nodes, measured, wide: bool) -> Match:
+def product(graph: Graph, part: Graph | Subgraph, node: Node, name: str, nodes, unprofitable, wide: bool) -> Match:
     """A product with nothing after it. A `wide` one is computed in float32: XLA drops the cast to bfloat16 that follows where a
     softmax widens scores again, as it does with a product of its own. Raises `Unfit` where no kernel takes it."""
     config, out = config_of(node), part.original(node.out)
     if wide and config.out_dtype in ("bfloat16", "float16"):
         config = dataclasses.replace(config, out_dtype="float32")
     x, w = map(part.original, node.inputs)
-    require(OP.forward, config, types_of(x, w), measured, "dense", config, types_of(x, w))
+    require(OP.forward, config, types_of(x, w), unprofitable, "dense", config, types_of(x, w))
 
     def run(read):
         (scores,) = OP(config, read(x), read(w))
@@ -105,17 +105,17 @@ def _nodes(layer, chain: Chain) -> tuple[Node, ...]:
     return (layer.node, *layer.transposes, *chain.nodes)
 
 
-def _site(graph: Graph, part, layer, measured) -> Site:
+def _site(graph: Graph, part, layer, unprofitable) -> Site:
     """The longest chain of the layer that the kernel takes. Raises `Unfit`: why it does not take the longest of the right dtype."""
     config = config_of(layer.node, layer.weight_left)
-    site, _, refused = longest(layer.chains, layer.node.out.dtype, lambda chain: _fused(graph, part, layer, config, chain, measured),
+    site, _, refused = longest(layer.chains, layer.node.out.dtype, lambda chain: _fused(graph, part, layer, config, chain, unprofitable),
                                also=lambda chain: ends_wide(part, layer.node, chain))
     if site is None:
         raise refused[1]
     return site
 
 
-def _fused(graph: Graph, part, layer, config: DenseConfig, chain: Chain, measured) -> Site:
+def _fused(graph: Graph, part, layer, config: DenseConfig, chain: Chain, unprofitable) -> Site:
     order, shape = order_of(layer), features(layer)
     straight = order == tuple(range(len(order)))
     if layer.weight_left and not straight and not layer.transposes:
@@ -135,11 +135,13 @@ def _fused(graph: Graph, part, layer, config: DenseConfig, chain: Chain, measure
     z = _saved(graph, part, layer, chain)
     config = dataclasses.replace(config, saving=z is not None)
     x, w, residual = part.original(layer.x), part.original(layer.w), chain.residual
-    added, undo = laid(graph, part.original(residual), chain.residual_layout, range(len(order))) if config.has_residual else (None, None)
+    added = undo = None
+    if config.has_residual:
+        added, undo = to_layout(graph, part.original(residual), chain.residual_layout, range(len(order)))
     out_shape = [layer.start.shape[d] for d in inverse(order)]
     types = [*types_of(x, w), *[jax.ShapeDtypeStruct(shape, jnp.float32)] * config.has_bias,
              *[jax.ShapeDtypeStruct(out_shape, added.dtype) for _ in range(config.has_residual)]]
-    require(OP.forward, config, types, measured, "dense", config, types)
+    require(OP.forward, config, types, unprofitable, "dense", config, types)
 
     def run(read):
         center, _, offset = chain.coefficients(lambda value: as_vector(read(part.original(value)), channels))
@@ -167,9 +169,9 @@ def _saved(graph: Graph, part, layer, chain: Chain) -> Chain | None:
     ends = tuple(map(part.original, (chain.end, *chain.masks)))
     before = [c for c in layer.chains if not c.activation and c.affine == chain.affine and c.residual is chain.residual]
     for saved in (None, before[-1]) if chain.activation else (None,):
-        gone = unneeded(graph, ends if saved is None else (*ends, part.original(saved.end)))
-        if layer.node.index in gone and (saved is None or saved.end.dtype == chain.end.dtype):
+        fused_away = dead_after(graph, ends if saved is None else (*ends, part.original(saved.end)))
+        if layer.node.index in fused_away and (saved is None or saved.end.dtype == chain.end.dtype):
             return saved
     inside = [part.original(value) for node in _nodes(layer, chain)[:-1] for value in node.outputs]
-    reader = next((user for value in inside for user in value.users if user.index not in gone), layer.node)
+    reader = next((user for value in inside for user in value.users if user.index not in fused_away), layer.node)
     raise Unfit(f"what is inside is read by {reader} too")

@@ -42,7 +42,7 @@ def anchors(graph):
     return [n for n in forward(graph).nodes if n.primitive == "reduce_sum" and _squared(n.inputs[0]) is not None]
 
 
-def match(graph, node: Node, claimed: set[int], measured):
+def match(graph, node: Node, claimed: set[int], unprofitable):
     """Yields a Match or a Refusal if the sum of squares is made into a normalisation of rows."""
     x = _squared(node.inputs[0])
     kept = [d for d in range(x.ndim) if d not in node.params["axes"]]
@@ -53,14 +53,14 @@ def match(graph, node: Node, claimed: set[int], measured):
     if norm.end is None or not (norm.centered or norm.has_mean_square()) or any(n.index in claimed for n in norm.nodes):
         return
     name, reason = _name(norm, tuple(node.params["axes"]), kept)
-    reason = reason or norm.held() or norm.read_elsewhere(part) or norm.misfit
+    reason = reason or norm.stop_gradient_reason() or norm.read_elsewhere(part) or norm.mismatch
     if reason:
         before = add_before(part, x, claimed)
-        missed = norm.missed if norm.misfit == reason else ""
+        unfused = norm.unfused if norm.mismatch == reason else ""
         nodes = (*[before] * (before is not None), *norm.nodes)
-        yield Refusal(f"{'add+' * (before is not None)}{name}{missed}", node, (x,), reason, nodes=nodes)
+        yield Refusal(f"{'add+' * (before is not None)}{name}{unfused}", node, (x,), reason, nodes=nodes)
         return
-    yield from fused(graph, part, node, norm, name, claimed, measured)
+    yield from fused(graph, part, node, norm, name, claimed, unprofitable)
 
 
 def _name(norm: "_Norm", axes: tuple[int, ...], kept: list[int]) -> tuple[str, str]:
@@ -131,7 +131,7 @@ class _Norm:
         self.full: dict[int, tuple[Value, _Step]] = {}
         self.parameters: list[tuple[Value, Value]] = []  # gamma and beta, with the value that they are applied to
         self.nodes: list[Node] = []
-        self.misfit = self.missed = ""
+        self.mismatch = self.unfused = ""
         self.first = node.index
         self._start(node, x)
         ends = [v for v, step in self.full.values() if step.scaled and self._readers(v, part)]
@@ -266,8 +266,8 @@ class _Norm:
             return True
         axes = tuple(sorted(self.axes))
         wrong = min(along - self.axes)
-        self.misfit = self.misfit or f"operand {parameter!r} varies along axis {wrong}, the normalised axes are {axes}"
-        self.missed = self.missed or f"+{kind}"
+        self.mismatch = self.mismatch or f"operand {parameter!r} varies along axis {wrong}, the normalised axes are {axes}"
+        self.unfused = self.unfused or f"+{kind}"
         return False
 
     def _readers(self, value: Value, part) -> list:
@@ -293,10 +293,10 @@ class _Norm:
             v.ndim == self.x.ndim and varying_axes(p) and varying_axes(p) <= set(kept) for p, v in self.parameters
         )
 
-    def held(self) -> str:
+    def stop_gradient_reason(self) -> str:
         """The op's value is the same, its gradient is not."""
-        held = next((n for n in self.nodes if n.primitive == "stop_gradient"), None)
-        return f"{held} holds a part of it: the kernel's gradient is that of the whole" if held else ""
+        node = next((n for n in self.nodes if n.primitive == "stop_gradient"), None)
+        return f"{node} holds a part of it: the kernel's gradient is that of the whole" if node else ""
 
     def read_elsewhere(self, part) -> str:
         for value, step in self.full.values():

@@ -13,11 +13,11 @@ from jaxfuse.ops.batch_axes import reshaped
 from jaxfuse.ops.norm import OP
 from jaxfuse.ops.norm_config import NormConfig
 from jaxfuse.ops.op import Linear, type_of
-from jaxfuse.patterns.activation_grad import slopes_at
+from jaxfuse.patterns.activation_grad import activation_grads_at
 from jaxfuse.patterns.walk import Chain, depends_on, require_batch_sharding
 from jaxfuse.program.autodiff import backward
 from jaxfuse.program.graph import Emission, Graph, Node, Value
-from jaxfuse.program.liveness import unneeded
+from jaxfuse.program.liveness import dead_after
 from jaxfuse.program.site import Match, Unfit
 
 
@@ -99,7 +99,7 @@ def fused(graph: Graph, label: str, anchor: Node, gradient: NormGradient, form, 
 
 def served(graph: Graph, gradient: NormGradient | None) -> set[int]:
     """Indices of the nodes that nobody needs once the gradient is computed otherwise."""
-    return set(unneeded(graph, gradient.defines)) if gradient else set()
+    return set(dead_after(graph, gradient.defines)) if gradient else set()
 
 
 def _roots(x: Value) -> list[Value]:
@@ -114,5 +114,5 @@ def _before_activation(graph: Graph, chain: Chain, z: Value, dz: Value) -> Value
     """The cotangent of the activation's value."""
     if chain.activation is None:
         return dz
-    slopes = (slope for slope in slopes_at(graph, z, dz) if slope.dy.shape == dz.shape and slope.is_of(chain.activation))
+    slopes = (slope for slope in activation_grads_at(graph, z, dz) if slope.dy.shape == dz.shape and slope.is_of(chain.activation))
     return next((slope.dy for slope in slopes), None)

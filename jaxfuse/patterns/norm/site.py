@@ -22,7 +22,7 @@ from jaxfuse.program.site import Match, Refusal, Unfit, UnfusedStep
 from jaxfuse.runtime.reasons import no_kernel
 
 
-def fused(graph, part, node: Node, norm, name: str, claimed: set[int], measured):
+def fused(graph, part, node: Node, norm, name: str, claimed: set[int], unprofitable):
     """The norm as a Match with as much before and after it as the kernel takes, and its gradient as another; a Refusal for
     what it does not."""
     x, before = norm.x, add_before(part, norm.x, claimed)
@@ -34,7 +34,7 @@ def fused(graph, part, node: Node, norm, name: str, claimed: set[int], measured)
         site = _Site(graph, part, node, norm, form(), chain, before if x.dtype == dtype else None, name)
         if chain.affine or chain.residual is not None:
             raise Unfit(no_kernel("it adds to or scales the normalised value"))
-        return site.matches(measured)
+        return site.matches(unprofitable)
 
     found, chain, refused = longest(chains, dtype, attempt)
     label = f"{'add+' * (before is not None)}{name}"
@@ -56,7 +56,7 @@ class _Site:
         self.label = f"{'add+' * (before is not None)}{name}{_steps(chain)}"
         self.parameters = [part.original(v) for v in form.used()]
 
-    def matches(self, measured) -> list[Match]:
+    def matches(self, unprofitable) -> list[Match]:
         """The match, and that of the gradient if the program computes it. Raises `Unfit` where no kernel takes them."""
         form, x, end, before = self.form, self.x, self.end, self.before
         full = (x,) if before is None else tuple(map(self.part.original, before.inputs))
@@ -68,7 +68,7 @@ class _Site:
         type_of_x = jax.ShapeDtypeStruct((*batch, *x.shape[form.first :]), self.dtype)
         vector = jax.ShapeDtypeStruct(config.parameter_shape, jnp.float32)
         types = (*[type_of_x] * len(full), vector, vector)
-        require(OP.forward, config, types, measured, "norm", config, types)
+        require(OP.forward, config, types, unprofitable, "norm", config, types)
         backward = [norm_grad.fused(self.graph, self.label, self.node, gradient, form, self.chain, x, self.norm.end.shape, config,
                                     self.parameters, self.dtype)] if gradient else []
         saved = gradient.saved if gradient else ()
@@ -91,10 +91,10 @@ class _Site:
 
         return Emission((*full, *self.parameters), (end, *[x] * config.wants_sum, *saved), run)
 
-    def _require_no_reader(self, gone: set[int]):
-        """Raises `Unfit` where something else reads an inner value; `gone` are nodes that are not needed any more."""
+    def _require_no_reader(self, fused_away: set[int]):
+        """Raises `Unfit` where something else reads an inner value; `fused_away` are nodes that are not needed any more."""
         nodes = (*self.norm.nodes, *self.chain.nodes)
-        mine = {n.index for n in nodes} | gone
+        mine = {n.index for n in nodes} | fused_away
         for value in {id(v): v for n in nodes for v in map(self.part.original, n.outputs)}.values():
             if value is self.end or _is_cast_of(value, self.x) or _is_before(value, self.x):
                 continue
@@ -102,7 +102,7 @@ class _Site:
                 raise Unfit(no_kernel(f"{value!r} is returned by the program"))
             reader = next((n for n in value.users if n.index not in mine), None)
             if reader is not None:
-                backward = reader.index >= 0 and not self.part.twin(reader)  # a fused op says its direction itself
+                backward = reader.index >= 0 and not self.part.node_in_subgraph(reader)  # a fused op says its direction itself
                 raise Unfit(no_kernel(f"{value!r} is read by {reader} too{', in the backward pass' * backward}"))
 
     def _reads_sum(self) -> bool:

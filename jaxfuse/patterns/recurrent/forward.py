@@ -52,7 +52,7 @@ class Cell(NamedTuple):
     next_state: Value
     gates: tuple[Gate, ...]  # of an LSTM i, f, g, o; of a GRU z, n and every r
     nodes: tuple[Node, ...]
-    misfit: str = ""
+    mismatch: str = ""
     output: Value | None = None  # h' of an LSTM
     complement: bool = False  # a GRU's h' = (1-z)·h + z·n
     carried: tuple[Value, ...] = ()  # by a scan: h, c; what is carried on, and what the cell makes
@@ -66,12 +66,12 @@ def anchors(graph):
             if n.primitive == "scan" or n.primitive in ADD and any(map(_is_product, n.inputs))]
 
 
-def match(graph, node: Node, claimed: set[int], measured):
+def match(graph, node: Node, claimed: set[int], unprofitable):
     """Yields a Match for a `lax.scan` over cells, or else, in its body or outside any, a Refusal for each cell."""
     if node.index in claimed:
         return
     if node.primitive == "scan":
-        yield from _loops(graph, graph.nodes[node.index], measured)
+        yield from _loops(graph, graph.nodes[node.index], unprofitable)
         return
     cell = _lstm(node) or _gru(node)
     if cell is None:
@@ -80,46 +80,46 @@ def match(graph, node: Node, claimed: set[int], measured):
     dots = {n.index: n for gate in cell.gates for n in gate.dots}
     operands = tuple({id(v): v for n in dots.values() for v in n.inputs}.values())
     pattern, reason = _sequence(forward(graph), cell)
-    if not cell.misfit and not reason:
-        reason = ONE_STEP if pattern == cell.pattern else _why_not(graph.outer[0], graph.outer[1], measured)
-    yield Refusal(pattern, node, (*operands, cell.state), cell.misfit or reason, nodes=tuple(nodes.values()))
+    if not cell.mismatch and not reason:
+        reason = ONE_STEP if pattern == cell.pattern else _why_not(graph.outer[0], graph.outer[1], unprofitable)
+    yield Refusal(pattern, node, (*operands, cell.state), cell.mismatch or reason, nodes=tuple(nodes.values()))
 
 
-def _loops(graph, node: Node, measured) -> Iterable[Match]:
+def _loops(graph, node: Node, unprofitable) -> Iterable[Match]:
     """The scan as fused sequences, and its backward scan with it where autodiff made one; its cells' rows say why there are none."""
     try:
-        found = _loop(graph, node, measured)
+        found = _loop(graph, node, unprofitable)
         return [found] if found else []
     except Differentiated:
         pass
     except Unfit:
         return []
     try:
-        return recurrent_grad.matches(graph, node, lambda alone, loop: _loop(alone, loop, measured))
+        return recurrent_grad.matches(graph, node, lambda alone, loop: _loop(alone, loop, unprofitable))
     except Unfit:
         return []
 
 
-def _why_not(graph, node: Node, measured) -> str:
+def _why_not(graph, node: Node, unprofitable) -> str:
     try:
-        _loop(graph, node, measured)
+        _loop(graph, node, unprofitable)
     except Unfit as unfit:
         return unfit.reason
     return ""
 
 
-def _loop(graph, node: Node, measured) -> Match | None:
+def _loop(graph, node: Node, unprofitable) -> Match | None:
     """A scan as fused sequences; None if there is no cell in it. Raises `Unfit` where they cannot serve it."""
     body = Graph(node.params["jaxpr"], (graph, node))
     part = forward(body)
     cells = [cell for n in anchors(body) if n.primitive != "scan" and (cell := _lstm(n) or _gru(n))]
-    if not cells or any(cell.misfit or _sequence(part, cell)[1] for cell in cells):
+    if not cells or any(cell.mismatch or _sequence(part, cell)[1] for cell in cells):
         return None
     if part is not body:
         raise Differentiated
     if any(n.eqn.effects for n in body.nodes):
         raise Unfit("the loop has side effects")
-    return sequences(node, body, [_carried(body, node.params, cell) for cell in cells], measured)
+    return sequences(node, body, [_carried(body, node.params, cell) for cell in cells], unprofitable)
 
 
 def _carried(body: Graph, params: dict, cell: Cell) -> Cell:

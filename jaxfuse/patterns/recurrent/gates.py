@@ -17,7 +17,7 @@ from jaxfuse.program.site import Unfit
 FIXED, STEPS, STATE = range(3)
 
 
-class Moving(NamedTuple):
+class PreProjection(NamedTuple):
     """Before its dense layer: the state ("state"), the state times the reset gate ("reset"), other values, side by side."""
 
     pieces: tuple[tuple[Any, int], ...]
@@ -120,7 +120,7 @@ class Follower:
 
     def _follow(self, value: Value):
         if value is self.state:
-            return Moving((("state", value.shape[-1]),))
+            return PreProjection((("state", value.shape[-1]),))
         depends = self.loop.depends(value)
         if depends == FIXED:
             return Affine(constant=self.loop.compute_fixed(value), batch=0)
@@ -150,7 +150,7 @@ class Follower:
 
     def _convert_element_type(self, node: Node, _):
         form, (value,) = self.follow(node.inputs[0]), node.inputs
-        if isinstance(form, Moving) or node.out.dtype.itemsize > value.dtype.itemsize:  # the kernel's sums are float32
+        if isinstance(form, PreProjection) or node.out.dtype.itemsize > value.dtype.itemsize:  # the kernel's sums are float32
             return form
         return each(form, lambda a: a.astype(node.out.dtype))
 
@@ -160,11 +160,11 @@ class Follower:
         pieces: list[tuple] = []
         for value in node.inputs:
             moving = self.loop.depends(value) == STATE
-            form = self.follow(value) if moving else Moving(((value, value.shape[-1]),))
-            if not isinstance(form, Moving):
+            form = self.follow(value) if moving else PreProjection(((value, value.shape[-1]),))
+            if not isinstance(form, PreProjection):
                 raise Unfit(f"{node} joins what came out of a dense layer")
             pieces += form.pieces
-        return Moving(tuple(pieces))
+        return PreProjection(tuple(pieces))
 
     def _mul(self, node: Node, _):
         for gate, value in (node.inputs, node.inputs[::-1]):
@@ -172,8 +172,8 @@ class Follower:
                 form = self.follow(value)
                 if isinstance(form, Affine) and form.inner is None:
                     return Affine(batch=form.batch, inner=("after", form))
-                if form == Moving((("state", self.state.shape[-1]),)):
-                    return Moving((("reset", self.state.shape[-1]),))
+                if form == PreProjection((("state", self.state.shape[-1]),)):
+                    return PreProjection((("reset", self.state.shape[-1]),))
         raise Unfit(f"{node} comes between the state and its gates")
 
     def _is_reset(self, value: Value) -> bool:
@@ -183,7 +183,7 @@ class Follower:
 
     def _add(self, node: Node, _):
         left, right = map(self.follow, node.inputs)
-        if isinstance(left, Moving) or isinstance(right, Moving):
+        if isinstance(left, PreProjection) or isinstance(right, PreProjection):
             raise Unfit(f"{node} adds to the state before its dense layer")
         if left.inner and right.inner:
             raise Unfit(f"{node} adds two products with the reset gate")
@@ -201,7 +201,7 @@ class Follower:
         at = sides.index(STATE)
         (contracted, batched), rank = node.params["dimension_numbers"], self.state.ndim
         moving, weights = self.follow(node.inputs[at]), self.loop.compute_fixed(node.inputs[1 - at])
-        if not isinstance(moving, Moving):
+        if not isinstance(moving, PreProjection):
             raise Unfit(f"{node} is a second dense layer between the state and its gates")
         if any(batched) or contracted[at] != (rank - 1,) or weights.ndim != 2:
             raise Unfit(f"{node} is not the product of the state's last axis with one matrix")
@@ -257,7 +257,7 @@ class Follower:
 
     def _after_layer(self, node: Node) -> Affine:
         form = self.follow(node.inputs[0])
-        if isinstance(form, Moving) or form.inner:
+        if isinstance(form, PreProjection) or form.inner:
             raise Unfit(f"{node} comes between the state and its gates")
         return form
 

@@ -14,9 +14,9 @@ from jax.interpreters import partial_eval
 from jaxfuse.analysis.canonical import CAST, constant
 from jaxfuse.analysis.gradients import Sums
 from jaxfuse.analysis.layout import RESHAPES
-from jaxfuse.analysis.scan_pairs import Joint, Loop
+from jaxfuse.analysis.scan_pairs import ScanPair, Loop
 from jaxfuse.program.autodiff import backward
-from jaxfuse.program.graph import RULED, Emission, Graph, Node, Value, compute
+from jaxfuse.program.graph import CUSTOM_DERIVATIVE_CALLS, Emission, Graph, Node, Value, compute
 from jaxfuse.program.site import Match, Unfit
 from jaxfuse.runtime.private import scan_over
 
@@ -40,12 +40,12 @@ def matches(graph: Graph, node: Node, loop) -> tuple[Match, Match]:
     first, second = Loop(node), Loop(other)
     if any(first.options[name] != second.options[name] for name in ("length", "unroll")):
         raise Unfit(OTHER)
-    joint = Joint(graph, first, second)
+    joint = ScanPair(graph, first, second)
     leaves, moving = _leaves(joint)
     if moving is None:
         raise Unfit(OTHER)
     alone = _alone(joint, leaves)
-    if any(n.primitive in (*RULED, "stop_gradient") for n in Graph(alone.nodes[0].params["jaxpr"]).nodes):
+    if any(n.primitive in (*CUSTOM_DERIVATIVE_CALLS, "stop_gradient") for n in Graph(alone.nodes[0].params["jaxpr"]).nodes):
         raise Unfit(OTHER)  # JAX's gradient of the loop is not that of its values
     found = loop(alone, alone.nodes[0])
     if found is None:
@@ -57,7 +57,7 @@ def matches(graph: Graph, node: Node, loop) -> tuple[Match, Match]:
     return _fused(joint, alone, found, gradient, outside)
 
 
-def _leaves(joint: Joint) -> tuple[list[Value], int | None]:
+def _leaves(joint: ScanPair) -> tuple[list[Value], int | None]:
     """What the loop's constants are made of, for JAX computes before the loop what every step would compute of them alone.
     The backward loop sums gradients of so many of these, the first ones, in any order among those of one type."""
     first, second = joint.first, joint.second
@@ -81,7 +81,7 @@ def _leaves(joint: Joint) -> tuple[list[Value], int | None]:
     return [values[i] for i in moving] + [v for i, v in enumerate(values) if i not in moving], len(moving)
 
 
-def _alone(joint: Joint, leaves: list[Value]) -> Graph:
+def _alone(joint: ScanPair, leaves: list[Value]) -> Graph:
     """A program of the forward loop alone, without what it saves for the other, and with its constants made of the leaves
     in every step."""
     first = joint.first
@@ -121,13 +121,13 @@ class _Gradient:
         self.arguments, self.cotangents = self.graph.inputs[: len(inputs)], self.graph.inputs[len(inputs) :]
         self.scans = [n for n in self.graph.nodes if n.primitive == "scan"]
 
-    def is_computed_by(self, graph: Graph, joint: Joint, outside: list[Value]) -> bool:
+    def is_computed_by(self, graph: Graph, joint: ScanPair, outside: list[Value]) -> bool:
         """Whether every step of the program's loops gives what a step of these gives; `outside` are the program's values for
         the arguments."""
         if len(self.scans) != 2:
             return False
         first, second = map(Loop, self.scans)
-        other = Joint(self.graph, first, second)
+        other = ScanPair(self.graph, first, second)
         if second.options != joint.second.options or len(other.own) != len(joint.own):
             return False
         values = self._outside(graph, outside)
@@ -160,7 +160,7 @@ class _Gradient:
         return values.get(id(mine)) is own or any(mine is v for v in self.cotangents) or number is not None and number == constant(own)
 
 
-def _candidates(joint: Joint, alone: Graph, leaves: int, moving: int):
+def _candidates(joint: ScanPair, alone: Graph, leaves: int, moving: int):
     """Gradients by these leaves, by all states, and by as many of the slices as the backward loop has results for."""
     first, second, node = joint.first, joint.second, alone.nodes[0]
     slices = leaves + first.carried
@@ -178,7 +178,7 @@ def _subsets(values: list[Value], among: range, like: list[Value], most: int = 4
     return list(itertools.islice(fitting, most))
 
 
-def _same_step(joint: Joint, other: Joint, sources: list[int]) -> list[int] | None:
+def _same_step(joint: ScanPair, other: ScanPair, sources: list[int]) -> list[int] | None:
     """For every result of the program's second loop the result of the other's whose steps compute the same; None if there is
     none. Input i of the other's first loop is input `sources[i]` of this one's."""
     program, asked = joint.program(), other.program()
@@ -210,7 +210,7 @@ def _same_step(joint: Joint, other: Joint, sources: list[int]) -> list[int] | No
     return places if half not in places else None
 
 
-def _fused(joint: Joint, alone: Graph, found: Match, gradient: _Gradient, outside: list[Value]) -> tuple[Match, Match]:
+def _fused(joint: ScanPair, alone: Graph, found: Match, gradient: _Gradient, outside: list[Value]) -> tuple[Match, Match]:
     node, second, own = joint.first.node, joint.second.node, alone.nodes[0]
     results = {id(v): i for i, v in zip(gradient.moving, gradient.graph.outputs)}
     of_result = [results.get(id(gradient.scans[1].outputs[place])) for place in gradient.places]

@@ -11,12 +11,12 @@ from jaxfuse.ops.gru import OP as GRU, GRUConfig
 from jaxfuse.ops.lstm import OP as LSTM, LSTMConfig
 from jaxfuse.ops.recurrent import before
 from jaxfuse.patterns.kernel import require
-from jaxfuse.patterns.recurrent.gates import STATE, Affine, Follower, Loop, Moving, each, plain, whole
+from jaxfuse.patterns.recurrent.gates import STATE, Affine, Follower, Loop, PreProjection, each, plain, whole
 from jaxfuse.program.graph import Emission, Graph, Node, Value
 from jaxfuse.program.site import Match, Unfit
 
 
-def sequences(node: Node, body: Graph, cells: list, measured) -> Match:
+def sequences(node: Node, body: Graph, cells: list, unprofitable) -> Match:
     """The scan over these cells, in the order of its body, as fused sequences. Raises `Unfit` where they cannot serve it."""
     sharded = next((v for v in node.inputs if any(v.spec)), None)
     if sharded is not None:
@@ -33,7 +33,7 @@ def sequences(node: Node, body: Graph, cells: list, measured) -> Match:
         if (value.shape, value.dtype) != (out.shape, out.dtype):
             raise Unfit(f"the sequence would return {out.dtype}{list(out.shape)} where the loop returns {value!r}")
     for op, config, args in calls:
-        require(op.forward, config, args, measured, op.forward.name.removeprefix("jaxfuse_"), config, args)
+        require(op.forward, config, args, unprofitable, op.forward.name.removeprefix("jaxfuse_"), config, args)
 
     def run(read):
         return zip(node.outputs, _run(body, node.params, cells, [read(v) for v in node.inputs]))
@@ -101,7 +101,7 @@ def _gru(loop: Loop, cell, starts, hidden: int, call):
     n = Follower(loop, cell.carried[0], {candidate.end: candidate.start}, reset.value).follow(candidate.value)
     if cell.complement:  # σ(-z) = 1 - σ(z)
         z = each(z, lambda a: -a)
-    if isinstance(n, Moving) or n.inner is None or n.weights is not None:
+    if isinstance(n, PreProjection) or n.inner is None or n.weights is not None:
         raise Unfit(f"{candidate.node} is not a function of x and of the reset state alone")
     kind, inner = n.inner
     if inner.varying is not None:
@@ -116,7 +116,7 @@ def _gru(loop: Loop, cell, starts, hidden: int, call):
 def _joined(loop: Loop, forms: list[Affine], batch: int, hidden: int):
     """(gx, wh, bias) of all gates side by side."""
     for form in forms:
-        if isinstance(form, Moving) or form.inner or form.weights is None:
+        if isinstance(form, PreProjection) or form.inner or form.weights is None:
             raise Unfit("a gate does not read the state through one dense layer")
         if plain(form.weights).shape != (hidden, hidden):
             raise Unfit(f"a gate's weights are of shape {plain(form.weights).shape}, expected {(hidden, hidden)}")

@@ -1,8 +1,8 @@
 """When the fused kernels are worth it: one module for each op, its rules beside the way to measure them again.
 
-A new op is a module with `RULES = OpRules(unit, size, rules, ladders)` and a line in `TABLE`. Write `size` and the ladders
+A new op is a module with `RULES = OpRules(unit, size, rules, size_sweeps)` and a line in `TABLE`. Write `size` and the sweeps
 first, let `python -m jaxfuse bench --tune` measure on a quiet machine, and put the times into the rules: one for each dtype
-and shape class. The pattern asks `measured(op, config, types)`, or `measured(op, config, types, "backward")` for a gradient
+and shape class. The pattern asks `unprofitable(op, config, types)`, or `unprofitable(op, config, types, "backward")` for a gradient
 that autodiff has already made, with the types of the forward op in both cases.
 """
 

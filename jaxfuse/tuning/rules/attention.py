@@ -22,7 +22,7 @@ def _attention(q, k, v):
 _SHAPES = tuple(((b, t, n, d),) * 3 for b, t, n, d in (
     (1, 4, 2, 4), (1, 8, 2, 8), (1, 16, 4, 16), (2, 32, 4, 32), (1, 64, 8, 64), (2, 64, 12, 64), (8, 128, 12, 64), (1, 512, 12, 64)))
 RULES = OpRules(
-    "operations", size, ladders={"any": Ladder(_attention, _SHAPES)},
+    "operations", size, size_sweeps={"any": Ladder(_attention, _SHAPES)},
     rules=(
         Rule(points(
             (512, (22.5, 6.2), (34.1, 15.3)),

@@ -27,7 +27,7 @@ def _shapes(*rows):
 
 
 RULES = OpRules(
-    "elements", size, ladders={"any": Ladder(_training, _shapes((2, 4, 4), (8, 4, 16), (8, 14, 64)))},
+    "elements", size, size_sweeps={"any": Ladder(_training, _shapes((2, 4, 4), (8, 4, 16), (8, 14, 64)))},
     rules=(
         Rule(points(
             (128, (5.29, 6.81), (24.2, 33.3)),

@@ -63,7 +63,7 @@ LADDERS = {
     "scattered": Ladder(_overlapping, tuple(((n, s, c), (4 * c, c, 1)) for n, s, c in ((1, 8, 8), (1, 32, 64), (2, 128, 256)))),
 }
 RULES = OpRules(
-    "operations", size, ladders=LADDERS, shape_class=shape_class,
+    "operations", size, size_sweeps=LADDERS, shape_class=shape_class,
     rules=(
         Rule(points(
             (3_612_672, (91.9, 69.5), (255, 251)),

@@ -25,7 +25,7 @@ SMALLEST = 16e6  # bytes less: 4 µs at the 4 TB/s of an H200, as long as a laun
 LARGEST_WINDOW = 9  # places: of larger ones the gradient reads its tensors again
 
 
-def judge(op: str, shape: str, config, types) -> str:
+def expects_no_gain(op: str, shape: str, config, types) -> str:
     """Why a site is left alone, or ""; config and types as a rule's `size` has them."""
     if (op, shape) not in TRAFFIC:
         return f"{op} ({shape}) has not been measured on cuda, and its bytes do not speak for it"

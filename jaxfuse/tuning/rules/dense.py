@@ -42,7 +42,7 @@ _HEADS = tuple(((b, h, t, d), (b, d, h, d)) for b, h, t, d in (
     (1, 2, 8, 8), (1, 4, 16, 16), (2, 4, 32, 32), (8, 1, 64, 64), (2, 8, 64, 64), (8, 12, 64, 64), (8, 12, 128, 128)))
 RULES = OpRules(
     "operations", size, shape_class=shape_class,
-    ladders={"linear": Ladder(_linear, _ROWS), "activated": Ladder(_activated, _ROWS), "batched": Ladder(_batched, _HEADS)},
+    size_sweeps={"linear": Ladder(_linear, _ROWS), "activated": Ladder(_activated, _ROWS), "batched": Ladder(_batched, _HEADS)},
     rules=(
         Rule(points(
             (8_192, (12, 6.41), (32.1, 49.4)),

@@ -18,7 +18,7 @@ def _pool(x):
 
 
 RULES = OpRules(
-    "elements", size, ladders={"any": Ladder(_pool, tuple(((n, s, s, c),) for n, s, c in ((1, 4, 8), (1, 8, 16), (8, 14, 32))))},
+    "elements", size, size_sweeps={"any": Ladder(_pool, tuple(((n, s, s, c),) for n, s, c in ((1, 4, 8), (1, 8, 16), (8, 14, 32))))},
     rules=(
         Rule(points(
             (128, (5.06, 3.5), (41.0, 5.72)),

@@ -39,7 +39,7 @@ def _shapes(*shapes):
 
 RULES = OpRules(
     "elements", size, shape_class=shape_class,
-    ladders={
+    size_sweeps={
         "rows": Ladder(_layer_norm, _shapes((4, 32), (32, 64), (64, 256), (128, 768))),
         "places": Ladder(_group_norm, _shapes((2, 4, 4, 32), (2, 8, 8, 32), (4, 16, 16, 64))),
     },

@@ -44,12 +44,12 @@ def _gru(x, w_x, w_h, b):
 
 
 def _rules(program, gates: int, *rules: Rule) -> OpRules:
-    def ladder(batch: int, hidden: int, *steps: int) -> Ladder:
+    def size_sweep(batch: int, hidden: int, *steps: int) -> Ladder:
         weights = (hidden, gates * hidden)
         return Ladder(program, tuple(((n, batch, hidden), weights, weights, weights[1:]) for n in steps))
 
-    ladders = {"small": ladder(1, 28, 2, 4, 16, 64), "large": ladder(4, 256, 2, 16, 32)}
-    return OpRules("steps", size, rules, ladders, shape_class, ("float32", "bfloat16", "float16"))
+    size_sweeps = {"small": size_sweep(1, 28, 2, 4, 16, 64), "large": size_sweep(4, 256, 2, 16, 32)}
+    return OpRules("steps", size, rules, size_sweeps, shape_class, ("float32", "bfloat16", "float16"))
 
 
 # "large" was measured at batch 8, hidden 512 on Zen 4.

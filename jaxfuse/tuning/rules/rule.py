@@ -85,14 +85,14 @@ class OpRules(NamedTuple):
     """Everything about when one op is worth it.
 
     unit: what `size(config, types)` counts, as in "operations"; `types` are the op's arguments with shape and dtype, of the
-    forward op in both directions. `shape_class(config, types)` names a kind of site that has a ladder, or rules, of its own.
-    `rules` are read top-down, the first that fits decides. `ladders`: for each shape class how to measure it again.
+    forward op in both directions. `shape_class(config, types)` names a kind of site that has a size sweep, or rules, of its own.
+    `rules` are read top-down, the first that fits decides. `size_sweeps`: for each shape class how to measure it again.
     """
 
     unit: str
     size: Callable[[Any, tuple], int]
     rules: tuple[Rule, ...]
-    ladders: dict[str, Ladder]
+    size_sweeps: dict[str, Ladder]
     shape_class: Callable[[Any, tuple], str] = lambda config, types: "any"
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
 
