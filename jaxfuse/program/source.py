@@ -69,7 +69,7 @@ def _is_library(file_name: str) -> bool:
 
 def _is_own(file_name: str) -> bool:
     """Part of jaxfuse, the demo aside: that is a user's program."""
-    return file_name.startswith(f"{_OWN}{os.sep}") and not file_name.startswith(os.path.join(_OWN, "demo"))
+    return file_name.startswith(f"{_OWN}{os.sep}") and not file_name.startswith(os.path.join(_OWN, "commands", "demo"))
 
 
 def _relative(file_name: str) -> str:
