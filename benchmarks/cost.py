@@ -15,7 +15,7 @@ from flax import linen as nn
 
 import jaxfuse
 from jaxfuse.fuse import plan
-from jaxfuse.policy import judge
+from jaxfuse.tuning.policy import judge
 
 from . import models
 

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxfuse
-from jaxfuse import cuda, platforms
+from jaxfuse.runtime import cuda, platforms
 
 from . import gpu_measure as measure
 from .gpu_convolutions import convolutions

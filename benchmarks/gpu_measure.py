@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse import cuda
+from jaxfuse.runtime import cuda
 
 CACHE = 50 << 20  # the second-level cache of a Hopper
 PEERS = ("xla", "plain", "kernels")

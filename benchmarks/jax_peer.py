@@ -33,7 +33,7 @@ class JaxPeer:
         self.versions = {"jax": version("jax"), "jaxlib": version("jaxlib"), "flax": version("flax")}
         if name == "jaxfuse":
             import jaxfuse
-            from jaxfuse import ffi
+            from jaxfuse.runtime import ffi
 
             self.fuse = jaxfuse.fuse
             native = ffi.native().info() if ffi.native() else {}

@@ -1,5 +1,5 @@
 // What is used of libcudnn.so.9, found in the process at run time, so that neither its headers nor the library are needed to
-// build. The numbers are those of cuDNN's binary interface; jaxfuse/cudnn/backend.py, which makes the plans, has the others.
+// build. The numbers are those of cuDNN's binary interface; jaxfuse/runtime/cudnn/backend.py, which makes the plans, has the others.
 #pragma once
 
 #include <cuda_runtime.h>

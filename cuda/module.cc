@@ -1,4 +1,4 @@
-// What jaxfuse/cuda.py asks of the library: its handlers by name, and what was built. It knows no kernel by name, and
+// What jaxfuse/runtime/cuda.py asks of the library: its handlers by name, and what was built. It knows no kernel by name, and
 // nothing here calls the driver.
 #include "handler.h"
 

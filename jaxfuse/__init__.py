@@ -6,14 +6,18 @@ max pools, LSTM and GRU.
     jaxfuse.retain_memory()                  before the first computation: memory that is freed stays in the process
 """
 
-from jaxfuse import ffi, memory, ops
+from jaxfuse import ops
 from jaxfuse.fuse import explain, fuse
-from jaxfuse.memory import retain_memory
 from jaxfuse.report import FusionError, FusionReport, Site
-from jaxfuse.threads import get_num_threads, set_num_threads
+from jaxfuse.runtime import ffi, memory, reasons
+from jaxfuse.runtime.memory import retain_memory
+from jaxfuse.runtime.threads import get_num_threads, set_num_threads
+from jaxfuse.runtime.versions import UnreadWarning
 
 __version__ = "0.1.0"  # and in pyproject.toml
-__all__ = ["FusionError", "FusionReport", "Site", "explain", "fuse", "get_num_threads", "ops", "retain_memory", "set_num_threads"]
+__all__ = [
+    "FusionError", "FusionReport", "Site", "UnreadWarning", "explain", "fuse", "get_num_threads", "ops", "reasons", "retain_memory",
+    "set_num_threads"]
 
 memory.retain_if_asked()
 ffi.register_all()  # programs that jax.export wrote call our targets without a line of ours

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from jaxfuse import memory
+from jaxfuse.runtime import memory
 
 INTERRUPTED = 130  # as shells have it
 CHECKOUT = Path(__file__).resolve().parent.parent
@@ -67,7 +67,7 @@ def _demo(arguments) -> int:
     missing = [package for module, package in DEMO_NEEDS.items() if importlib.util.find_spec(module) is None]
     if missing:
         return _fail(f"the demo needs {' and '.join(missing)}; to install: python -m pip install {' '.join(missing)}")
-    from jaxfuse import demo
+    from jaxfuse.commands import demo
 
     memory.retain_if_asked(by_default=True)
     demo.run(arguments.quick, arguments.out)
@@ -92,7 +92,7 @@ def _run(arguments) -> int:
 
 def _bench(arguments) -> int:
     if arguments.rest[:1] == ["--tune"]:
-        from jaxfuse import tune
+        from jaxfuse.commands import tune
 
         if arguments.rest[1:] not in ([], ["--quick"]):
             return _fail(f"bench --tune takes no option but --quick, not {' '.join(arguments.rest[1:])}")
@@ -104,7 +104,7 @@ def _bench(arguments) -> int:
 
 
 def _doctor(arguments) -> int:
-    from jaxfuse import doctor
+    from jaxfuse.commands import doctor
 
     print(doctor.doctor(arguments.rules).rstrip())
     return 0

@@ -1,4 +1,4 @@
-"""fuse(fn): trace → graph → match → rewrite. The rest of the package is each of these words in a file of its own."""
+"""fuse(fn): trace → graph → match → rewrite. docs/architecture.md says in which folder each of these steps is."""
 
 import dataclasses
 import functools
@@ -8,23 +8,26 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from jaxfuse import loops, patterns, platforms, policy as policies, private, report as reports, symbolic, versions
-from jaxfuse.graph import RULED, Emission, Graph, Node, evaluate, inside, programs, retraced, subprograms
+from jaxfuse import patterns, report as reports
+from jaxfuse.analysis import scan_pairs
 from jaxfuse.jitted import Fused
-from jaxfuse.live import accept, circular
-from jaxfuse.match import Match, Refusal, UnfusedStep
 from jaxfuse.ops.errors import one_of
-from jaxfuse.patterns import autodiff
-from jaxfuse.reasons import Untraced, asks_nothing
-from jaxfuse.settings import ours, unwatched
-from jaxfuse.signature import Traced, is_part_of_a_program, trace
-from jaxfuse.source import raising_line
+from jaxfuse.program import symbolic, autodiff
+from jaxfuse.program.graph import CUSTOM_DERIVATIVE_CALLS, Emission, Graph, Node, evaluate, inside, programs, retraced, subprograms
+from jaxfuse.program.liveness import accept, circular
+from jaxfuse.program.signature import Traced, is_part_of_a_program, trace
+from jaxfuse.program.site import Match, Refusal, UnfusedStep
+from jaxfuse.program.source import raising_line
+from jaxfuse.runtime import platforms, private, versions
+from jaxfuse.runtime.reasons import Untraced, asks_nothing
+from jaxfuse.runtime.settings import ours, unwatched
+from jaxfuse.tuning import policy as policies
 
 P = ParamSpec("P")
 R = TypeVar("R")
 PARTIAL = "a sum over mesh axes is still to be taken of its values or of their gradients: no kernel can follow"
 CIRCULAR = "what it needs is computed from what it gives by another fused site"
-private.hide_frames("fuse", "graph", "jitted", "settings", "signature")
+private.hide_frames("fuse", "jitted", "program.graph", "program.signature", "runtime.settings")
 
 
 class Plan(NamedTuple):
@@ -48,19 +51,19 @@ class Plan(NamedTuple):
 
 
 @unwatched
-def plan(closed: ClosedJaxpr, judge, outer: tuple[Graph, Node] | None = None) -> Plan:
+def plan(closed: ClosedJaxpr, unprofitable, outer: tuple[Graph, Node] | None = None) -> Plan:
     """Finds every site of the program, the bodies of its loops and branches included; `outer` as in `Graph`."""
     versions.warn_if_newer()
     graph = Graph(closed, outer)
     if not graph.is_symbolic:
-        return _plan(closed, graph, judge)
+        return _plan(closed, graph, unprofitable)
     try:
-        return _plan(closed, graph, symbolic.judge(judge))
+        return _plan(closed, graph, symbolic.unprofitable(unprofitable))
     except Exception as error:
         return Plan(closed, graph, {}, [Refusal("program", graph.nodes[0], (), symbolic.cannot_be_told(error))])
 
 
-def _plan(closed: ClosedJaxpr, graph: Graph, judge) -> Plan:
+def _plan(closed: ClosedJaxpr, graph: Graph, unprofitable) -> Plan:
     replacements: dict[int, Emission] = {}
     partial = [node for node in graph.nodes if any(value.is_partial for value in (*node.inputs, *node.outputs))]
     found: list = [Refusal("program", partial[0], (), PARTIAL)] if partial else []
@@ -69,28 +72,28 @@ def _plan(closed: ClosedJaxpr, graph: Graph, judge) -> Plan:
         for anchor in pattern.anchors(graph):
             if anchor.index in claimed:
                 continue
-            for result in _matches(pattern, graph, anchor, claimed, judge):
+            for result in _matches(pattern, graph, anchor, claimed, unprofitable):
                 found.append(result)
                 claimed |= {node.index for node in result.nodes}
                 if isinstance(result, Match):
                     claimed |= accept(graph, result)
                     replacements |= {id(value): emission for emission in result.emissions for value in emission.defines}
-    joined = _joined(graph, claimed, judge)
+    joined = _joined(graph, claimed, unprofitable)
     at: dict[int, int] = {}
     for node in graph.nodes:
-        bodies = {} if node.index in graph.gone else subprograms(node)
+        bodies = {} if node.index in graph.fused_away else subprograms(node)
         inner: list = []
         if node.index in joined:
             emissions, inner = joined[node.index]
             replacements |= {id(value): emission for emission in emissions for value in emission.defines}
         elif bodies:
-            emission, inner = _enter(graph, node, bodies, judge)
+            emission, inner = _enter(graph, node, bodies, unprofitable)
             if emission:
                 replacements |= {id(value): emission for value in node.outputs}
-        elif node.primitive in RULED:
+        elif node.primitive in CUSTOM_DERIVATIVE_CALLS:
             reason = f"it is inside a {node.primitive}: a function with rules of its own stays as it is"
             for body in programs(node).values():
-                inner += _refused(reason, plan(_closed(body), judge).found)
+                inner += _refused(reason, plan(_closed(body), unprofitable).found)
         found += inner
         at |= {id(row): node.index for row in inner}
     while replacements and (waiting := circular(graph, replacements)):
@@ -119,9 +122,9 @@ def _in_order(graph: Graph, found: list, at: dict[int, int]) -> list:
     return [directed(row) for row in sorted(found, key=place)]
 
 
-def _matches(pattern, graph: Graph, anchor: Node, claimed: set[int], judge):
+def _matches(pattern, graph: Graph, anchor: Node, claimed: set[int], unprofitable):
     """What the pattern finds at the anchor, under its mesh. A program that it cannot read must not fail for that."""
-    results = pattern.match(graph, anchor, claimed, judge)
+    results = pattern.match(graph, anchor, claimed, unprofitable)
 
     def following():
         with anchor.eqn.ctx.manager:
@@ -130,7 +133,7 @@ def _matches(pattern, graph: Graph, anchor: Node, claimed: set[int], judge):
     try:
         yield from iter(following, None)
     except Exception as error:
-        name = pattern.__name__.rpartition(".")[2]
+        name = pattern.__name__.removeprefix(f"{patterns.__name__}.").removesuffix(".forward")
         reason = symbolic.cannot_be_told(error) if graph.is_symbolic else ""
         yield Refusal(name, anchor, (), reason or versions.unread(f"what follows {anchor}", error))
 
@@ -142,25 +145,25 @@ def _fed_by(match: Match, found: list) -> list[Match]:
     return [other for other in others if any(id(v) in saved for emission in other.emissions for v in emission.needs)]
 
 
-def _joined(graph: Graph, claimed: set[int], judge) -> dict[int, tuple]:
-    """What `loops.joined` gives for the scans whose backward scan is in this program too; the backward scan's own is empty."""
+def _joined(graph: Graph, claimed: set[int], unprofitable) -> dict[int, tuple]:
+    """What `scan_pairs.joined` gives for the scans whose backward scan is in this program too; the backward scan's own is empty."""
     results: dict[int, tuple] = {}
-    for first, second in loops.pairs(graph, autodiff.backward(graph), lambda node: node.index not in claimed | graph.gone):
-        result = loops.joined(graph, first, second, lambda closed: plan(closed, judge))
+    for first, second in scan_pairs.pairs(graph, autodiff.backward(graph), lambda node: node.index not in claimed | graph.fused_away):
+        result = scan_pairs.joined(graph, first, second, lambda closed: plan(closed, unprofitable))
         if result:
             results |= {first.node.index: result, second.node.index: ((), [])}
     return results
 
 
-def _enter(graph: Graph, node: Node, bodies: dict, judge) -> tuple[Emission | None, list]:
+def _enter(graph: Graph, node: Node, bodies: dict, unprofitable) -> tuple[Emission | None, list]:
     """The same control-flow node over rewritten bodies; None where nothing in them is rewritten."""
     found: list = []
 
     def rewritten(body):
         if isinstance(body, tuple):
             return tuple(map(rewritten, body))
-        known = loops.Loop(node).body_with_numbers() if node.primitive == "scan" else _closed(body)
-        inner = plan(known, judge, (graph, node))
+        known = scan_pairs.Loop(node).body_with_numbers() if node.primitive == "scan" else _closed(body)
+        inner = plan(known, unprofitable, (graph, node))
         found.extend(inner.found)
         if not inner.replacements:
             return body
@@ -219,13 +222,13 @@ def fuse(fn=None, /, *, policy="measured", strict=False, **options):
     Raises: ValueError for an unknown policy and what `jax.jit` raises, TypeError if fn is not callable (here); FusionError if
     strict, and what `jax.jit` raises for arguments that are no arrays and for functions that look at values (when called).
     """
-    judge = policies.judge(policy)
+    unprofitable = policies.unprofitable(policy)
     again = functools.partial(fuse, policy=policy, strict=strict, **options)
     if fn is None:
         return again
     if isinstance(fn, Fused):
         fn, options = fn.__wrapped__, fn.options | options
-    return Fused(fn, functools.partial(_run, judge, strict), again, options)
+    return Fused(fn, functools.partial(_run, unprofitable, strict), again, options)
 
 
 def inline(fn: Callable[P, R], *, policy: str = "measured") -> Callable[P, R]:
@@ -233,7 +236,7 @@ def inline(fn: Callable[P, R], *, policy: str = "measured") -> Callable[P, R]:
 
     Within a function that is itself being fused, fn as it is: the whole is fused. So where fn cannot be traced.
     """
-    judge = policies.judge(policy)
+    unprofitable = policies.unprofitable(policy)
 
     @functools.wraps(fn)
     def call(*args, **kwargs):
@@ -245,7 +248,7 @@ def inline(fn: Callable[P, R], *, policy: str = "measured") -> Callable[P, R]:
             if reports.is_logged():
                 reports.log(_untraceable(failure))
             return fn(*args, **kwargs)
-        return _rewritten(traced, judge, False)
+        return _rewritten(traced, unprofitable, False)
 
     return call
 
@@ -256,7 +259,7 @@ def explain(fn: Callable, *args, policy: str = "measured", platform: str | None 
     Arguments may be `jax.ShapeDtypeStruct`s. `platform` is "cpu", "cuda", "rocm" or "tpu", whether or not this machine has
     it; by default that of the arguments, or of JAX's default device. Raises ValueError for an unknown policy or platform.
     """
-    judge = policies.judge(policy)
+    unprofitable = policies.unprofitable(policy)
     if platform is not None:
         one_of(platform, platforms.NAMES, "platform")
     with platforms.assumed(platform or platforms.committed((args, kwargs))):
@@ -266,22 +269,22 @@ def explain(fn: Callable, *args, policy: str = "measured", platform: str | None 
             except Exception as error:
                 failure = error
             else:
-                return _report(plan(closed, judge))
+                return _report(plan(closed, unprofitable))
         return _untraceable(failure)
 
 
-def _run(judge, strict: bool, fn, args, kwargs):
+def _run(unprofitable, strict: bool, fn, args, kwargs):
     """Under `jax.jit`: traces fn, plans, and computes the rewritten program."""
-    return _rewritten(trace(fn, args, kwargs), judge, strict)
+    return _rewritten(trace(fn, args, kwargs), unprofitable, strict)
 
 
-def _rewritten(traced: Traced, judge, strict: bool):
-    program = plan(traced.closed, judge)
+def _rewritten(traced: Traced, unprofitable, strict: bool):
+    program = plan(traced.closed, unprofitable)
     if reports.is_logged():
         reports.log(_report(program))
-    missed = [reports.site(found) for found in program.found if type(found) is Refusal and not asks_nothing(found.reason)] if strict else ()
-    if missed:
-        raise reports.FusionError(f"{len(missed)} sites stay unfused\n" + "\n".join(map(str, missed)))
+    unfused = [reports.site(found) for found in program.found if type(found) is Refusal and not asks_nothing(found.reason)]
+    if strict and unfused:
+        raise reports.FusionError(f"{len(unfused)} sites stay unfused\n" + "\n".join(map(str, unfused)))
     return jax.tree.unflatten(traced.out_tree, program(traced.leaves))
 
 

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse import platforms, private, stateful
-from jaxfuse.signature import Constant, is_part_of_a_program
+from jaxfuse.program import stateful
+from jaxfuse.program.signature import Constant, is_part_of_a_program
+from jaxfuse.runtime import platforms, private
 
 P = ParamSpec("P")
 R = TypeVar("R")

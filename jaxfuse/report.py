@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.table import Table
 
-from jaxfuse.private import known
-from jaxfuse.match import Match, Refusal
-from jaxfuse.reasons import heading
+from jaxfuse.program.site import Match, Refusal
+from jaxfuse.program.source import calling_line
 from jaxfuse.running import kernels
-from jaxfuse.source import calling_line
+from jaxfuse.runtime.private import known
+from jaxfuse.runtime.reasons import heading
 
 FEW = 24  # rows that are printed with the overview; of more the overview says how to see them
 NOTHING = "nothing to fuse: no convolution, dense layer, attention, norm, recurrent cell or max pool in this program"

@@ -6,9 +6,10 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jaxfuse import ffi, op, platforms
-from jaxfuse.graph import Emission
-from jaxfuse.settings import ours
+from jaxfuse.ops import op
+from jaxfuse.program.graph import Emission
+from jaxfuse.runtime import ffi, platforms
+from jaxfuse.runtime.settings import ours
 
 PLAIN_JAX, UNKNOWN = "plain JAX", "unknown"
 

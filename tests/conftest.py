@@ -10,7 +10,10 @@ import zlib
 import jax
 import pytest
 
-from jaxfuse import ffi, jitted, op, tuned
+from jaxfuse import jitted
+from jaxfuse.ops import op
+from jaxfuse.runtime import ffi
+from jaxfuse.tuning import tuned
 
 # Most of the suite's time is XLA's compiler; at this level it compiles several times as fast, and our kernels are not touched by it.
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=1 " + os.environ.get("XLA_FLAGS", "")

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 from attributes import attributes
-from jaxfuse import ffi
+from jaxfuse.runtime import ffi
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 LAYOUTS = {1: ("NWC", "WIO", "NWC"), 2: ("NHWC", "HWIO", "NHWC"), 3: ("NDHWC", "DHWIO", "NDHWC")}

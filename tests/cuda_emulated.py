@@ -9,7 +9,7 @@ import subprocess
 
 import jax
 
-from jaxfuse import cuda
+from jaxfuse.runtime import cuda
 
 HERE = pathlib.Path(__file__).parent
 SOURCES = ("module.cc", "batch_norm.cc", "batch_norm.cu", "column_sums.cu", "depthwise.cc", "depthwise.cu", "norm.cc", "norm.cu",

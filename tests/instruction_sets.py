@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from compare import distance, jit, pairs, unfused, value_and_gradients, with_cotangents
-from jaxfuse import ffi
+from jaxfuse.runtime import ffi
 
 LEVELS = ["portable", "avx2", "avx512"]
 

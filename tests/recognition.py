@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxfuse
-from jaxfuse.reasons import XLA_DOES_THIS
+from jaxfuse.runtime.reasons import XLA_DOES_THIS
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 NO_KERNEL = "no kernel yet on cpu"

@@ -1,6 +1,7 @@
 """docs/architecture.md holds: imports run one way, files stay small, names agree on every level."""
 
 import ast
+import graphlib
 import pathlib
 
 import pytest
@@ -8,104 +9,76 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "jaxfuse"
 
-# Who may import whom; what is not listed may import nothing of the package.
+# Which folders and files of the package each may import from, beside itself.
 ALLOWED = {
-    "__init__": {"ffi", "memory", "ops", "fuse", "report", "threads"},
-    "__main__": {"demo", "doctor", "memory", "tune"},
-    "memory": set(),
-    "fuse": {"jitted", "live", "loops", "ops", "patterns", "platforms", "reasons", "policy", "report", "graph", "match", "private",
-             "settings", "signature", "source", "symbolic", "versions"},
-    "symbolic": {"private"},
-    "settings": set(),
-    "versions": set(),
-    "jitted": {"platforms", "private", "signature", "stateful"},
-    "stateful": {"private"},
-    "signature": set(),
-    "report": {"match", "private", "reasons", "running", "source"},
-    "running": {"ffi", "graph", "op", "platforms", "settings"},
-    "policy": {"ops", "platforms", "reasons", "rules", "tuned"},
-    "rules": {"rules"},
-    "tuned": {"cache", "ffi", "rules"},
-    "cache": set(),
-    "tune": {"fuse", "policy", "rules", "tuned"},
-    "patterns": {"patterns", "graph", "layout", "canonical", "derivative", "elementwise", "forms", "loops", "moments", "rows", "batch",
-                 "live", "match", "ops", "op", "private", "reasons"},
-    "live": {"graph", "match"},
-    "loops": {"canonical", "graph"},
-    "reasons": {"platforms"},
-    "platforms": set(),
-    "derivative": {"canonical", "graph", "layout"},
-    "forms": {"canonical", "graph", "layout", "moments"},
-    "moments": {"canonical", "graph", "layout"},
-    "rows": {"canonical", "elementwise", "graph", "private"},
-    "match": {"canonical", "elementwise", "graph", "layout", "reasons"},
-    "canonical": {"elementwise", "graph", "layout"},
-    "elementwise": {"graph", "private"},
-    "layout": {"graph"},
-    "graph": {"private", "source"},
-    "source": set(),
-    "ops": {"batch", "ops", "op", "cuda", "cudnn", "elementwise", "ffi", "reasons", "settings"},
-    "cudnn": {"cache", "cudnn", "ffi"},
-    "op": {"batch", "ffi", "partition", "platforms", "private", "reasons", "settings", "symbolic"},
-    "partition": {"batch"},
-    "batch": set(),
-    "private": set(),
-    "ffi": {"_native", "private", "processors"},
-    "processors": set(),
-    "threads": {"ffi", "processors"},
-    "cuda": {"ffi"},
-    "doctor": {"cuda", "cudnn", "ffi", "memory", "__init__", "rules", "threads", "tuned", "versions"},
-    "flax": {"flax", "fuse", "report", "signature"},
-    "demo": {"__init__", "demo", "memory", "report"},
+    "runtime": set(),
+    "program": {"runtime"},
+    "analysis": {"program", "runtime"},
+    "ops": {"analysis", "program", "runtime"},
+    "patterns": {"analysis", "ops", "program", "runtime"},
+    "tuning": {"ops", "runtime"},
+    "running": {"ops", "program", "runtime"},
+    "report": {"program", "running", "runtime"},
+    "jitted": {"program", "runtime"},
+    "fuse": {"analysis", "jitted", "ops", "patterns", "program", "report", "runtime", "tuning"},
+    "__init__": {"fuse", "ops", "report", "runtime"},
+    "flax": {"fuse", "program", "report"},
+    "commands": {"__init__", "fuse", "runtime", "tuning"},
+    "__main__": {"commands", "runtime"},
 }
 
 
-def modules():
-    return [path for path in PACKAGE.rglob("*.py")]
+def modules() -> dict[str, pathlib.Path]:
+    """Each module by its name below the package: "ops.conv.config", "ops" for a folder's `__init__`, "" for the package's."""
+    names = {path: path.relative_to(PACKAGE).with_suffix("").parts for path in PACKAGE.rglob("*.py")}
+    return {".".join(parts[:-1] if parts[-1] == "__init__" and parts[1:] else parts): path for path, parts in names.items()}
 
 
-def unit(path) -> str:
-    """The file, or the folder under the package, that a module belongs to."""
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def unit(module: str) -> str:
+    """The folder, or the file right under the package, that a module belongs to."""
+    return module.split(".")[0]
 
 
 def imported(path) -> set[str]:
-    """Units of the package that the module imports, at its top or anywhere in it."""
-    found = set()
+    """Modules of the package that this one imports, at its top or anywhere in it."""
+    found, known = set(), modules()
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            names = [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            names = [f"{node.module}.{alias.name}" if node.module == "jaxfuse" else node.module for alias in node.names]
-        for name in names:
-            parts = name.split(".")
-            if parts[0] == "jaxfuse":
-                known = len(parts) > 1 and (parts[1] in ALLOWED or parts[1] == "_native")
-                found.add(parts[1] if known else "__init__")
+            names = [(node.module, alias.name) for alias in node.names]
+        for module, name in names:
+            first, *rest = module.split(".")
+            if first == "jaxfuse":
+                below = ".".join(rest)
+                inner = ".".join(filter(None, (below, name)))
+                found.add(inner if inner in known and path != known[inner] else below or "__init__")
     return found
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_run_one_way(path):
-    assert imported(path) <= ALLOWED[unit(path)], f"{path} imports what docs/architecture.md forbids"
+def test_imports_run_one_way():
+    """Folders import as `ALLOWED` says, and no module imports itself by way of others."""
+    imports = {module: imported(path) for module, path in modules().items()}
+    wrong = [f"{module} imports {other}" for module, others in imports.items() for other in others
+             if unit(other) not in ALLOWED[unit(module)] | {unit(module)}]
+    assert not wrong, "docs/architecture.md forbids it"
+    graphlib.TopologicalSorter(imports).prepare()  # raises CycleError, which names a circle
 
 
 def test_private_jax_lives_in_one_file():
-    users = {str(p.relative_to(PACKAGE)) for p in modules() if "jax._src" in p.read_text()}
-    assert users == {"private.py"}
+    users = {module for module, path in modules().items() if "jax._src" in path.read_text()}
+    assert users == {"runtime.private"}
 
 
-def test_patterns_and_ops_have_the_same_names():
-    ops = {p.stem for p in (PACKAGE / "ops").glob("*.py")} - {"__init__", "activations", "errors", "matrices", "naming", "piecewise"}
-    ops -= {"lstm", "gru"}  # of the family `recurrent`
-    ops -= {"pointwise", "scattered", "taps", "conv_channels_last", "conv_depthwise"}  # kernels of `conv`
-    ops = {name for name in ops if not name.endswith(("_config", "_cudnn"))}  # a part of an op, a kernel of one
-    patterns = {p.stem for p in (PACKAGE / "patterns").glob("*.py")} - {"__init__", "activations"}
-    handlers = {p.stem for p in (ROOT / "xla_ext").glob("*.cc")}
-    assert ops <= patterns  # a pattern without an op is recognised, and reported as having no kernel yet
-    assert {name.removesuffix("_grad") for name in ops} <= handlers
+def test_an_op_has_one_name_on_every_level():
+    """Its pattern, its op, its rules and its handlers are files or folders of one name."""
+    patterns, ops, rules, handlers = (
+        {path.stem for path in (ROOT / folder).iterdir()} for folder in
+        ("jaxfuse/patterns", "jaxfuse/ops", "jaxfuse/tuning/rules", "xla_ext"))
+    for op in ("attention", "batch_norm", "conv", "dense", "max_pool", "norm", "recurrent"):
+        assert op in patterns & ops & rules & handlers
 
 
 @pytest.mark.parametrize("pattern", ["jaxfuse/**/*.py", "xla_ext/*", "cuda/*", "tests/*.py", "benchmarks/*.py"])

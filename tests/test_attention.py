@@ -14,7 +14,7 @@ import jaxfuse
 from cases import ATTENTION
 from compare import as_float64, distance, pairs
 from instruction_sets import LEVELS, errors_at, worst
-from jaxfuse import ffi
+from jaxfuse.runtime import ffi
 from recognition import FUSED, counts, randn, recognised, rows, scalar
 
 keras = pytest.importorskip("keras")

@@ -49,12 +49,12 @@ def test_against_float64(dtype, masked, shape, kernel):
 def test_through_an_activation(activation, has_residual, dtype, kernel):
     """The derivative at z, recomputed; in float64 the definition's own."""
     (dy, x, mean, a, b, c), _, _ = arguments(dtype, False, (4, 5, 6, 16))
-    told = (mean, b, c, *[dy[::-1]] * has_residual)
+    saved = (mean, b, c, *[dy[::-1]] * has_residual)
     bound = 1.2  # of clip; z, rounded to bfloat16 as the kernel tells the derivative by, lies on the same side everywhere
     config = GradientConfig(3, wants_g=True, activation=named(activation, bound), has_residual=has_residual)
-    made = [*jax.jit(lambda *args: SUMS(config, *args))(dy, x, mean, *told), *DX(config, dy, x, mean, a, b, c, *told)]
+    made = [*jax.jit(lambda *args: SUMS(config, *args))(dy, x, mean, *saved), *DX(config, dy, x, mean, a, b, c, *saved)]
     with jax.enable_x64(True):
-        wide = [jnp.asarray(np.asarray(v, np.float64)) for v in (dy, x, mean, a, b, c, *told)]
+        wide = [jnp.asarray(np.asarray(v, np.float64)) for v in (dy, x, mean, a, b, c, *saved)]
         exact = [*SUMS.reference(config, *wide[:3], *wide[6:]), *DX.reference(config, *wide)]
     for value, expected, of in zip(made, map(np.asarray, exact), ("float32", "float32", dtype, dtype)):
         assert value.dtype == of

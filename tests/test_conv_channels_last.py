@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import jaxfuse
-from jaxfuse import ffi
+from jaxfuse.runtime import ffi
 from recognition import randn
 
 NAMES = ("NCW", "OIW", "NCW")

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 
 import cuda_emulated
-from jaxfuse import cuda, ffi
-from jaxfuse.op import Linear
-from jaxfuse.ops.batch_norm import OP as BATCH_NORM
-from jaxfuse.ops.batch_norm import Standard
+from jaxfuse.ops.batch_norm import OP as BATCH_NORM, Standard
 from jaxfuse.ops.batch_norm_config import BatchNormConfig
-from jaxfuse.ops.conv import OP as CONV
-from jaxfuse.ops.conv_config import ConvConfig
+from jaxfuse.ops.conv.config import ConvConfig
+from jaxfuse.ops.conv.conv import OP as CONV
 from jaxfuse.ops.norm import OP as NORM
+from jaxfuse.ops.op import Linear
+from jaxfuse.runtime import cuda, ffi
 from attributes import attributes
 from jaxfuse.ops.activations import named
 from jaxfuse.ops.norm_config import NormConfig
@@ -132,10 +131,10 @@ def test_activations_of_batch_norm(emulated, activation, channels, has_residual)
     attrs = attributes(activation, 0.3) | dict(has_residual=has_residual)
     added = (z,) * has_residual
     both(emulated, "jaxfuse_batch_norm_apply", x.dtype, [x], x, *vectors[:3], *added, save_mask=False, **attrs)
-    told = () if activation == "none" else (*vectors[:3], *added)
-    attrs["deriv"] = "recompute" if told else "none"
-    both(emulated, "jaxfuse_batch_norm_bwd_stats", x.dtype, vectors[:2], dy, x, vectors[0], *told, **attrs)
-    both(emulated, "jaxfuse_batch_norm_bwd_apply", x.dtype, [x], dy, x, vectors[0], *vectors[1:], *told, want_dresidual=False, **attrs)
+    saved = () if activation == "none" else (*vectors[:3], *added)
+    attrs["deriv"] = "recompute" if saved else "none"
+    both(emulated, "jaxfuse_batch_norm_bwd_stats", x.dtype, vectors[:2], dy, x, vectors[0], *saved, **attrs)
+    both(emulated, "jaxfuse_batch_norm_bwd_apply", x.dtype, [x], dy, x, vectors[0], *vectors[1:], *saved, want_dresidual=False, **attrs)
 
 
 def test_nan_and_inf_of_batch_norm(emulated):
@@ -212,14 +211,14 @@ def test_depthwise(on_cuda, dtype, shape, window, strides, padding, dilation, ac
     wide = [a.astype(jnp.float32) for a in (x, w)]
     on_cuda(CONV.forward, scaled, (x, w, scale, bias), CONV.forward.reference(scaled, *wide, scale, bias), ROUNDING[dtype])
     y, *z = on_cuda(CONV.forward, config, (x, w, bias), CONV.forward.reference(config, *wide, bias), ROUNDING[dtype])
-    dy, told = random(4, y.shape, y.dtype), {"none": (), "y": (y,), "z": z}[config.derivative]
+    dy, saved = random(4, y.shape, y.dtype), {"none": (), "y": (y,), "z": z}[config.derivative]
     of = dataclasses.replace(config, has_residual=True)  # whose gradient is dy·act'(z)
 
     def linear(dtype):
         types = [jax.ShapeDtypeStruct(a.shape, dtype) for a in (x, w, bias, y)]
-        return Linear(of, (True,) * 4, tuple(types), 2 + len(told))
+        return Linear(of, (True,) * 4, tuple(types), 2 + len(saved))
 
-    operands = x, w, *told, dy
+    operands = x, w, *saved, dy
     want = CONV.backward.reference(linear(jnp.float32), *[a.astype(jnp.float32) for a in operands])
     tolerance = 4 * ROUNDING[dtype]  # dz, which dx is made of, is rounded
     first = on_cuda(CONV.backward, linear(x.dtype), operands, want, tolerance)

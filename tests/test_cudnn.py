@@ -12,12 +12,13 @@ import pytest
 import scipy.special
 
 import jaxfuse
-from jaxfuse import cuda, ops, platforms
-from jaxfuse.cudnn import backend, graph, plans
-from jaxfuse.cudnn.devices import KNOWN
-from jaxfuse.ops import conv_cudnn
-from jaxfuse.ops.conv import OP
-from jaxfuse.reasons import Unprofitable
+from jaxfuse import ops
+from jaxfuse.ops.conv import cudnn as conv_cudnn
+from jaxfuse.ops.conv.conv import OP
+from jaxfuse.runtime import cuda, platforms
+from jaxfuse.runtime.cudnn import backend, graph, plans
+from jaxfuse.runtime.cudnn.devices import KNOWN
+from jaxfuse.runtime.reasons import Unprofitable
 
 random = np.random.default_rng(0)
 

@@ -12,8 +12,10 @@ import pytest
 from rich.console import Console
 
 import jaxfuse
-from jaxfuse import __main__ as cli, cuda, demo, doctor, ffi
-from jaxfuse.demo import digits, network, photo, training
+from jaxfuse import __main__ as cli
+from jaxfuse.commands import demo, doctor
+from jaxfuse.commands.demo import digits, network, photo, training
+from jaxfuse.runtime import cuda, ffi
 
 
 def console():

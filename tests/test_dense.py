@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 import jaxfuse
-from jaxfuse import ffi, ops
+from jaxfuse import ops
 from jaxfuse.ops import activations, matrices
+from jaxfuse.runtime import ffi
 from compare import as_float64, distance, pairs
 from attributes import attributes
 from recognition import randn, rows, scalar

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxfuse
-from jaxfuse import ffi
+from jaxfuse.runtime import ffi
 
 pytestmark = pytest.mark.usefixtures("some_kernel")
 W = 0.1 * jax.random.normal(jax.random.key(1), (3, 3, 32, 32))

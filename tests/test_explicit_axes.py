@@ -111,7 +111,7 @@ def compared(function, shapes, spec):
 
 
 def main():
-    warnings.simplefilter("error", jaxfuse.versions.UnreadWarning)
+    warnings.simplefilter("error", jaxfuse.runtime.versions.UnreadWarning)
     with jax.set_mesh(mesh()):
         results = {name: compared(*program) for name, program in PROGRAMS.items()}
         args = (jax.device_put(jnp.ones((64, 16)), NamedSharding(mesh(), P("x"))), jnp.ones((16, 32)))

@@ -16,7 +16,7 @@ from jax.experimental import checkify, serialize_executable
 import jaxfuse
 from cases import CASES, CORE
 from compare import distance, pairs
-from jaxfuse import ffi
+from jaxfuse.runtime import ffi
 
 EACH = {CASES[name].op: CASES[name] for name in reversed(CORE)}  # one case of each op
 PROMISE = json.loads(pathlib.Path(__file__).with_name("exported_targets.json").read_text())

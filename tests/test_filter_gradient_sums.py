@@ -13,7 +13,7 @@ from exact import in_float64
 from jax import lax
 
 import jaxfuse
-from jaxfuse import ffi
+from jaxfuse.runtime import ffi
 
 pytestmark = pytest.mark.skipif(ffi.unavailable("jaxfuse_conv_bwd") is not None, reason=str(ffi.unavailable("jaxfuse_conv_bwd")))
 UNITS = 5  # of float32, 2**-23

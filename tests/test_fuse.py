@@ -86,7 +86,7 @@ def test_static_arguments_of_a_jitted_function():
 @pytest.mark.parametrize("options", [
     dict(name=np.str_("add")), dict(name="add", deep=[{"er": "mul"}]), dict(when=None), dict(fn=jnp.tanh), dict(fn=jax.nn.relu),
     dict(dtype=jnp.float32), dict(dtype=np.dtype("float32")), dict(kind=pathlib.Path), dict(level=enum.Enum("E", "A").A),
-    dict(strict="a", judge=1.0, run=2.0, call="call", fn="fn", args="args", kwargs="kwargs")], ids="+".join)
+    dict(strict="a", unprofitable=1.0, run=2.0, call="call", fn="fn", args="args", kwargs="kwargs")], ids="+".join)
 def test_constants_are_part_of_the_signature(options):
     """What cannot change reaches the function as it is, wherever it stands, and another value of it another program."""
     seen = []
@@ -187,7 +187,7 @@ def test_native_kernels_are_there():
     """Where the package brings them, nothing else in these tests may pass for want of them."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         pytest.skip("the native convolution kernels exist for Linux on x86-64")
-    from jaxfuse import ffi
+    from jaxfuse.runtime import ffi
 
     assert {target: ffi.unavailable(target) for target in ffi.TARGETS} == dict.fromkeys(ffi.TARGETS)
 

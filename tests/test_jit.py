@@ -255,13 +255,13 @@ def test_freed_by_reference_counting(used):
         weights = Weights()
         return jaxfuse.fuse(lambda x: conv(x, weights.w).sum(), policy="always"), weakref.ref(weights)
 
-    fused, gone = made()
+    fused, fused_away = made()
     gc.collect()
     gc.disable()
     try:
         {"called": fused, "differentiated": jax.grad(fused), "lowered": fused.lower, "made": lambda x: None}[used](X)
         del fused
-        assert gone() is None
+        assert fused_away() is None
     finally:
         gc.enable()
 

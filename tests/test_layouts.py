@@ -7,8 +7,8 @@ import pytest
 from jax import lax
 
 import jaxfuse
-from jaxfuse.graph import Graph
-from jaxfuse.layout import Layout
+from jaxfuse.analysis.layout import Layout
+from jaxfuse.program.graph import Graph
 from test_patterns import B, BETA, GAMMA, R, W, X, Z, ZR, check_values, conv, patterns, randn
 
 NCHW = ("NCHW", "OIHW", "NCHW")

@@ -6,9 +6,9 @@ import numpy as np
 
 import jaxfuse
 from jaxfuse import patterns
-from jaxfuse.graph import Emission, Graph
-from jaxfuse.live import circular, unneeded
-from jaxfuse.match import Match
+from jaxfuse.program.graph import Emission, Graph
+from jaxfuse.program.liveness import circular, dead_after
+from jaxfuse.program.site import Match
 
 
 def two_sums(x):
@@ -51,5 +51,5 @@ def test_one_of_two_matches_that_wait_for_each_other_is_taken_back(monkeypatch):
 def test_what_only_a_replaced_value_needed_is_gone():
     graph = Graph(jax.make_jaxpr(lambda x: (jnp.sin(x) * 2, jnp.cos(x) * 3))(1.0))
     sine = graph.outputs[0].producer.inputs[0].producer
-    assert set(unneeded(graph, graph.outputs[:1])) == {sine.index, graph.outputs[0].producer.index}
-    assert set(unneeded(graph, graph.outputs[:1], kept=sine.out)) == {graph.outputs[0].producer.index}
+    assert set(dead_after(graph, graph.outputs[:1])) == {sine.index, graph.outputs[0].producer.index}
+    assert set(dead_after(graph, graph.outputs[:1], kept=sine.out)) == {graph.outputs[0].producer.index}

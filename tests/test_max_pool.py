@@ -11,7 +11,8 @@ from jax import lax
 from jax.test_util import check_grads
 
 import jaxfuse
-from jaxfuse import ffi, ops
+from jaxfuse import ops
+from jaxfuse.runtime import ffi
 
 OP_MODULE = importlib.import_module("jaxfuse.ops.max_pool")
 nn = pytest.importorskip("flax.linen")

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jaxfuse import memory
+from jaxfuse.runtime import memory
 
 pytestmark = pytest.mark.skipif(not memory._is_glibc(), reason="these are settings of glibc's malloc")
 
@@ -47,10 +47,10 @@ def test_too_late_is_an_error_with_the_remedy():
 
 
 def test_by_the_environment():
-    code = "import jaxfuse, os; print(jaxfuse.memory.is_retained())"
+    code = "import jaxfuse, os; print(jaxfuse.runtime.memory.is_retained())"
     assert python("-c", code, JAXFUSE_RETAIN_MEMORY="1").stdout == "True\n"
     assert python("-c", code, JAXFUSE_RETAIN_MEMORY="0").stdout == "False\n"
-    by_default = code.replace("print", "jaxfuse.memory.retain_if_asked(by_default=True); print")  # as the demo does
+    by_default = code.replace("print", "jaxfuse.runtime.memory.retain_if_asked(by_default=True); print")  # as the demo does
     assert [python("-c", by_default, JAXFUSE_RETAIN_MEMORY=asked).stdout for asked in ("", "0")] == ["True\n", "False\n"]
     late = python("-c", "import jax; jax.devices(); " + code, JAXFUSE_RETAIN_MEMORY="1")
     assert late.stdout == "False\n" and "RuntimeWarning: JAXFUSE_RETAIN_MEMORY: retain_memory: too late" in late.stderr
@@ -58,8 +58,8 @@ def test_by_the_environment():
 
 SCRIPT = """
 '''A script.'''
-import sys, helper, jaxfuse.memory
-print(__name__, __doc__, sys.argv[1:], helper.VALUE, jaxfuse.memory.is_retained(), __file__ == sys.argv[0])
+import sys, helper, jaxfuse.runtime.memory
+print(__name__, __doc__, sys.argv[1:], helper.VALUE, jaxfuse.runtime.memory.is_retained(), __file__ == sys.argv[0])
 if sys.argv[1:] == ["--fail"]:
     raise ValueError("of the script")
 sys.exit(len(sys.argv) - 1)
@@ -82,6 +82,6 @@ def test_the_launcher_is_python_to_the_script(tmp_path):
 
 def test_importing_starts_no_threads():
     """The kernels are registered by the import; their threads start with the first call."""
-    code = "import threading, jaxfuse, os; print(jaxfuse.memory.arenas(), len(os.listdir('/proc/self/task')))"
+    code = "import threading, jaxfuse, os; print(jaxfuse.runtime.memory.arenas(), len(os.listdir('/proc/self/task')))"
     arenas, threads = python("-c", code).stdout.split()
     assert (arenas, int(threads) <= 2) == ("1", True)

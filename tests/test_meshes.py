@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxfuse
 from devices import printed_by
-from jaxfuse import ffi, ops
+from jaxfuse import ops
+from jaxfuse.runtime import ffi
 
 X, W = (np.random.default_rng(0).normal(size=shape).astype("float32") for shape in ((8, 16), (16, 8)))
 OPS = {

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from attributes import attributes
-from jaxfuse import ffi
+from jaxfuse.runtime import ffi
 
 pytestmark = pytest.mark.skipif(
     ffi.unavailable("jaxfuse_batch_norm_stats") is not None, reason=str(ffi.unavailable("jaxfuse_batch_norm_stats"))

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from conv_oracle import CASES, LONG, MANY_PIXELS, backward, forward, random, random_filter
-from jaxfuse import ffi
 from jaxfuse.ops import dense
+from jaxfuse.runtime import ffi
 
 ODD = ["3x3", "1x1 strided", "depthwise", "stem", "NCHW", "grouped"]  # not sliced
 PRODUCTS = [(16, 5, 16), (7, 16, 48), (32, 33, 16), (13, 272, 16), (1, 64, 208), (80, 48, 1)]  # with every tail of a packed panel

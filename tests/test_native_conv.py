@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from conv_oracle import ALPHA, BF16, CASES, F32, LONG, Case, backward, convolve, forward, gradients, random, random_filter
 
-from jaxfuse import ffi
+from jaxfuse.runtime import ffi
 
 pytestmark = pytest.mark.skipif(ffi.unavailable("jaxfuse_conv_fwd") is not None, reason=str(ffi.unavailable("jaxfuse_conv_fwd")))
 

@@ -13,7 +13,7 @@ import pytest
 import test_native_conv
 from conv_oracle import BF16, CASES, F32, backward, forward, gradients, random, random_filter
 
-from jaxfuse import ffi
+from jaxfuse.runtime import ffi
 
 pytestmark = pytest.mark.skipif(ffi.unavailable("jaxfuse_conv_fwd") is not None, reason=str(ffi.unavailable("jaxfuse_conv_fwd")))
 

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from jaxfuse import ffi
+from jaxfuse.runtime import ffi
 
 ROOT = pathlib.Path(__file__).parent.parent
 CC = shutil.which("gcc") or shutil.which("clang")
@@ -31,7 +31,8 @@ gomp, foreign = (ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL) for path in sys.argv
 PROGRAM = """
 import jax, jax.numpy as jnp, numpy as np
 from jax import lax
-from jaxfuse import ffi, ops
+from jaxfuse import ops
+from jaxfuse.runtime import ffi
 
 def check_dense(dtype):
     x, w = (jnp.asarray(np.random.default_rng(0).standard_normal(s), dtype) for s in ((40, 96), (96, 48)))

@@ -11,10 +11,11 @@ from attributes import attributes
 from cases import CASES
 from compare import by_xla, distance, jit, pairs, unfused, value_and_gradients, with_cotangents
 from instruction_sets import LEVELS, errors_at, worst
-from jaxfuse import ffi, ops
+from jaxfuse import ops
 from jaxfuse.ops.activations import TABLE as ACTIVATIONS, named
 from jaxfuse.ops.norm import normalised
 from jaxfuse.ops.norm_config import NormConfig
+from jaxfuse.runtime import ffi
 
 NORMS = [name for name, case in CASES.items() if case.module == "norm"]
 ROWS = ["layer_norm-residual", "rms_norm-residual_sum_silu", "group_norm-images_silu", "group_norm-channels_first_relu"]

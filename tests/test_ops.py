@@ -11,8 +11,9 @@ from jax.test_util import check_grads
 
 from cases import CASES, CORE
 from compare import as_float64, by_xla, distance, jit, pairs, unfused, value_and_gradients, with_cotangents
-from jaxfuse import ffi, ops
+from jaxfuse import ops
 from jaxfuse.ops.activations import TABLE as ACTIVATIONS, named
+from jaxfuse.runtime import ffi
 
 DTYPES = ["float32", "bfloat16"]
 TARGETS = dict(

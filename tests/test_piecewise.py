@@ -8,9 +8,9 @@ import pytest
 
 import jaxfuse
 from attributes import attributes
-from jaxfuse import ffi
 from jaxfuse.ops.activations import TABLE, Activation, named
 from jaxfuse.ops.naming import of_function
+from jaxfuse.runtime import ffi
 
 SPELLINGS = {  # name in reports, whether the value tells the derivative, whether a bit does
     "where > 0": (lambda x: jnp.where(x > 0, x, 0), "relu", True, True),
@@ -50,9 +50,9 @@ POINTS = [np.nan, np.inf, -np.inf, 0.0, -0.0, 0.25, -0.5, 0.5, 1, 2, -2, 3, -3, 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_spelling(spelling):
-    function, name, y_tells, is_mask = SPELLINGS[spelling]
+    function, name, derivative_from_y, is_mask = SPELLINGS[spelling]
     found = of_function(function)
-    assert (found.name, found.y_tells, found.is_mask) == (name, y_tells, is_mask)
+    assert (found.name, found.derivative_from_y, found.is_mask) == (name, derivative_from_y, is_mask)
 
 
 @pytest.mark.parametrize("near_miss", NEAR_MISSES)

@@ -7,7 +7,8 @@ import pytest
 from jax import lax
 
 import jaxfuse
-from jaxfuse import cuda, ops, platforms
+from jaxfuse import ops
+from jaxfuse.runtime import cuda, platforms
 
 LARGE, SMALL = (32, 56, 56, 64), (2, 8, 8, 64)
 
@@ -95,7 +96,7 @@ def pooled(x, z, gamma, beta, init, combine):
     return lax.reduce_window(jax.nn.relu(normalised(x, gamma, beta)), init, combine, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
 
 
-ABSORBED = {
+FUSED_BY_XLA = {
     "of two normalised values the other": lambda x, z, gamma, beta: jax.nn.relu(normalised(x, gamma, beta) + normalised(z, beta, gamma)),
     "likewise, channels first": channels_first,
     "a max pool": lambda *args: pooled(*args, -jnp.inf, lax.max),
@@ -109,13 +110,13 @@ IN_MEMORY = {
 
 
 @pytest.mark.parametrize("kernel, name, policy", [
-    *[("plain JAX", name, "measured") for name in ABSORBED], *[("native", name, "measured") for name in IN_MEMORY],
-    *[("native", name, "always") for name in ABSORBED]])
+    *[("plain JAX", name, "measured") for name in FUSED_BY_XLA], *[("native", name, "measured") for name in IN_MEMORY],
+    *[("native", name, "always") for name in FUSED_BY_XLA]])
 def test_what_stands_beside_a_batch_norm_on_cuda(monkeypatch, kernel, name, policy):
     """XLA computes the neighbour along with it, for less than our kernels move, that read it from memory; gradients too. Policy
     "always" does not ask."""
     monkeypatch.setattr(cuda, "unavailable", lambda target: None)
-    function, (x, _, gamma, beta) = (ABSORBED | IN_MEMORY)[name], arguments(LARGE)
+    function, (x, _, gamma, beta) = (FUSED_BY_XLA | IN_MEMORY)[name], arguments(LARGE)
     step = jax.grad(lambda *args: (function(*args) ** 2).sum(), range(4))
     for program in (function, step):
         report = jaxfuse.explain(program, x, x, gamma, beta, platform="cuda", policy=policy)

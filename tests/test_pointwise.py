@@ -9,9 +9,9 @@ from jax import lax
 
 import jaxfuse
 from compare import distance
-from jaxfuse.graph import Graph
-from jaxfuse.ops import pointwise
-from jaxfuse.patterns.conv import config_of
+from jaxfuse.ops.conv import pointwise
+from jaxfuse.patterns.conv.forward import config_of
+from jaxfuse.program.graph import Graph
 from recognition import randn
 
 FIRST, LAST = ("NCHW", "OIHW", "NCHW"), ("NHWC", "HWIO", "NHWC")

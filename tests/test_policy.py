@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import pytest
 
 import jaxfuse
-from jaxfuse import ops, policy, tuned
-from jaxfuse.rules import TABLE
-from jaxfuse.rules.rule import DIRECTIONS, OpRules, Rule, points
+from jaxfuse import ops
+from jaxfuse.tuning import policy, tuned
+from jaxfuse.tuning.rules import TABLE
+from jaxfuse.tuning.rules.rule import DIRECTIONS, OpRules, Rule, points
 
 X = jax.ShapeDtypeStruct((10, 10), jnp.float32)
 
@@ -17,7 +18,7 @@ X = jax.ShapeDtypeStruct((10, 10), jnp.float32)
 def judged(monkeypatch, rules, x=X, direction="forward", shape="any"):
     table = OpRules("elements", lambda config, types: math.prod(types[0].shape), rules, {}, lambda *_: shape)
     monkeypatch.setitem(TABLE, "op", table)
-    return policy.judge("measured")("op", None, (x,), direction)
+    return policy.unprofitable("measured")("op", None, (x,), direction)
 
 
 @pytest.mark.parametrize(
@@ -83,17 +84,17 @@ def test_every_op_has_rules_with_measurements():
     names = {value.OP.name for value in vars(ops).values() if hasattr(value, "OP")} | set(TABLE)
     for name in names:
         table = TABLE[name]
-        assert table.rules and table.ladders, name
+        assert table.rules and table.size_sweeps, name
         for rule in table.rules:
             assert rule.points and rule.machine and rule.isa, f"{name} ({rule.sites}) has no measurement"
-            assert rule.direction in (None, *DIRECTIONS) and rule.shape in (None, *table.ladders)
+            assert rule.direction in (None, *DIRECTIONS) and rule.shape in (None, *table.size_sweeps)
             for point in rule.points:
                 assert point.direction in DIRECTIONS and point.size > 0 and point.xla > 0 and point.fused > 0
-        for ladder in table.ladders.values():
-            assert all(len(shapes) == len(ladder.shapes[0]) for shapes in ladder.shapes)
+        for size_sweep in table.size_sweeps.values():
+            assert all(len(shapes) == len(size_sweep.shapes[0]) for shapes in size_sweep.shapes)
 
 
-@pytest.mark.parametrize("op, shape", [(op, shape) for op, table in TABLE.items() for shape in table.ladders])
+@pytest.mark.parametrize("op, shape", [(op, shape) for op, table in TABLE.items() for shape in table.size_sweeps])
 def test_each_instruction_set_has_its_own_measurements(op, shape):
     table = TABLE[op]
 
@@ -119,7 +120,7 @@ PLAIN_JAX = {"conv one channel", "conv scattered"}  # written as other programs,
     (("avx512", "avx512_core_amx"), ("bfloat16",), OWN_LOOPS | PLAIN_JAX)])
 def test_what_nobody_measured_has_no_rule(isa, dtypes, measured):
     """AVX-512 without bf16, or with AMX, differs where oneDNN computes in bf16: convolutions and dense layers."""
-    found = {name for op, table in TABLE.items() for shape in table.ladders for dtype in dtypes for rule in table.rules
+    found = {name for op, table in TABLE.items() for shape in table.size_sweeps for dtype in dtypes for rule in table.rules
              if rule.fits("forward", dtype, shape, isa) for name in (op, f"{op} {shape}")}
     assert {name for name in found if name in TABLE} - {"conv"} | found & PLAIN_JAX == measured
     assert not {"conv full", "conv grouped", "conv dilated"} & found

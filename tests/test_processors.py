@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 
-from jaxfuse import processors
+from jaxfuse.runtime import processors
 
 EIGHT = frozenset(range(8))
 V1 = "4:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc\n0::/"

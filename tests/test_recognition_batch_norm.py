@@ -9,7 +9,7 @@ from flax import nnx
 from jax import lax
 
 import jaxfuse
-from jaxfuse.reasons import XLA_DOES_THIS
+from jaxfuse.runtime.reasons import XLA_DOES_THIS
 from recognition import randn, recognised, rows
 from test_recognition_norms import nnx_module
 

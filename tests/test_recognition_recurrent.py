@@ -11,8 +11,8 @@ from jax import lax
 
 import jaxfuse
 from compare import distance, pairs
-from jaxfuse import ffi
-from jaxfuse.patterns.recurrent import DIFFERENTIATED, ONE_STEP
+from jaxfuse.patterns.recurrent.forward import ONE_STEP, Differentiated
+from jaxfuse.runtime import ffi
 from recognition import NO_KERNEL, randn, rows, scalar
 
 keras = pytest.importorskip("keras")
@@ -214,7 +214,7 @@ def test_another_gradient_of_a_sequence(change):
     ruled.defvjp(lambda h: (h, None), lambda _, dh: (change(dh),))
     step = jax.grad(scalar(sequence(lstm, lambda state: (ruled(state[0]), state[1]))), (0, 1, 3, 4))
     found = rows(step, XS, H, C, W, U)
-    assert ("lstm", DIFFERENTIATED) in found and not any(reason == "fused" for _, reason in found)
+    assert ("lstm", Differentiated().reason) in found and not any(reason == "fused" for _, reason in found)
 
 
 # --- frameworks --------------------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ import pytest
 from jax import lax
 
 import jaxfuse
-from jaxfuse.reasons import LeftToXla, NoKernel, SwitchedOff, Unprofitable, Untraced
-from jaxfuse.rules.rule import Point, Rule
+from jaxfuse.runtime.reasons import LeftToXla, NoKernel, SwitchedOff, Unprofitable, Untraced
+from jaxfuse.tuning.rules.rule import Point, Rule
 
 X, W, B = jnp.ones((2, 16, 16, 8)), jnp.ones((3, 3, 8, 8)), jnp.ones(8)
 MATRIX = jnp.ones((8, 8))

@@ -13,8 +13,9 @@ import pytest
 from jax import lax
 
 import jaxfuse
-from jaxfuse import ffi, running
-from jaxfuse.graph import Emission, Value
+from jaxfuse import running
+from jaxfuse.program.graph import Emission, Value
+from jaxfuse.runtime import ffi
 
 ROOT = pathlib.Path(__file__).parent.parent
 pytestmark = pytest.mark.skipif(ffi.unavailable("jaxfuse_conv_fwd") is not None, reason=str(ffi.unavailable("jaxfuse_conv_fwd")))

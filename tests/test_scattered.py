@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 import jaxfuse
-from jaxfuse import ffi, ops
+from jaxfuse import ops
+from jaxfuse.ops.conv import scattered
+from jaxfuse.runtime import ffi
 
 # name: (x, w, options)
 GEOMETRIES = {
@@ -46,7 +48,7 @@ def test_as_xla_computes_it_and_its_gradients(name, dtype):
     got, text = lowered.compile()(x, w, bias), lowered.as_text()
     assert "jaxfuse_conv" not in text and "lhs_dilate" not in text
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxfuse.ops.scattered.FEW", 0)
+        patch.setattr(scattered, "FEW", 0)
         patch.setattr(ffi, "unavailable", lambda target: "switched off by the test")
         jax.clear_caches()
         wide = [a.astype(jnp.float32) for a in (x, w, bias)]

@@ -19,8 +19,9 @@ from jax.sharding import PartitionSpec as P
 import jaxfuse
 from compare import distance, pairs
 from devices import printed_by
-from jaxfuse import ffi, ops
+from jaxfuse import ops
 from jaxfuse.ops import recurrent
+from jaxfuse.runtime import ffi
 
 DEVICES = 4
 TOLERANCE = 5e-5

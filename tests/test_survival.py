@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name, print_saved_residuals
 from jax.experimental import checkify, io_callback
 
 import jaxfuse
-from jaxfuse import ffi
+from jaxfuse.runtime import ffi
 from compare import jit
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from programs import IMAGE, NO_FORWARD, NOT_DIFFERENTIABLE, PROGRAMS

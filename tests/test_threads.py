@@ -17,7 +17,9 @@ import pytest
 import jaxfuse
 from cases import CASES
 from compare import jit, pairs, value_and_gradients, with_cotangents
-from jaxfuse import doctor, ffi, ops, threads
+from jaxfuse import ops
+from jaxfuse.commands import doctor
+from jaxfuse.runtime import ffi, threads
 
 COUNTS = [1, 2, 3, 16]
 # Of these no sum is oneDNN's, which cuts its own by the number of threads.
@@ -99,7 +101,7 @@ PROGRAM = """
     def steps(x):
         return jax.lax.fori_loop(0, 300, lambda i, x: f(x), x)
 
-    conv = not jaxfuse.ffi.unavailable("jaxfuse_conv_fwd")
+    conv = not jaxfuse.runtime.ffi.unavailable("jaxfuse_conv_fwd")
     expected = np.asarray(f(x))
 """
 
@@ -156,7 +158,7 @@ def test_ctrl_c_while_a_command_compiles():
     """XLA goes on compiling on a thread of its own while the process ends."""
     code, out, error = run("""
         import runpy
-        from jaxfuse import tune
+        from jaxfuse.commands import tune
 
         def compile_long(quick):
             print("runs")
@@ -175,14 +177,15 @@ def test_threads_that_there_are_not():
     """Address space for one more stack: one of the threads asked for starts, and kernels run."""
     code, out, error = run("""
         import resource
-        assert "processors" in jaxfuse.threads.limit().reason or "CPU quota" in jaxfuse.threads.limit().reason
+        from jaxfuse.runtime import threads
+        assert "processors" in threads.limit().reason or "CPU quota" in threads.limit().reason
         jaxfuse.set_num_threads(2)
         pages = int(open("/proc/self/statm").read().split()[0])
         stack = 8 << 20
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2 * stack, resource.RLIM_INFINITY))
         jaxfuse.set_num_threads(16)
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        print(jaxfuse.get_num_threads() < 16, np.array_equal(np.asarray(f(x)), expected), "allows of 16" in jaxfuse.threads.limit().reason)
+        print(jaxfuse.get_num_threads() < 16, np.array_equal(np.asarray(f(x)), expected), "allows of 16" in threads.limit().reason)
     """, OMP_NUM_THREADS="many")
     assert (code, out) == (0, "True True True\n"), error
     assert error.count('OMP_NUM_THREADS is "many"') == 1 and "of 16 threads" in error

@@ -9,9 +9,12 @@ import pytest
 from rich.console import Console
 
 import jaxfuse
-from jaxfuse import __main__, doctor, ffi, tune, tuned
-from jaxfuse.rules import TABLE
-from jaxfuse.rules.rule import Point, Rule
+from jaxfuse import __main__
+from jaxfuse.commands import doctor, tune
+from jaxfuse.runtime import ffi
+from jaxfuse.tuning import tuned
+from jaxfuse.tuning.rules import TABLE
+from jaxfuse.tuning.rules.rule import Point, Rule
 
 LOSES = Rule((Point(10**6, 1.0, 2.0),), machine="this machine")
 X, W = jnp.ones((2, 8, 8, 16)), jnp.ones((3, 3, 16, 16))
@@ -123,16 +126,16 @@ def test_other_options_are_refused(capsys):
 
 
 @pytest.mark.usefixtures("some_kernel")
-@pytest.mark.parametrize("op, shape", [(op, shape) for op, table in TABLE.items() for shape in table.ladders])
-def test_every_rung_of_every_ladder_is_a_site_of_its_op(op, shape):
+@pytest.mark.parametrize("op, shape", [(op, shape) for op, table in TABLE.items() for shape in table.size_sweeps])
+def test_every_size_of_every_sweep_is_a_site_of_its_op(op, shape):
     """In its shape class, growing, and giving x's shape and dtype again."""
     table, sizes = TABLE[op], []
-    for shapes in table.ladders[shape].shapes:
+    for shapes in table.size_sweeps[shape].shapes:
         for dtype in table.dtypes:
             arguments = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in tune.arguments(shapes, dtype)]
-            y = jax.eval_shape(table.ladders[shape].program, *arguments)
+            y = jax.eval_shape(table.size_sweeps[shape].program, *arguments)
             assert (y.shape, y.dtype) == (arguments[0].shape, arguments[0].dtype)
-            found = tune.sites(op, table.ladders[shape].program, arguments)
+            found = tune.sites(op, table.size_sweeps[shape].program, arguments)
             assert {kind for kind, _ in found} == {shape}, "the program's sites are of another class"
             sizes.append(max(size for _, size in found))
     assert sizes == sorted(sizes)

@@ -59,7 +59,7 @@ py::dict info() {
 }  // namespace jaxfuse
 
 PYBIND11_MODULE(_native, module) {
-  module.doc() = "CPU kernels of jaxfuse as XLA FFI handlers; use them through jaxfuse.ffi.";
+  module.doc() = "CPU kernels of jaxfuse as XLA FFI handlers; use them through jaxfuse.runtime.ffi.";
   module.def("load_onednn", &jaxfuse::use_onednn,
              "Opens oneDNN, the file beside this module. Before `registrations`: convolutions are offered with it only. Where it "
              "cannot be used, `info` has `no_onednn`, the reason.");

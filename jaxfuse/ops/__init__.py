@@ -2,7 +2,7 @@
 
 from jaxfuse.ops.attention import attention
 from jaxfuse.ops.batch_norm import batch_norm
-from jaxfuse.ops.conv import conv
+from jaxfuse.ops.conv.conv import conv
 from jaxfuse.ops.dense import dense
 from jaxfuse.ops.errors import OpError
 from jaxfuse.ops.gru import gru

@@ -57,11 +57,11 @@ class Activation:
         return _name(self)
 
     @property
-    def y_tells(self) -> bool:
+    def derivative_from_y(self) -> bool:
         """Whether the value determines the derivative. Else the backward pass needs x: an op keeps it, or computes it again
         from what it keeps."""
         if isinstance(self.parameter, PiecewiseLinear):
-            return self.kind == "piecewise_linear" and self.parameter.y_tells
+            return self.kind == "piecewise_linear" and self.parameter.derivative_from_y
         return KINDS[self.kind].pullback is not None and (self.parameter is None or self.parameter > 0)
 
     @property
@@ -86,7 +86,7 @@ class Activation:
         """g · value'(x) from y, which must tell it."""
         return KINDS[self.kind].pullback(y, g, self.parameter)
 
-    def slope_times(self, x, g):
+    def jvp(self, x, g):
         """g · value'(x), as forward mode has it."""
         return jax.jvp(self.value, (x,), (g,))[1]
 

@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfuse import ffi
-from jaxfuse.batch import completed
-from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear
-from jaxfuse.ops.attention_config import AttentionConfig, laid, strides
+from jaxfuse.ops.attention_config import AttentionConfig, to_layout, strides
+from jaxfuse.ops.batch_axes import completed
 from jaxfuse.ops.errors import Arguments, Array
-from jaxfuse.settings import ours
+from jaxfuse.ops.op import BatchAxes, FusedOp, Kernel, Linear
+from jaxfuse.runtime import ffi
+from jaxfuse.runtime.settings import ours
 
 MASKED = -1e30  # the score where a mask is False: less than any that a network makes, and a row of nothing else is no NaN
 
@@ -60,9 +60,9 @@ def attention(q: Array, k: Array, v: Array, bias: Array | None = None, mask: Arr
     operands = [q.reshape(batch, rows, shared, groups, features), k, v]
     for name, array in added.items():
         if array is not None:
-            spec, laid = _broadcast(arguments, name, array, (batch, shared, groups, rows, keys))
+            spec, to_layout = _broadcast(arguments, name, array, (batch, shared, groups, rows, keys))
             config = dataclasses.replace(config, **{name: spec})
-            operands.append(laid)
+            operands.append(to_layout)
     return OP(config, *operands)[0].reshape(batch, rows, heads, v.shape[3])
 
 
@@ -94,12 +94,12 @@ def _product(letters: str, one, other):
 def _scores(config: AttentionConfig, q, k, bias, mask):
     scores = _product(f"{config.q},{config.k}->{config.scores}", q, k) * config.scale
     if bias is not None:
-        scores = scores + laid(bias, config.bias, config.scores).astype(scores.dtype)
-    return scores if mask is None else jnp.where(laid(mask, config.mask, config.scores), scores, config.fill)
+        scores = scores + to_layout(bias, config.bias, config.scores).astype(scores.dtype)
+    return scores if mask is None else jnp.where(to_layout(mask, config.mask, config.scores), scores, config.fill)
 
 
 def _times(config: AttentionConfig, scores, factor):
-    return scores if factor is None else scores * laid(factor, config.factor, config.scores).astype(scores.dtype)
+    return scores if factor is None else scores * to_layout(factor, config.factor, config.scores).astype(scores.dtype)
 
 
 def _reference(config: AttentionConfig, *args):
@@ -129,9 +129,9 @@ def _tangent(config: AttentionConfig, kept, tangents):
         if one is not None and other is not None:
             ds = ds + _product(f"{config.q},{config.k}->{config.scores}", one, other) * config.scale
     if dbias is not None:
-        ds = ds + laid(dbias, config.bias, config.scores).astype(ds.dtype)
+        ds = ds + to_layout(dbias, config.bias, config.scores).astype(ds.dtype)
     if mask is not None:
-        ds = jnp.where(laid(mask, config.mask, config.scores), ds, 0)
+        ds = jnp.where(to_layout(mask, config.mask, config.scores), ds, 0)
     mix = f"{config.scores},{config.v}->{config.out}"
     dy = _product(mix, _times(config, p * (ds - (p * ds).sum(-1, keepdims=True)), factor), _wide(v))
     if dv is not None:

@@ -59,7 +59,7 @@ def strides(spec: str, shape: tuple[int, ...], letters: str) -> tuple[int, ...]:
     return tuple(own.get(letter, 0) for letter in letters)
 
 
-def laid(array, spec: str, letters: str):
+def to_layout(array, spec: str, letters: str):
     """The array, whose axes are `spec`, with an axis for each of these letters, of length 1 where it is repeated."""
     array = jnp.transpose(array, [spec.index(letter) for letter in letters if letter in spec])
     return jnp.expand_dims(array, [d for d, letter in enumerate(letters) if letter not in spec])

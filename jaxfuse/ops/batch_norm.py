@@ -19,13 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxfuse.op import BatchAxes, FusedOp, Linear
 from jaxfuse.ops import batch_norm_grad as passes
 from jaxfuse.ops.activations import Activation
 from jaxfuse.ops.batch_norm_config import BatchNormConfig
 from jaxfuse.ops.errors import Arguments, Array
 from jaxfuse.ops.naming import ActivationArgument, activation_of
-from jaxfuse.settings import ours
+from jaxfuse.ops.op import BatchAxes, FusedOp, Linear
+from jaxfuse.runtime.settings import ours
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _reference(config: BatchNormConfig, *args):
     saved = coefficients if config.saving else ()
     if config.saving and config.derivative == "mask":
         rows = _rows(config, z.astype(x.dtype))
-        slope = config.activation.slope_times(rows, jnp.ones_like(rows))
+        slope = config.activation.jvp(rows, jnp.ones_like(rows))
         mask = jnp.packbits(slope > 0, axis=-1, bitorder="little")
         y, mask = lax.optimization_barrier((y, mask))  # else the next block may compute y again as its residual
         saved = *saved, mask
@@ -144,10 +144,10 @@ def _keep(config: BatchNormConfig, args, outs):
 def _derivative(config: BatchNormConfig, kept, wants_g: bool = False):
     """What tells act'(z), as the two passes of the gradient have it: their config, and the last of their arguments."""
     _, residual, _, _, coefficients, mask = config.unpack_kept(kept)
-    told = dict(none=(), mask=mask, recompute=(*coefficients, *residual))[config.derivative]
+    saved = dict(none=(), mask=mask, recompute=(*coefficients, *residual))[config.derivative]
     gradient = passes.GradientConfig(
-        config.axis, config.derivative == "mask", wants_g, config.activation, config.keeps_residual, config.absorbs)
-    return gradient, told
+        config.axis, config.derivative == "mask", wants_g, config.activation, config.keeps_residual, config.xla_fuses_neighbour)
+    return gradient, saved
 
 
 def _tangent(config: BatchNormConfig, kept, tangents):
@@ -167,8 +167,8 @@ def _tangent(config: BatchNormConfig, kept, tangents):
     dz = (dwide - dcenter) * scale + (wide - center) * dscale + doffset
     if dresidual is not None:
         dz = dz + dresidual
-    gradient, told = _derivative(config, kept)
-    return (passes.through_activation(gradient, dz, x, told, Activation.slope_times).astype(x.dtype), *dstatistics)
+    gradient, saved = _derivative(config, kept)
+    return (passes.through_activation(gradient, dz, x, saved, Activation.jvp).astype(x.dtype), *dstatistics)
 
 
 def _zero_tangent(parameter):
@@ -201,9 +201,9 @@ def _gradients(two_passes, shards, linear: Linear, *args):
     x, _, parameters, statistics, (center, scale, _), _ = config.unpack_kept(kept)
     want_dx, *rest = linear.active
     want_dresidual = bool(config.has_residual and rest[0])
-    gradient, told = _derivative(config, kept, wants_g=want_dresidual)
+    gradient, saved = _derivative(config, kept, wants_g=want_dresidual)
     mean = statistics[0] if statistics else center
-    (sum_g, sum_gx), finish = two_passes(gradient, dy, x, mean, *told)
+    (sum_g, sum_gx), finish = two_passes(gradient, dy, x, mean, *saved)
     # z = (x - center)·scale + offset: dcenter = -scale·Σg, dscale = Σg·(x - center), doffset = Σg
     dcoefficients = -scale * sum_g, sum_gx + (mean - center) * sum_g, sum_g
     per_channel = functools.partial(_per_channel_of, config, len(statistics))

@@ -17,7 +17,7 @@ class BatchNormConfig:
     activation: Activation = NO_ACTIVATION
     saving: bool = False  # also return center, scale, offset and, where that is the derivative, the activation's mask
     keeps_mask: bool = False  # a mask of bits, also where the derivative can be had without
-    absorbs: bool = False  # policy has it so: XLA computes a neighbour along with it, which the kernels for CUDA need in memory
+    xla_fuses_neighbour: bool = False  # policy has it so: XLA computes a neighbour along with it, which the kernels for CUDA need in memory
 
     @property
     def derivative(self) -> str:

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse import cuda, ffi
-from jaxfuse.op import PLAIN, BatchAxes, Kernel, Stage
 from jaxfuse.ops.activations import NO_ACTIVATION, Activation, named
+from jaxfuse.ops.op import PLAIN, BatchAxes, Kernel, Stage
+from jaxfuse.runtime import cuda, ffi
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class GradientConfig:
     wants_g: bool = False
     activation: Activation = NO_ACTIVATION
     has_residual: bool = False
-    absorbs: bool = False  # as in BatchNormConfig
+    xla_fuses_neighbour: bool = False  # as in BatchNormConfig
 
     @property
     def attrs(self):
@@ -41,58 +41,58 @@ class GradientConfig:
         return activation.attributes() | dict(deriv="mask" if self.masked else recomputed, has_residual=self.has_residual)
 
 
-def through_activation(config: GradientConfig, dy, x, told, times=Activation.cotangent):
+def through_activation(config: GradientConfig, dy, x, saved, times=Activation.cotangent):
     """dy·act'(z): in dy's dtype, or where z is computed again in at least float32."""
     if config.masked:
         if not dy.size:  # unpackbits takes no empty array
             return dy
-        bits = jnp.unpackbits(told[0], axis=-1, count=x.shape[config.axis], bitorder="little")
+        bits = jnp.unpackbits(saved[0], axis=-1, count=x.shape[config.axis], bitorder="little")
         channels_last = jnp.moveaxis(x, config.axis, -1).shape
         return jnp.where(jnp.moveaxis(bits.reshape(channels_last), -1, config.axis), dy, 0)
-    if not told:
+    if not saved:
         return dy
     wide = jnp.promote_types(dy.dtype, jnp.float32)
-    center, scale, offset = (_beside(config, x, v) for v in told[:3])
-    z = sum(told[3:], (x.astype(wide) - center) * scale + offset)
+    center, scale, offset = (_beside(config, x, v) for v in saved[:3])
+    z = sum(saved[3:], (x.astype(wide) - center) * scale + offset)
     return times(config.activation, z, dy.astype(wide))
 
 
-def _wide_g(config: GradientConfig, dy, x, told):
-    return through_activation(config, dy, x, told).astype(jnp.promote_types(dy.dtype, jnp.float32))
+def _wide_g(config: GradientConfig, dy, x, saved):
+    return through_activation(config, dy, x, saved).astype(jnp.promote_types(dy.dtype, jnp.float32))
 
 
 def _beside(config: GradientConfig, x, vector):
     return jnp.expand_dims(vector, [d for d in range(x.ndim) if d != config.axis])
 
 
-def _sums_reference(config: GradientConfig, dy, x, mean, *told):
-    g = _wide_g(config, dy, x, told)
+def _sums_reference(config: GradientConfig, dy, x, mean, *saved):
+    g = _wide_g(config, dy, x, saved)
     axes = [d for d in range(x.ndim) if d != config.axis]
     return g.sum(axes), (g * (x.astype(g.dtype) - _beside(config, x, mean))).sum(axes)
 
 
-def _dx_reference(config: GradientConfig, dy, x, *vectors_and_told):
+def _dx_reference(config: GradientConfig, dy, x, *vectors_and_saved):
     # g, of a residual, is the program's to compute where it adds to it; without the fence XLA would keep what it computes of
     # act'(z) for the sums, a byte for each element. dy and x stay outside: they may be computed here, of less than they are
-    given = [_wide_g(config, dy, x, vectors_and_told[4:]).astype(dy.dtype)] * config.wants_g
-    mean, a, b, c, *told = jax.lax.optimization_barrier(vectors_and_told)
-    g = _wide_g(config, dy, x, told)
+    given = [_wide_g(config, dy, x, vectors_and_saved[4:]).astype(dy.dtype)] * config.wants_g
+    mean, a, b, c, *saved = jax.lax.optimization_barrier(vectors_and_saved)
+    g = _wide_g(config, dy, x, saved)
     dx = _beside(config, x, a) * g
     if b is not None:
         dx = dx + _beside(config, x, b) * (x.astype(g.dtype) - _beside(config, x, mean)) + _beside(config, x, c)
     return (dx.astype(x.dtype), *given)
 
 
-def by_xla(config: GradientConfig, dy, x, mean, *told):
+def by_xla(config: GradientConfig, dy, x, mean, *saved):
     """Both passes as plain JAX: the sums, and a function of a, b, c that gives (dx, *g)."""
-    mean, *told = jax.lax.optimization_barrier((mean, *told))  # else z of the forward pass may be kept
-    return _sums_reference(config, dy, x, mean, *told), lambda a, b, c: _dx_reference(config, dy, x, mean, a, b, c, *told)
+    mean, *saved = jax.lax.optimization_barrier((mean, *saved))  # else z of the forward pass may be kept
+    return _sums_reference(config, dy, x, mean, *saved), lambda a, b, c: _dx_reference(config, dy, x, mean, a, b, c, *saved)
 
 
-def by_kernels(library, mesh_axes, config: GradientConfig, dy, x, mean, *told):
+def by_kernels(library, mesh_axes, config: GradientConfig, dy, x, mean, *saved):
     """The same by native kernels, on a shard of the batch."""
-    sums = _run_sums(library, config, (dy, x, mean, *told), mesh_axes)
-    return sums, lambda a, b, c: _run_dx(library, config, (dy, x, mean, a, b, c, *told), mesh_axes)
+    sums = _run_sums(library, config, (dy, x, mean, *saved), mesh_axes)
+    return sums, lambda a, b, c: _run_dx(library, config, (dy, x, mean, a, b, c, *saved), mesh_axes)
 
 
 def _batch_axis(config: GradientConfig) -> int:
@@ -120,7 +120,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 def refuse_array(library, config, x) -> str | None:
     """Why the library's kernels do not take x; config: this file's or batch_norm's."""
-    if library is cuda and config.absorbs:
+    if library is cuda and config.xla_fuses_neighbour:
         return "XLA is to compute what is beside it along with it"
     if str(x.dtype) not in _DTYPES:
         return f"dtype {x.dtype}: the kernel takes {', '.join(_DTYPES)}"

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfuse import ffi
-from jaxfuse.batch import completed
-from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear
 from jaxfuse.ops.activations import NO_ACTIVATION, Activation
+from jaxfuse.ops.batch_axes import completed
 from jaxfuse.ops.errors import Arguments, Array
 from jaxfuse.ops.matrices import matrices
 from jaxfuse.ops.naming import ActivationArgument, activation_of
-from jaxfuse.settings import ours
+from jaxfuse.ops.op import BatchAxes, FusedOp, Kernel, Linear
+from jaxfuse.runtime import ffi
+from jaxfuse.runtime.settings import ours
 
 Axes = tuple[int, ...]
 
@@ -57,7 +57,7 @@ class DenseConfig:
 
     def told_by_value(self) -> bool:
         """Whether y determines the activation's derivative."""
-        return self.activation.y_tells
+        return self.activation.derivative_from_y
 
 
 @ours
@@ -138,7 +138,7 @@ def _keep(config: DenseConfig, args, outs):
 
 def _tangent(config: DenseConfig, kept, tangents):
     """dy = act'(z) · (dx·w + x·dw + dbias + dresidual), act'(z) from y or from z."""
-    x, w, *told = kept
+    x, w, *saved_activation = kept
     dx, dw, dbias, dresidual = config.unpack(tangents)
     out = jax.eval_shape(functools.partial(_product, config), x, w)
     total = jnp.zeros(out.shape, out.dtype)
@@ -148,11 +148,11 @@ def _tangent(config: DenseConfig, kept, tangents):
         total = total + _product(config, x, dw)
     for d in (dbias, dresidual):
         total = total if d is None else total + d.astype(total.dtype)
-    if not told:
+    if not saved_activation:
         return (total,)
     if not config.saving:
-        return (config.activation.pullback(told[0], total).astype(total.dtype),)
-    return (config.activation.slope_times(told[0], total),)
+        return (config.activation.pullback(saved_activation[0], total).astype(total.dtype),)
+    return (config.activation.jvp(saved_activation[0], total),)
 
 
 def _axes(config: DenseConfig, x_rank: int) -> tuple[int | None, int | None, int | None]:
@@ -186,8 +186,8 @@ _ALGORITHMS = {lax.DotAlgorithmPreset.F32_F32_F32: "float32", lax.DotAlgorithmPr
 def _refuse_products(config: DenseConfig, x, w) -> str | None:
     if x.dtype != w.dtype or str(x.dtype) not in _DTYPES or config.out_dtype not in (str(x.dtype), "float32"):
         return f"dtypes {x.dtype}, {w.dtype} -> {config.out_dtype}: the kernel takes {' and '.join(_DTYPES)} and gives them or float32"
-    laid = _matrices(config, x, w)
-    return refused_precision(config.precision, x.dtype) or (laid if isinstance(laid, str) else None)
+    to_layout = _matrices(config, x, w)
+    return refused_precision(config.precision, x.dtype) or (to_layout if isinstance(to_layout, str) else None)
 
 
 def refused_precision(precision, dtype) -> str | None:
@@ -230,10 +230,10 @@ def _refuse_backward(linear: Linear, args) -> str | None:
 
 def _run_backward(linear: Linear, args, mesh_axes):
     config = linear.config
-    x, w, *told, dy = args
+    x, w, *saved_activation, dy = args
     types = OP.types_here(linear, args)
     want_dx, want_dw, want_db, want_dresidual = [bool(want) for want in config.unpack(linear.active)]
-    operands = [*[x] * want_dw, *[w] * want_dx, dy, *told]
+    operands = [*[x] * want_dw, *[w] * want_dx, dy, *saved_activation]
     wanted = [(t, i == 2 and config.has_bias) for i, (t, active) in enumerate(zip(types, linear.active)) if active]
     results = [jax.ShapeDtypeStruct(t.shape, jnp.float32 if is_bias else t.dtype) for t, is_bias in wanted]
     attrs = _attributes(config, x, w) | dict(

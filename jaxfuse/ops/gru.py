@@ -6,12 +6,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxfuse import ffi
-from jaxfuse.op import BatchAxes, FusedOp, Kernel, Linear
 from jaxfuse.ops.errors import Arguments, Array
-from jaxfuse.ops.recurrent import (
-    before, complete, drive, initial_state, ordered, refuse, scan_steps, types_of, weight_gradient, wide)
-from jaxfuse.settings import ours
+from jaxfuse.ops.op import BatchAxes, FusedOp, Kernel, Linear
+from jaxfuse.ops.recurrent import before, complete, drive, initial_state, ordered, refuse, scan_steps, types_of, weight_gradient, wide
+from jaxfuse.runtime import ffi
+from jaxfuse.runtime.settings import ours
 
 GATES = "rzn"
 

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxfuse import ffi
-from jaxfuse.batch import reshaped
-from jaxfuse.op import PLAIN, BatchAxes, FusedOp, Kernel, Linear
+from jaxfuse.ops.batch_axes import reshaped
 from jaxfuse.ops.errors import Arguments, Array
-from jaxfuse.reasons import no_kernel
-from jaxfuse.settings import ours
+from jaxfuse.ops.op import PLAIN, BatchAxes, FusedOp, Kernel, Linear
+from jaxfuse.runtime import ffi
+from jaxfuse.runtime.reasons import no_kernel
+from jaxfuse.runtime.settings import ours
 
 Pairs = tuple[tuple[int, int], ...]
 UNROLLED = 64  # positions of a window up to which a program has a line for each

@@ -1,4 +1,4 @@
-"""Which activation a function is, by what it computes: its values and derivatives on the points of elementwise.py."""
+"""Which activation a function is, by what it computes: its values and derivatives on the points of analysis/elementwise.py."""
 
 import functools
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxfuse.elementwise import FINITE, POINTS, same, table_of
+from jaxfuse.analysis.elementwise import FINITE, POINTS, same, table_of
 from jaxfuse.ops.activations import ALIASES, NO_ACTIVATION, PRESETS, RELU, TABLE, Activation, named
 from jaxfuse.ops.errors import Arguments
 from jaxfuse.ops.piecewise import Evaluate, PiecewiseLinear, fitted

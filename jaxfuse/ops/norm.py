@@ -19,14 +19,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfuse import cuda, ffi
-from jaxfuse.batch import reshaped
-from jaxfuse.op import PLAIN, BatchAxes, FusedOp, Kernel, Linear
 from jaxfuse.ops.activations import NO_ACTIVATION
+from jaxfuse.ops.batch_axes import reshaped
 from jaxfuse.ops.errors import Arguments, Array
 from jaxfuse.ops.naming import ActivationArgument, activation_of
 from jaxfuse.ops.norm_config import NormConfig
-from jaxfuse.settings import ours
+from jaxfuse.ops.op import PLAIN, BatchAxes, FusedOp, Kernel, Linear
+from jaxfuse.runtime import cuda, ffi
+from jaxfuse.runtime.settings import ours
 
 
 @ours

@@ -55,7 +55,7 @@ class PiecewiseLinear:
         return self.slopes[1] * (self.bounds[bound] - self.center) + self.offsets[1]
 
     @property
-    def y_tells(self) -> bool:
+    def derivative_from_y(self) -> bool:
         """Whether the value determines the derivative: x beyond a bound must not give what x at it does, if that counts, and
         the value at a bound must be the same in every dtype that the value may be rounded to."""
         lower, middle, upper = self.slopes

@@ -5,10 +5,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxfuse import ffi
-from jaxfuse.batch import completed
-from jaxfuse.ops.dense import OP as DENSE
-from jaxfuse.ops.dense import DenseConfig
+from jaxfuse.ops.batch_axes import completed
+from jaxfuse.ops.dense import OP as DENSE, DenseConfig
+from jaxfuse.runtime import ffi
 
 _DTYPES = ("float32", "bfloat16", "float16")
 WORTH_A_CALL = 1 << 20  # multiplications of a product from which the kernel of dense layers is as fast as XLA, see xla_ext/SEQUENCES.md

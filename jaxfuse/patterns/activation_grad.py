@@ -10,17 +10,17 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.canonical import ADD, CAST, constant, filled, held, scaled
-from jaxfuse.elementwise import FINITE, is_elementwise, values_of
-from jaxfuse.graph import Graph, Node, Value
-from jaxfuse.match import Refusal
+from jaxfuse.analysis.canonical import ADD, CAST, constant, filled, held, scaled
+from jaxfuse.analysis.elementwise import FINITE, is_elementwise, values_of
 from jaxfuse.ops.activations import Activation
 from jaxfuse.ops.naming import derivatives
-from jaxfuse.patterns.autodiff import backward
-from jaxfuse.reasons import no_kernel
+from jaxfuse.program.autodiff import backward
+from jaxfuse.program.graph import Graph, Node, Value
+from jaxfuse.program.site import Refusal
+from jaxfuse.runtime.reasons import no_kernel
 
 
-class Slope(NamedTuple):
+class ActivationGrad(NamedTuple):
     """dz = dy·act'(z) for some function act, as computed by `nodes`."""
 
     z: Value
@@ -50,12 +50,12 @@ def activation_grad(graph: Graph, preactivation: Value, activated: Activation):
         made = {id(n.out) for n in products}
         for last in products[::-1]:
             outside = [n for n in last.out.users if not any(id(v) in made for v in n.outputs)]
-            if outside and last.index not in graph.gone and _is_slope(z, dy, (*functions, *products), last, activated):
+            if outside and last.index not in graph.fused_away and _is_slope(z, dy, (*functions, *products), last, activated):
                 yield _row(z, dy, products, last, outside, activated.name)
                 return
 
 
-def slopes_at(graph: Graph, z: Value, dz: Value) -> Iterator[Slope]:
+def activation_grads_at(graph: Graph, z: Value, dz: Value) -> Iterator[ActivationGrad]:
     """The ways in which dz comes from a cotangent and functions of z: through the most of them first."""
     back, functions = backward(graph), _functions_of(z)
     values = {id(z)} | {id(n.out) for n in functions}
@@ -64,11 +64,11 @@ def slopes_at(graph: Graph, z: Value, dz: Value) -> Iterator[Slope]:
     for dy in _in_order((*unscaled, *combined)):
         products = _products(dy, values, back)
         if dy is not dz and any(n is dz.producer for n in products):
-            yield Slope(z, dy, dz, (*functions, *products))
+            yield ActivationGrad(z, dy, dz, (*functions, *products))
     yield from _slopes_of_a_loss(z, dz, functions, back)
 
 
-def _slopes_of_a_loss(z: Value, dz: Value, functions: list[Node], back) -> Iterator[Slope]:
+def _slopes_of_a_loss(z: Value, dz: Value, functions: list[Node], back) -> Iterator[ActivationGrad]:
     """Where a loss reads nothing but the activation's value y, dy is a function of z too, as that of Σy², or a number, that of Σy."""
     if dz.producer is None or not any(n is dz.producer for n in functions):
         return
@@ -79,7 +79,7 @@ def _slopes_of_a_loss(z: Value, dz: Value, functions: list[Node], back) -> Itera
         others = _functions_of(z, dy)
         products = _products(dy, {id(z)} | {id(n.out) for n in others}, back)
         if dy is not dz and any(n is dz.producer for n in products):
-            yield Slope(z, dy, dz, (*others, *products))
+            yield ActivationGrad(z, dy, dz, (*others, *products))
 
 
 def _in_order(values) -> list[Value]:

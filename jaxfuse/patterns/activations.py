@@ -3,27 +3,27 @@
 import numpy as np
 import jax.numpy as jnp
 
-from jaxfuse.canonical import Region, constant, mask_tables, region_table, region_values
-from jaxfuse.elementwise import FINITE, same_limits
-from jaxfuse.graph import Value
-from jaxfuse.match import Stop
+from jaxfuse.analysis.canonical import Region, constant, mask_tables, region_table, region_values
+from jaxfuse.analysis.elementwise import FINITE, same_limits
 from jaxfuse.ops.activations import Activation
 from jaxfuse.ops.naming import candidates, derivatives, identified, known_table
+from jaxfuse.patterns.walk import WalkEnd
+from jaxfuse.program.graph import Value
 
 # bf16 programs round the constants of gelu and its like to eight bits
 _TOLERANCE = {jnp.dtype(jnp.bfloat16): 1e-2, jnp.dtype(jnp.float16): 2e-3}
 
 
-def name_activation(region: Region) -> Activation | Stop:
+def name_activation(region: Region) -> Activation | WalkEnd:
     """The activation with the same values, the same derivatives (ties included) and the same NaN and infinities."""
     table, activation, masks, from_value = _cached(region)
     if table is None:
-        return Stop(f"{region.nodes[0]} is not a known activation")
+        return WalkEnd(f"{region.nodes[0]} is not a known activation")
     if activation is None:
         return _near_miss(region, table)
     if region.masks and not np.array_equal(masks, from_value):
         name = activation.name
-        return Stop(f"{region.start!r} is compared at {region.masks[0].producer}, which {name}'s value cannot serve", name)
+        return WalkEnd(f"{region.start!r} is compared at {region.masks[0].producer}, which {name}'s value cannot serve", name)
     return activation
 
 
@@ -34,7 +34,7 @@ def is_derivative(region: Region, mask: Value, of: Activation) -> bool:
     return masks is not None and np.array_equal(masks[0], derivatives(of, points))
 
 
-def _near_miss(region: Region, table: np.ndarray) -> Stop:
+def _near_miss(region: Region, table: np.ndarray) -> WalkEnd:
     """Close to one we know, and where it differs; nothing to report if it resembles none."""
     n = len(FINITE)
     for activation in sorted(candidates(table), key=lambda near: np.abs(table[0, :n] - known_table(near)[0, :n]).sum()):
@@ -54,8 +54,8 @@ def _near_miss(region: Region, table: np.ndarray) -> Stop:
             where = f"its derivative at x = {FINITE[at]:g} is {table[1, at]:g}, not {known[1, at]:g}"
         else:
             where = "its constants are rounded differently"
-        return Stop(f"{region.nodes[-1]} resembles {name}, but {where}", name)
-    return Stop(f"{region.nodes[0]} is not a known activation")
+        return WalkEnd(f"{region.nodes[-1]} resembles {name}, but {where}", name)
+    return WalkEnd(f"{region.nodes[0]} is not a known activation")
 
 
 def _beyond(table: np.ndarray, known: np.ndarray) -> str:

@@ -2,10 +2,12 @@
 
 import jax
 
-from jaxfuse.graph import Emission, Node, Value
-from jaxfuse.match import Match, Refusal, divided_beyond_batch
-from jaxfuse.op import Linear, type_of
 from jaxfuse.ops.max_pool import OP, MaxPoolConfig
+from jaxfuse.ops.op import Linear, type_of
+from jaxfuse.patterns.kernel import require
+from jaxfuse.patterns.walk import require_batch_sharding
+from jaxfuse.program.graph import Emission, Node, Value
+from jaxfuse.program.site import Match, Refusal, Unfit
 
 
 def anchors(graph):
@@ -13,7 +15,7 @@ def anchors(graph):
     return [node for node in graph.nodes if node.primitive == "reduce_window_max"]
 
 
-def match(graph, node: Node, claimed: set[int], measured):
+def match(graph, node: Node, claimed: set[int], unprofitable):
     """Yields one Match or Refusal, and one for the gradients that autodiff has made of it."""
     (x,) = node.inputs
     names = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
@@ -21,11 +23,12 @@ def match(graph, node: Node, claimed: set[int], measured):
     config = MaxPoolConfig(**{name: tuple(node.params[name]) for name in names}, saving=bool(gradients),
                            padding=tuple(map(tuple, node.params["padding"])))
     type_of_x = type_of(x.aval)
-    _, reason = OP.forward.kernel(config, (type_of_x,))
-    reason = reason or divided_beyond_batch((x,)) or measured("max_pool", config, (type_of_x,))
-    if reason:
-        yield Refusal("max_pool", node, (x,), reason)
-        yield from [Refusal("max_pool", node, (n.inputs[0], x), reason, "backward") for n in gradients]
+    try:
+        require_batch_sharding((x,))
+        require(OP.forward, config, (type_of_x,), unprofitable, "max_pool", config, (type_of_x,))
+    except Unfit as unfit:
+        yield Refusal("max_pool", node, (x,), unfit.reason)
+        yield from [Refusal("max_pool", node, (n.inputs[0], x), unfit.reason, "backward") for n in gradients]
         return
     types = jax.eval_shape(lambda x: OP.forward.reference(config, x), type_of_x)
     made = (node.out, *map(Value, types[1:]))

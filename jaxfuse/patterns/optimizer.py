@@ -11,13 +11,13 @@ Weight decay by an L2 loss or by `add_decayed_weights` before the moments: p is 
 
 from typing import NamedTuple
 
-from jaxfuse.canonical import ADD, CAST, constant, size, uncast
-from jaxfuse.elementwise import is_elementwise
-from jaxfuse.graph import Graph, Node, Value
-from jaxfuse.layout import RESHAPES
-from jaxfuse.match import Refusal
-from jaxfuse.patterns.autodiff import backward
-from jaxfuse.reasons import left_to_xla
+from jaxfuse.analysis.canonical import ADD, CAST, constant, size, uncast
+from jaxfuse.analysis.elementwise import is_elementwise
+from jaxfuse.analysis.layout import RESHAPES
+from jaxfuse.program.autodiff import backward
+from jaxfuse.program.graph import Graph, Node, Value
+from jaxfuse.program.site import Refusal
+from jaxfuse.runtime.reasons import left_to_xla
 
 LARGEST = 64  # nodes of one tensor's update
 LINEAR = (*ADD, "sub", "mul", "div", "neg", "select_n", "integer_pow", CAST, *RESHAPES)
@@ -36,7 +36,7 @@ def anchors(graph):
     return [nodes[0] for nodes in _kinds(graph).values()]
 
 
-def match(graph, node: Node, claimed: set[int], measured):
+def match(graph, node: Node, claimed: set[int], unprofitable):
     """Yields the row of the kind that this update is the first of, with the number of its tensors."""
     kind, nodes = next((kind, nodes) for kind, nodes in _kinds(graph).items() if nodes[0] is node)
     largest = max((n.out for n in nodes), key=size)
@@ -50,7 +50,7 @@ def _kinds(graph: Graph) -> dict[str, list[Node]]:
     for index in sorted(ends):
         node = ends[index]
         parameter = next((v for v in node.inputs if id(v) in given and v.shape == node.out.shape), None)
-        if parameter is not None and node.primitive in (*ADD, "sub") and index not in graph.gone:
+        if parameter is not None and node.primitive in (*ADD, "sub") and index not in graph.fused_away:
             kind = _kind(graph, node, parameter, given)
             if kind:
                 kinds.setdefault(kind, []).append(node)

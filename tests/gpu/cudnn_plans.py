@@ -17,8 +17,8 @@ import tempfile
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parent.parent))
 
-from jaxfuse.cudnn import backend, graph  # noqa: E402
-from jaxfuse.cudnn.devices import KNOWN  # noqa: E402
+from jaxfuse.runtime.cudnn import backend, graph  # noqa: E402
+from jaxfuse.runtime.cudnn.devices import KNOWN  # noqa: E402
 
 NHWC, HWIO = (0, 3, 1, 2), (3, 2, 0, 1)
 

@@ -17,7 +17,7 @@ from deviceless import bytes_moved, launches, specs
 import jaxfuse
 import stand_in
 from benchmarks.models import ResNet50, TrainState, make_train_step
-from jaxfuse import cuda, platforms
+from jaxfuse.runtime import cuda, platforms
 
 CALLS = {"fused, the CUDA library's calls": 4 * 39}  # of 53 batch norms; 5 are small, 9 computed along with a neighbour
 LESS = {"fused, plain JAX": 0.2, "fused, the CUDA library's calls": 0.2}  # of the bytes outside of convolutions

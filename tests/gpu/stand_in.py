@@ -4,7 +4,7 @@ import functools
 
 import jax
 
-from jaxfuse import cuda, ffi
+from jaxfuse.runtime import cuda, ffi
 
 
 @functools.cache

@@ -18,9 +18,9 @@ if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("
 import cudnn_plans
 import jaxfuse
 from deviceless import bytes_moved, launches, spec
-from jaxfuse import cuda, ffi, platforms
-from jaxfuse.cudnn import backend
-from jaxfuse.ops.conv_cudnn import TARGET
+from jaxfuse.ops.conv.cudnn import TARGET
+from jaxfuse.runtime import cuda, ffi, platforms
+from jaxfuse.runtime.cudnn import backend
 
 if not any(ffi.installed_file(package, {"libcudnn.so.9"}) for package in backend.PACKAGES):
     pytest.skip("needs nvidia-cudnn-cu13", allow_module_level=True)

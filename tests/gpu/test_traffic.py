@@ -19,10 +19,10 @@ import jaxfuse
 import stand_in
 from benchmarks.gpu_programs import bn_add_relu, bn_relu, layer_norm, normalised
 from deviceless import bytes_moved, launches, spec
-from jaxfuse import cuda, platforms
 from jaxfuse.ops.batch_norm import OP as BATCH_NORM
 from jaxfuse.ops.batch_norm_grad import DX, SUMS
 from jaxfuse.ops.norm import OP as NORM
+from jaxfuse.runtime import cuda, platforms
 
 IMAGES, ROWS = (128, 56, 56, 256), (16384, 4096)
 OURS = "jaxfuse_"

@@ -2,8 +2,7 @@
 
 from jaxfuse.flax.linen.blocks import MLP, Bottleneck, ConvNeXt, ConvNorm, InvertedResidual, Residual
 from jaxfuse.flax.linen.layers import (
-    RNN, BatchNorm, Conv, ConvTranspose, Dense, GroupNorm, GRUCell, LayerNorm, LSTMCell, OptimizedLSTMCell, RMSNorm,
-    fused)
+    RNN, BatchNorm, Conv, ConvTranspose, Dense, GroupNorm, GRUCell, LayerNorm, LSTMCell, OptimizedLSTMCell, RMSNorm, fused)
 from jaxfuse.flax.linen.replace import exchanged, replace
 
 __all__ = [

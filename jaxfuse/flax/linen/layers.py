@@ -19,7 +19,7 @@ from flax.core import lift
 from flax.linen.transforms import lift_transform
 
 from jaxfuse.fuse import inline
-from jaxfuse.signature import is_part_of_a_program
+from jaxfuse.program.signature import is_part_of_a_program
 
 
 def fused(method):

@@ -2,8 +2,7 @@
 
 from jaxfuse.flax.nnx.blocks import MLP, Bottleneck, ConvNeXt, ConvNorm, InvertedResidual, Residual
 from jaxfuse.flax.nnx.layers import (
-    RNN, BatchNorm, Conv, ConvTranspose, GroupNorm, GRUCell, LayerNorm, Linear, LSTMCell, OptimizedLSTMCell, RMSNorm,
-    fused)
+    RNN, BatchNorm, Conv, ConvTranspose, GroupNorm, GRUCell, LayerNorm, Linear, LSTMCell, OptimizedLSTMCell, RMSNorm, fused)
 from jaxfuse.flax.nnx.replace import exchanged, explain, replace
 
 __all__ = [

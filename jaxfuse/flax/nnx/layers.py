@@ -15,7 +15,7 @@ import functools
 from flax import nnx
 
 from jaxfuse.fuse import inline
-from jaxfuse.signature import is_part_of_a_program
+from jaxfuse.program.signature import is_part_of_a_program
 
 
 def fused(method):

@@ -1,0 +1,211 @@
+"""What an elementwise function computes, as a table of numbers: two spellings are the same if their tables agree.
+
+The function and its derivative are traced by JAX, so `custom_jvp` rules and the rule of one half at the ties of `max` are
+in the table, and interpreted in float64 on a few hundred points: no compilation, no device, any spelling.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfuse.program.graph import INLINED, Node
+from jaxfuse.runtime.private import name_of, params_of
+
+# Dense where activations bend; the ties 0, ±1, ±3, 6 exactly; far out; then where an exp overflows, and what must survive.
+FINITE = np.concatenate([np.linspace(-9, 9, 289), [-2.5, 2.5, 5.999, 6.001, -1e-3, 1e-3, -40.0, 40.0]])
+SPECIAL = np.array([1000.0, -1000.0, np.inf, -np.inf, np.nan])
+POINTS = np.concatenate([FINITE, SPECIAL])
+CALLS = ("custom_jvp_call", "custom_vjp_call", *INLINED)
+
+_erf = np.vectorize(math.erf, otypes=[np.float64])
+_erfc = np.vectorize(math.erfc, otypes=[np.float64])
+
+
+def _logistic(x):
+    return np.where(x < 0, np.exp(x) / (1 + np.exp(x)), 1 / (1 + np.exp(-x)))
+
+
+def _maximum(x, y):
+    """0 of 0 and -0, as IEEE 754 and XLA have it and numpy has not always."""
+    return np.where((x == 0) & (y == 0), np.add(x, y), np.maximum(x, y))
+
+
+def _minimum(x, y):
+    return -_maximum(np.negative(x), np.negative(y))
+
+
+def _cast(params, x):
+    """In float64 as all else, but without what an integer or a float of 8 bits cannot hold."""
+    dtype, x = np.dtype(params["new_dtype"]), np.asarray(x)
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return x if x.dtype == bool else x != 0 if dtype.kind == "b" else np.trunc(x)
+    return (x.astype(dtype) if dtype.itemsize == 1 else x).astype(np.float64)
+
+
+def _bits(params, x):
+    """A float32 as the bits of it, or back: JAX 0.12 splits x² so in the derivatives of erf and erfc."""
+    to = np.dtype(params["new_dtype"])
+    if to == np.uint32:
+        return np.asarray(x, np.float32).view(np.uint32)
+    if to == np.float32 and np.asarray(x).dtype.kind == "u":
+        return np.asarray(x, np.uint32).view(np.float32).astype(np.float64)
+    raise KeyError(f"bits of {to}")
+
+
+def _and(params, x, y):
+    if np.asarray(x).dtype.kind == "u":
+        return np.bitwise_and(x, np.asarray(y).astype(x.dtype))
+    return np.logical_and(x, y)
+
+
+# primitive -> numpy function of (params, *operands)
+RULES: dict[str, Callable] = {
+    "add": lambda p, x, y: x + y,
+    "add_any": lambda p, x, y: x + y,
+    "sub": lambda p, x, y: x - y,
+    "mul": lambda p, x, y: x * y,
+    "div": lambda p, x, y: x / y,
+    "max": lambda p, x, y: _maximum(x, y),
+    "min": lambda p, x, y: _minimum(x, y),
+    "one_minus_square": lambda p, x: 1 - x * x,
+    "neg": lambda p, x: -x,
+    "abs": lambda p, x: np.abs(x),
+    "sign": lambda p, x: np.where(x == 0, x, np.sign(x)),
+    "exp": lambda p, x: np.exp(x),
+    "exp2": lambda p, x: np.exp2(x),
+    "expm1": lambda p, x: np.expm1(x),
+    "log": lambda p, x: np.log(x),
+    "log1p": lambda p, x: np.log1p(x),
+    "tanh": lambda p, x: np.tanh(x),
+    "logistic": lambda p, x: _logistic(x),
+    "erf": lambda p, x: _erf(x),
+    "erfc": lambda p, x: _erfc(x),
+    "sqrt": lambda p, x: np.sqrt(x),
+    "rsqrt": lambda p, x: 1 / np.sqrt(x),
+    "square": lambda p, x: x * x,
+    "integer_pow": lambda p, x: np.power(x, float(p["y"])),
+    "pow": lambda p, x, y: np.power(x, np.asarray(y, np.float64)),
+    "clamp": lambda p, low, x, high: _minimum(_maximum(x, low), high),
+    "select_n": lambda p, which, *cases: np.select([np.equal(which, i) for i in range(len(cases))], cases),
+    "eq": lambda p, x, y: x == y,
+    "ne": lambda p, x, y: x != y,
+    "lt": lambda p, x, y: x < y,
+    "le": lambda p, x, y: x <= y,
+    "gt": lambda p, x, y: x > y,
+    "ge": lambda p, x, y: x >= y,
+    "and": _and,
+    "bitcast_convert_type": _bits,
+    "polynomial": lambda p, x, *coefficients: np.polynomial.polynomial.polyval(x, coefficients),
+    "or": lambda p, x, y: np.logical_or(x, y),
+    "not": lambda p, x: np.logical_not(x),
+    "is_finite": lambda p, x: np.isfinite(x),
+    "convert_element_type": _cast,
+    "broadcast_in_dim": lambda p, x: x,  # of a number: everything else has one shape
+    "copy": lambda p, x: x,
+    "stop_gradient": lambda p, x: x,
+    "pvary": lambda p, x: x,
+}
+
+
+def is_elementwise(node: Node) -> bool:
+    """One output, and every element of it computed from the same element of the inputs."""
+    return len(node.outputs) == 1 and not node.eqn.effects and _is_elementwise(node.eqn)
+
+
+def _is_elementwise(eqn) -> bool:
+    name = name_of(eqn)
+    if name == "broadcast_in_dim":
+        return np.ndim(eqn.invars[0].aval) == 0
+    if name == "custom_vjp_call":  # the user's own derivative: not ours to replace
+        return False
+    if name in CALLS:
+        return all(map(_is_elementwise, _body(eqn).jaxpr.eqns))
+    shapes = {v.aval.shape for v in (*eqn.invars, *eqn.outvars)} - {()}
+    return name in RULES and len(shapes) <= 1
+
+
+def table_of(function, like, points: np.ndarray = POINTS) -> np.ndarray | None:
+    """[2, points]: value and derivative, by default on FINITE then SPECIAL; None if a primitive is unknown, or the argument, of
+    the type `like`, is not one of real numbers. Derivatives far out are those of reverse mode: what autodiff makes of
+    where(x > 0, x, expm1(x)) is NaN where exp(x) overflows."""
+    if not jnp.issubdtype(like.dtype, jnp.floating):
+        return None
+
+    def value_and_slope(x):
+        return jax.jvp(function, (x,), (jnp.ones_like(x),))
+
+    table = values_of(value_and_slope, like, points)
+    if points is POINTS and table is not None:
+        far = slice(len(FINITE), len(FINITE) + 2)
+        reverse = values_of(_reverse_slope(function), like, POINTS[far])
+        table[1, far] = table[1, far] if reverse is None else reverse[0]
+    return table
+
+
+def _reverse_slope(function):
+    def slope(x):
+        y, pullback = jax.vjp(function, x)
+        return pullback(jnp.ones_like(y))  # the function may round: y's type is its own
+
+    return slope
+
+
+def values_of(function, like, points: np.ndarray) -> np.ndarray | None:
+    """[outputs, points]: what the function of one array, of the type `like`, gives at each of the points; None if a primitive is
+    unknown."""
+    traced = jax.make_jaxpr(function)(like)
+    try:
+        with np.errstate(all="ignore"):
+            values = _interpret(traced, [points])
+    except KeyError:
+        return None
+    return np.stack([np.broadcast_to(np.asarray(a, np.float64), points.shape) for a in values])
+
+
+def same(table: np.ndarray, known: np.ndarray, tolerance: float) -> bool:
+    """Values and derivatives agree on the finite points, and infinities and NaN come out alike."""
+    n = len(FINITE)
+    return np.allclose(table[:, :n], known[:, :n], rtol=tolerance, atol=tolerance) and same_limits(table, known, tolerance)
+
+
+def same_limits(table: np.ndarray, known: np.ndarray, tolerance: float) -> bool:
+    """Values agree far out, at infinity, at -infinity and at NaN. Derivatives far out, where they are not 0: what overflows
+    on the way to 0 is not missed."""
+    n = len(FINITE)
+    far = n + np.flatnonzero(known[1, n : n + 2])
+    return (np.allclose(table[0, n:], known[0, n:], rtol=tolerance, atol=tolerance, equal_nan=True)
+            and np.allclose(table[1, far], known[1, far], rtol=tolerance, atol=tolerance))
+
+
+def _body(eqn):
+    params = params_of(eqn)
+    return params.get("call_jaxpr") or params.get("jaxpr")
+
+
+def _interpret(closed, arguments):
+    def read(atom):
+        literal = getattr(atom, "val", None)
+        if literal is None:
+            return environment[atom]
+        array = np.asarray(literal)
+        if array.dtype == jax.dtypes.float0:  # the tangent of a comparison
+            return 0.0
+        return array if array.dtype == bool else array.astype(np.float64)
+
+    environment = dict(zip(closed.jaxpr.invars, arguments)) | dict(
+        zip(closed.jaxpr.constvars, [np.asarray(c, np.float64) for c in closed.consts])
+    )
+    for eqn in closed.jaxpr.eqns:
+        inputs = [read(v) for v in eqn.invars]
+        name = name_of(eqn)
+        if name in CALLS:
+            outputs = _interpret(_body(eqn), inputs)
+        elif name == "reshard":  # of a tangent, under a mesh
+            outputs = inputs
+        else:
+            outputs = [RULES[name](eqn.params, *inputs)]
+        environment.update(zip(eqn.outvars, outputs))
+    return [read(v) for v in closed.jaxpr.outvars]

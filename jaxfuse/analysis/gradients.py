@@ -1,0 +1,271 @@
+"""Where a program computes the gradient of some of its nodes: JAX is asked what that gradient is, and its values are looked for.
+
+The gradient is linear in the cotangent dy. So each of its values is a sum of paths, a path being dy taken through linear
+steps one after the other: products with values of the forward pass, sums over axes, broadcasts. As sums of paths two programs
+are compared whatever the order of their additions, and whichever equal nodes of the forward pass were merged.
+"""
+
+import collections
+import heapq
+from typing import NamedTuple
+
+import jax
+
+from jaxfuse.analysis.canonical import ADD, CAST, constant
+from jaxfuse.analysis.layout import RESHAPES
+from jaxfuse.program.graph import Graph, Node, Value, key_of
+
+UNARY = (*RESHAPES, "transpose", "reduce_sum", CAST)
+Form = collections.Counter  # path -> how often; path 0 is dy itself
+MOST_NODES = 64  # between a value and its inputs
+
+
+class Gradient(NamedTuple):
+    """`found[i]` is the value that is the gradient of the i-th input plus the sum of `added[i]`, or None."""
+
+    dy: Value
+    found: list[Value | None]
+    added: list[tuple[Value, ...]]
+
+
+def between(inputs: list[Value], end: Value) -> list[Node] | None:
+    """The nodes that compute `end` from the inputs, or None if it needs more than these."""
+    nodes: dict[int, Node] = {}
+    given, stack = set(map(id, inputs)), [end]
+    while stack:
+        value = stack.pop()
+        if value.literal is not None or id(value) in given:
+            continue
+        node = value.producer
+        if node is None or len(nodes) > MOST_NODES:
+            return None
+        if node.index not in nodes:
+            nodes[node.index] = node
+            stack += node.inputs
+    return [nodes[i] for i in sorted(nodes)]
+
+
+def gradients(graph: Graph, nodes: list[Node], inputs: list[Value], end: Value, backward: frozenset[int],
+              fixed: tuple[Value, ...] = ()) -> list[Gradient]:
+    """For every cotangent of `end` that the program has: where in its backward pass the gradients of `inputs` are, through the
+    `nodes` that compute `end` from them and from what is `fixed`."""
+    constants = {id(v): v for n in nodes for v in n.inputs if v.producer is not None and constant(v) is not None}
+    numbers = [*fixed, *constants.values()]
+    nodes = [n for n in nodes if not any(v is n.out for v in numbers)]
+    target = _Target(graph, _traced(nodes, inputs, numbers, end), [*inputs, *numbers])
+    return [_search(target, dy, backward) for dy in target.cotangents(end, backward)]
+
+
+class _Paths:
+    """Numbers for paths, which are known by their last step and the path before it."""
+
+    def __init__(self):
+        self.numbers: dict[tuple, int] = {}
+        self.complete = False
+
+    def step(self, form: Form, step: tuple) -> Form | None:
+        """The form after one more step; None if that is on no path that is looked for."""
+        after: Form = Form()
+        for path, times in form.items():
+            if self.complete and (step, path) not in self.numbers:
+                return None
+            after[self.numbers.setdefault((step, path), len(self.numbers) + 1)] += times
+        return after
+
+
+class _Target:
+    """What is looked for: `forms` of the gradients, as the traced gradient computes them from the graph's own values."""
+
+    def __init__(self, graph: Graph, traced: Graph, inputs: list[Value]):
+        self.paths = _Paths()
+        self._firsts: list[tuple] = []
+        own: dict[int, Value | Form | None] = dict(zip(map(id, traced.inputs), (Form({0: 1}), *inputs)))
+        unary = {0: ()}  # paths without other operands
+
+        def read(value: Value):
+            return value if value.literal is not None else own.get(id(value))
+
+        for node in traced.nodes:
+            operands = [read(v) for v in node.inputs]
+            if any(isinstance(v, Form) for v in operands):
+                made = _step(node, operands, self.paths) if None not in operands else None
+                own[id(node.out)] = made
+                self._note(node, operands, made, unary)
+            else:
+                known = graph.known(node.eqn, operands) if None not in operands else None
+                own |= zip(map(id, node.outputs), known.outputs if known else [None] * len(node.outputs))
+        self.paths.complete = True
+        self.forms = [form if isinstance(form := read(v), Form) else None for v in traced.outputs]
+
+    def _note(self, node: Node, operands: list, made: Form | None, unary: dict[int, tuple]):
+        """The first steps that combine dy with another value of the program."""
+        position = next(i for i, v in enumerate(operands) if isinstance(v, Form))
+        path = next(iter(operands[position]), None)
+        if made is None or len(operands[position]) != 1 or path not in unary:
+            return
+        if len(operands) == 1:
+            unary[next(iter(made))] = (*unary[path], node)
+        else:
+            others = [v for v in operands if isinstance(v, Value) and constant(v) is None]
+            self._firsts += [(node.primitive, position, other, unary[path]) for other in others]
+
+    def cotangents(self, end: Value, backward: frozenset[int]) -> list[Value]:
+        found: dict[int, Value] = {}
+        for primitive, position, other, steps in self._firsts:
+            for node in other.users:
+                if node.index in backward and node.primitive == primitive:
+                    dy = _undone(node.inputs[position], steps)
+                    if dy is not None and (dy.shape, dy.dtype) == (end.shape, end.dtype):
+                        found[id(dy)] = dy
+        return list(found.values())
+
+
+def _undone(value: Value, steps: tuple[Node, ...]) -> Value | None:
+    """What the value was before these steps."""
+    for step in reversed(steps):
+        node = value.producer
+        if node is None or (node.primitive, node.params) != (step.primitive, step.params):
+            return None
+        value = node.inputs[0]
+    return value
+
+
+def _search(target: _Target, dy: Value, backward: frozenset[int]) -> Gradient:
+    """Goes forward from dy along the paths of the target."""
+    forms: dict[int, Form] = {id(dy): Form({0: 1})}
+    added: dict[int, tuple[Value, ...]] = {id(dy): ()}
+    gradient = Gradient(dy, [None] * len(target.forms), [()] * len(target.forms))
+    pending = {n.index: n for n in dy.users}
+    heap = sorted(pending)
+    while heap:
+        node = pending[heapq.heappop(heap)]
+        if node.index not in backward or len(node.outputs) != 1:
+            continue
+        form, rest = _sum(node, forms, added) if node.primitive in ADD else (None, ())
+        if form is None and not any(added.get(id(v)) for v in node.inputs):
+            form = _step(node, [forms.get(id(v), v) for v in node.inputs], target.paths)
+        if form is None:
+            continue
+        forms[id(node.out)], added[id(node.out)] = form, rest
+        for i, wanted in enumerate(target.forms):
+            left = _combined(form, wanted, -1) if wanted and gradient.found[i] is None else None
+            if left in ({}, {0: 1}):  # dy itself may be added too, as by a skip connection
+                gradient.found[i], gradient.added[i] = node.out, (*rest, *[dy] * len(left))
+        for user in node.out.users:
+            if user.index not in pending:
+                pending[user.index] = user
+                heapq.heappush(heap, user.index)
+    return gradient
+
+
+def _sum(node: Node, forms: dict[int, Form], added: dict[int, tuple[Value, ...]]) -> tuple[Form, tuple[Value, ...]]:
+    """An addition, also of what is not of this gradient: another gradient of the same value."""
+    form: Form = Form()
+    rest: tuple[Value, ...] = ()
+    for value in node.inputs:
+        form = _combined(form, forms.get(id(value), Form()), 1)
+        rest = (*rest, *(added[id(value)] if id(value) in forms else (value,)))
+    return form, rest
+
+
+def _step(node: Node, operands: list, paths: _Paths) -> Form | None:
+    """The form of what a linear node computes of its operands, forms and values; None if it is not one that is looked at."""
+    name, linear = node.primitive, [i for i, v in enumerate(operands) if isinstance(v, Form)]
+    if name in (*ADD, "sub") and len(linear) == 2:
+        return _combined(operands[0], operands[1], -1 if name == "sub" else 1)
+    if len(linear) != 1:
+        return None
+    position, others = linear[0], [v for v in operands if isinstance(v, Value)]
+    form, known = operands[position], tuple(map(_token, others))
+    if name == "neg":
+        return _combined(Form(), form, -1)
+    if name == "mul" or name == "div" and position == 0:
+        return paths.step(form, (name, *known))
+    if name == "select_n" and position > 0 and all(constant(v) == 0 for v in others[1:]):
+        return paths.step(form, (name, position, known[0]))
+    if name == "dot_general":
+        return paths.step(form, (name, position, *known, *_plain_params(node)))
+    if name in UNARY and not others:
+        return paths.step(form, (name, *_plain_params(node)))
+    return None
+
+
+def _combined(left: Form, right: Form, sign: int) -> Form:
+    """Without what cancels; a Counter's own sum drops what is negative."""
+    total = Form(left)
+    for path, times in right.items():
+        total[path] += sign * times
+    return Form({path: times for path, times in total.items() if times})
+
+
+class Sums:
+    """Which values of a graph are the same but for the order in which things are added on the way."""
+
+    def __init__(self, graph: Graph):
+        self._firsts: dict[int, Value] = {}  # by id, the first value that is the same; itself where there is none before it
+        self._addends: dict[int, Form] = {}
+        seen: dict = {}
+        for node in graph.nodes:
+            inputs = [self._firsts.get(id(v), v) for v in node.inputs]
+            if node.primitive in ADD and all(v.literal is None for v in inputs):
+                self._addends[id(node.out)] = addends = sum(map(self.addends, inputs), Form())
+                key = frozenset(addends.items())
+            else:
+                key = key_of(node.eqn, inputs)
+            first = node if key is None or node.eqn.effects else seen.setdefault(key, node)
+            self._firsts |= zip(map(id, node.outputs), first.outputs)
+
+    def addends(self, value: Value) -> Form:
+        """id -> how often it is added: what the value is the sum of, the value itself where it is none."""
+        first = self._firsts.get(id(value), value)
+        return self._addends.get(id(first), Form({id(first): 1}))
+
+
+def _token(value: Value):
+    number = constant(value)
+    return id(value) if number is None else ("number", number)
+
+
+def _plain_params(node: Node) -> list[tuple[str, str]]:
+    """Parameters as something that can be compared: axes may be NumPy's integers."""
+
+    def plain(param):
+        if isinstance(param, tuple):
+            return tuple(map(plain, param))
+        return int(param) if hasattr(param, "__index__") else param
+
+    return sorted((key, str(plain(value))) for key, value in node.params.items())
+
+
+# --- asking JAX --------------------------------------------------------------------------------------------------
+
+_gradients: dict[tuple, Graph] = {}
+
+
+def _traced(nodes: list[Node], inputs: list[Value], numbers: list[Value], end: Value) -> Graph:
+    """JAX's gradient of `end` as a program of dy, the inputs and the numbers; the same for all sites that read alike."""
+    given = [*inputs, *numbers]
+    names = {id(v): i for i, v in enumerate(given)}
+    text: list = [len(inputs), *[(v.aval.str_short(), str(v.aval.sharding)) for v in (*given, end)]]
+    for node in nodes:
+        wiring = [(str(v.literal), str(v.dtype)) if v.literal is not None else names[id(v)] for v in node.inputs]
+        names |= {id(v): len(names) + i for i, v in enumerate(node.outputs)}
+        text.append((node.primitive, str(wiring), str(node.params)))
+    key = (*text, names[id(end)])
+
+    def value(*arrays):
+        made = dict(zip(map(id, given), arrays))
+        for node in nodes:
+            read = [v.literal if v.literal is not None else made[id(v)] for v in node.inputs]
+            made |= zip(map(id, node.outputs), node.replay(read))
+        return made[id(end)]
+
+    if key not in _gradients:
+        if len(_gradients) > 256:
+            _gradients.clear()
+        def gradient(dy, *arrays):
+            fixed = arrays[len(inputs) :]
+            return jax.vjp(lambda *moving: value(*moving, *fixed), *arrays[: len(inputs)])[1](dy)
+
+        _gradients[key] = Graph(jax.make_jaxpr(gradient)(end.aval, *[v.aval for v in given]))
+    return _gradients[key]

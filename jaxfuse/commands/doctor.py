@@ -1,0 +1,134 @@
+"""What of jaxfuse works on this machine, and why the rest does not."""
+
+import platform
+
+import jax
+import jaxlib
+from rich.console import Console
+from rich.table import Table
+
+from jaxfuse.runtime import cuda, ffi, memory, threads, versions
+from jaxfuse.runtime.cudnn import backend
+from jaxfuse.tuning import tuned
+from jaxfuse.tuning.rules import TABLE
+
+
+def doctor(rules: bool = False) -> str:
+    """A verdict, and a table, as text: versions, what the native module was built with and runs on, page faults of a call.
+    `rules`: by which policy "measured" goes on this machine, too.
+
+    Never raises for a broken installation: the table says what is broken.
+    """
+    table = Table(show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")
+    for name, value in (*_versions(), *_native_module(), *_cuda_library(), _page_faults(), *_rules(rules)):
+        table.add_row(name, value)
+    console = Console(width=110, markup=False, highlight=False)
+    with console.capture() as capture:
+        console.print(_verdict(), soft_wrap=True)
+        console.print(table)
+    return capture.get()
+
+
+def _verdict() -> str:
+    """One sentence: what works here, or what keeps it from working."""
+    try:
+        module = ffi.native()
+        missing = _unusable()
+    except RuntimeError as error:
+        return f"BROKEN: {error}"
+    if module is None:
+        return "NOT BUILT: there is no native module here, so every function runs as XLA compiles it."
+    if missing:
+        return f"IN PART: {len(missing)} of {len(ffi.TARGETS)} CPU kernels are missing; the table says why."
+    info = module.info()
+    number = threads.limit()[0]
+    return f"WORKS: all {len(ffi.TARGETS)} CPU kernels, with {info['simd']}, on {number} thread{'s' * (number > 1)}."
+
+
+def _unusable() -> dict[str, str]:
+    """Targets of the native module that are missing, each with why."""
+    return {target: reason for target in ffi.TARGETS if (reason := ffi.unavailable(target))}
+
+
+def _page_faults() -> tuple[str, str]:
+    """What a call pays for memory that the C library gives back to the system."""
+    faults = memory.page_faults_per_call()
+    said = f"{faults} page faults a call (an addition of 32 MB)"
+    if memory.is_retained():
+        return "memory", f"retained; {said}"
+    advice = "jaxfuse.retain_memory() before the first computation, or python -m jaxfuse run script.py, saves them"
+    return "memory", f"{said}; {advice}" if faults > memory.FEW_FAULTS else said
+
+
+def _versions() -> list[tuple[str, str]]:
+    return [
+        ("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        ("jax", jax.__version__),
+        ("jaxlib", jaxlib.__version__),
+    ]
+
+
+def _native_module() -> list[tuple[str, str]]:
+    try:
+        module = ffi.native()
+        missing = _unusable()
+    except RuntimeError as error:
+        return [("native module", f"broken: {error}")]
+    if module is None:
+        return [("native module", "absent: everything runs by reference")]
+    info = module.info()
+    onednn = f"{info['onednn']}, uses {info['isa']}" if info["onednn"] else f"absent: {info['no_onednn']}"
+    return [
+        ("native module", f"{module.__file__}\n{info['compiler']}, XLA FFI {info['ffi_api']}"),
+        ("oneDNN", onednn),
+        ("our own kernels", f"use {info['simd']}; {versions.tested_with(tuned.isa())}"),
+        ("threads", "{}, by {}".format(*threads.limit())),
+        ("CPU kernels", f"{len(ffi.TARGETS) - len(missing)} of {len(ffi.TARGETS)} usable"),
+        *missing.items(),
+    ]
+
+
+def _cuda_library() -> list[tuple[str, str]]:
+    try:
+        if cuda.library() is None:
+            return [("CUDA library", f"absent: {cuda.why_absent()}")]
+    except RuntimeError as error:
+        return [("CUDA library", f"broken: {error}")]
+    info = cuda.info()
+    built = f"{cuda.path()}\nnvcc {info.pop('nvcc')} for sm_{info.pop('architectures')}, XLA FFI {info.pop('ffi_api')}"
+    rows = [("CUDA library", built), _cuda_devices(), _cudnn(), *info.items()]
+    return [*rows, ("CUDA kernels", ", ".join(sorted(cuda.targets())))]
+
+
+def _cuda_devices() -> tuple[str, str]:
+    try:
+        return "CUDA devices", ", ".join(device.device_kind for device in jax.devices("cuda"))
+    except RuntimeError as error:  # no driver, no GPU, or a JAX without its CUDA plugin
+        return "CUDA devices", f"none that JAX can use, so the library is not used here. JAX says: {str(error).splitlines()[0]}"
+
+
+def _cudnn() -> tuple[str, str]:
+    try:
+        return "cuDNN", f"{backend.version()}, for plans of its graph API"
+    except backend.CudnnError as error:
+        return "cuDNN", f"absent: {error}"
+
+
+def _rules(listed: bool) -> list[tuple[str, str]]:
+    """Which rules are in force, since when; and, `listed`, from which size on each op is fused by the instruction sets here."""
+    try:
+        found = tuned.read()
+    except RuntimeError:  # the native module is broken, as its row says
+        return []
+    origin = f"measured on this machine, {found.date}: {tuned.path()}" if found.rules else "built in"
+    if found.ignored:
+        origin = f"built in; {tuned.path()} is ignored: {found.ignored}"
+    if not listed:
+        return [('policy "measured"', f"{origin}; python -m jaxfuse doctor --rules has the sizes")]
+    rows = []
+    for op, table in TABLE.items():
+        rules = [rule for rule in (*found.rules.get(op, ()), *table.rules) if rule.isa in (None, *tuned.isa())]
+        rows.append((f"  {op}", "\n".join(f"{rule.sites}: {rule.wins_from(table.unit)}; {rule.machine}" for rule in rules)))
+    return [('policy "measured"', f"{origin}; the fused kernel is used from this size on:"), *rows]

@@ -1,0 +1,5 @@
+"""The convolution: the op, its config, and the kernels that are written in JAX."""
+
+from jaxfuse.ops.conv.conv import OP, conv
+
+__all__ = ["OP", "conv"]

@@ -1,0 +1,138 @@
+"""What is static about a convolution: its config, checked from the arguments of `jaxfuse.ops.conv`, and the plain convolution."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxfuse.ops.activations import NO_ACTIVATION, Activation
+
+Pairs = tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvConfig:
+    """Everything static about a conv. Specs are positions, as in `lax.ConvDimensionNumbers`."""
+
+    window_strides: tuple[int, ...]
+    padding: Pairs
+    rhs_dilation: tuple[int, ...]
+    feature_group_count: int
+    lhs_spec: tuple[int, ...]
+    rhs_spec: tuple[int, ...]
+    out_spec: tuple[int, ...]
+    lhs_dilation: tuple[int, ...]
+    has_scale: bool = False
+    has_bias: bool = False
+    has_residual: bool = False
+    activation: Activation = NO_ACTIVATION
+    precision: Any = None
+    residual_last: bool = False  # added after the activation
+    saves: int = 0  # 1: also return z, what the activation is applied to
+    out_dtype: str | None = None  # where it is not x's: nothing is rounded to x's dtype
+    rounds: bool = False  # with out_dtype: the product has x's dtype, and so has its cotangent
+
+    @property
+    def transposed(self) -> bool:
+        return any(d != 1 for d in self.lhs_dilation)
+
+    @property
+    def derivative(self) -> str:
+        """What the activation's derivative is taken from: "none", "y" or "z".
+
+        z is kept where y does not tell: writing and reading it costs less than the convolution again.
+        """
+        if self.activation == NO_ACTIVATION:
+            return "none"
+        return "y" if self.activation.derivative_from_y and not self.residual_last else "z"
+
+    def refuse_out_dtype(self) -> str | None:
+        return f"{self.out_dtype} is wanted: the kernel gives what it takes" if self.out_dtype else None
+
+    def unpack(self, args):
+        """(x, w, scale, bias, residual) from the op's argument list, None for what is absent."""
+        x, w, *rest = args
+        rest = iter(rest)
+        return x, w, *[next(rest) if has else None for has in (self.has_scale, self.has_bias, self.has_residual)]
+
+    def geometry_attrs(self):
+        def ints(values):
+            return np.asarray(values, np.int64)
+
+        return dict(
+            window_strides=ints(self.window_strides),
+            padding_low=ints([low for low, _ in self.padding]),
+            padding_high=ints([high for _, high in self.padding]),
+            rhs_dilation=ints(self.rhs_dilation),
+            lhs_dilation=ints(self.lhs_dilation),
+            feature_group_count=np.int64(self.feature_group_count),
+            lhs_spec=ints(self.lhs_spec),
+            rhs_spec=ints(self.rhs_spec),
+            out_spec=ints(self.out_spec),
+        ) | self.activation.attributes()
+
+
+def batch_groups_as_features(x, groups: int, spec):
+    """x[g·N, ..., C] as [N, ..., g·C], axes as `spec` has them: a convolution of groups of the batch is one of groups of
+    features, each of another part of the batch."""
+    batch, channels = spec[:2]
+    shape = list(x.shape)
+    shape[batch], shape[channels] = shape[batch] // groups, shape[channels] * groups
+    parts = x.reshape(*x.shape[:batch], groups, shape[batch], *x.shape[batch + 1 :])
+    return jnp.moveaxis(parts, batch, channels).reshape(shape)
+
+
+def dimension_numbers_of(arguments, x, w, dimension_numbers) -> lax.ConvDimensionNumbers:
+    """Channels last where none are given."""
+    letters = "DHW"[5 - x.ndim :]
+    try:
+        return lax.conv_dimension_numbers(
+            x.shape, w.shape, dimension_numbers or (f"N{letters}C", f"{letters}IO", f"N{letters}C"))
+    except (TypeError, ValueError) as error:
+        arguments.check(False, "dimension_numbers", f"{dimension_numbers!r} ({error})",
+                        f"three names like ('N{letters}C', '{letters}IO', 'N{letters}C')", "spell out x, w and the output")
+        raise
+
+
+def _refuse_filter(arguments, w, dn, channels: int, features: int, groups: int) -> None:
+    """Raises, with the shape that w should have, and with a hint where its axes look like PyTorch's."""
+    arguments.check(channels % groups == 0, "x", f"of {channels} channels", f"a multiple of feature_group_count {groups}",
+                    "check feature_group_count and dimension_numbers")
+    expected = list(w.shape)
+    expected[dn.rhs_spec[1]] = channels // groups
+    expected[dn.rhs_spec[0]] = features if features % groups == 0 else groups
+    remedy = "check w, feature_group_count and dimension_numbers"
+    is_last = dn.rhs_spec[0] == w.ndim - 1
+    if is_last and w.shape[1] * groups == channels and w.shape[0] % groups == 0:
+        remedy = f"if it is OIHW, as PyTorch has it, give w.transpose{(*range(2, w.ndim), 1, 0)}"
+    arguments.check(False, "w", f"of shape {w.shape}", f"{tuple(expected)}, for {channels} input channels in {groups} groups", remedy)
+
+
+def geometry_of(arguments, x, w, window_strides, padding, lhs_dilation, rhs_dilation, feature_group_count, dimension_numbers):
+    """The first fields of ConvConfig."""
+    spatial, dn = x.ndim - 2, dimension_numbers_of(arguments, x, w, dimension_numbers)
+    ones = (1,) * spatial
+    strides = arguments.positive_integers("window_strides", ones if window_strides is None else window_strides, spatial)
+    dilation = arguments.positive_integers("rhs_dilation", ones if rhs_dilation is None else rhs_dilation, spatial)
+    spread = arguments.positive_integers("lhs_dilation", ones if lhs_dilation is None else lhs_dilation, spatial)
+    if isinstance(padding, str):
+        arguments.check(spread == ones, "padding", f"{padding!r} with lhs_dilation {spread}", "a pair for each spatial axis",
+                        "compute them as jax.lax.conv_transpose does")
+        arguments.one_of("padding", padding, ("SAME", "VALID"))
+        reach = [(w.shape[d] - 1) * r + 1 for d, r in zip(dn.rhs_spec[2:], dilation)]
+        padding = lax.padtype_to_pads([x.shape[d] for d in dn.lhs_spec[2:]], reach, strides, padding)
+    padding = arguments.pairs("padding", padding, spatial)
+    (groups,) = arguments.positive_integers("feature_group_count", (feature_group_count,), 1)
+    channels, features, per_group = x.shape[dn.lhs_spec[1]], w.shape[dn.rhs_spec[0]], w.shape[dn.rhs_spec[1]]
+    if channels != per_group * groups or features % groups:
+        _refuse_filter(arguments, w, dn, channels, features, groups)
+    return strides, padding, dilation, groups, dn.lhs_spec, dn.rhs_spec, dn.out_spec, spread
+
+
+def convolve(config: ConvConfig, x, w):
+    dn = lax.ConvDimensionNumbers(config.lhs_spec, config.rhs_spec, config.out_spec)
+    return lax.conv_general_dilated(
+        x, w, config.window_strides, config.padding, config.lhs_dilation, config.rhs_dilation, dimension_numbers=dn,
+        feature_group_count=config.feature_group_count, precision=config.precision, preferred_element_type=config.out_dtype)

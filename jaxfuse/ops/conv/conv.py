@@ -1,0 +1,306 @@
+"""conv: y = act(scale · conv(x, w) + bias + residual), or act(…) + residual, as one op, and its gradients."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxfuse.ops.activations import NO_ACTIVATION
+from jaxfuse.ops.batch_axes import completed
+from jaxfuse.ops.conv import (
+    channels_last as conv_channels_last, cudnn as conv_cudnn, depthwise as conv_depthwise, pointwise, scattered, taps)
+from jaxfuse.ops.conv.config import ConvConfig, batch_groups_as_features, convolve, dimension_numbers_of, geometry_of
+from jaxfuse.ops.errors import Arguments, Array
+from jaxfuse.ops.naming import ActivationArgument, activation_of
+from jaxfuse.ops.op import BatchAxes, FusedOp, Kernel, Linear, widened
+from jaxfuse.runtime import ffi
+from jaxfuse.runtime.settings import ours
+
+@ours
+def conv(
+    x: Array, w: Array, bias: Array | None = None, residual: Array | None = None, *, scale: Array | None = None,
+    activation: ActivationArgument = None, alpha: float = 0.0, residual_last: bool = False,
+    window_strides: Sequence[int] | None = None, padding: str | Sequence[tuple[int, int]] = "SAME",
+    lhs_dilation: Sequence[int] | None = None, rhs_dilation: Sequence[int] | None = None, feature_group_count: int = 1,
+    batch_group_count: int = 1,
+    dimension_numbers: tuple[str, str, str] | lax.ConvDimensionNumbers | None = None, precision: Any = None) -> jax.Array:
+    """y = activation(scale · conv(x, w) + bias + residual), one kernel where there is one.
+
+    Args:
+      x: input, float, rank 3 to 5; channels-last by default (NWC, NHWC, NDHWC).
+      w: filter of x's dtype; spatial dims, then input channels per group, then output channels by default (HWIO).
+      bias, scale: `[output channels]`, x's dtype or float32.
+      residual: like the output, in shape and dtype; added before the activation, or after it if `residual_last`.
+      activation: a name in `jaxfuse.ops.activations.TABLE`, a function such as `jax.nn.relu` that is one of them, or None;
+        `alpha` is the parameter of the names that have one.
+      window_strides, padding ("SAME", "VALID" or pairs), lhs_dilation, rhs_dilation, feature_group_count, batch_group_count,
+        dimension_numbers, precision: as in `jax.lax.conv_general_dilated`; a transposed convolution is one with lhs_dilation,
+        padded by pairs.
+
+    Returns: y in x's dtype. Autodiff keeps x, w and y, or in place of y what the activation is applied to, where y does not
+      tell its derivative.
+    Raises: OpError (a ValueError), at trace time, for shapes, dtypes or options that do not fit.
+    """
+    arguments = Arguments("conv")
+    optional = {name: a for name, a in dict(scale=scale, bias=bias, residual=residual).items() if a is not None}
+    arguments.floats(x=x, w=w, **optional)
+    arguments.check(3 <= x.ndim <= 5, "x", f"of rank {x.ndim}", "rank 3, 4 or 5", "add the missing axis")
+    arguments.check(w.ndim == x.ndim, "w", f"of rank {w.ndim}", f"rank {x.ndim}, as x has", "reshape it")
+    arguments.check(w.dtype == x.dtype, "w", str(w.dtype), f"{x.dtype}, as x is", "cast one of them")
+    if batch_group_count != 1:
+        x = _batch_groups(arguments, x, w, batch_group_count, feature_group_count, dimension_numbers)
+        feature_group_count = batch_group_count
+    geometry = geometry_of(
+        arguments, x, w, window_strides, padding, lhs_dilation, rhs_dilation, feature_group_count, dimension_numbers)
+    plain = ConvConfig(*geometry)
+    out = jax.eval_shape(functools.partial(convolve, plain), x, w)
+    features = w.shape[plain.rhs_spec[0]]
+    residual_only = {name: optional.pop(name) for name in ("residual",) if name in optional}
+    arguments.per_channel(features, "output channel", **optional)
+    arguments.like(out, "the output", **residual_only)
+    chosen = activation_of(arguments, activation, alpha)
+    config = dataclasses.replace(
+        plain, has_scale=scale is not None, has_bias=bias is not None, has_residual=residual is not None,
+        activation=chosen,
+        precision=tuple(precision) if isinstance(precision, list) else precision,
+        residual_last=bool(residual_last) and residual is not None and chosen != NO_ACTIVATION)
+    return OP(config, x, w, *[a for a in (scale, bias, residual) if a is not None])[0]
+
+
+def _batch_groups(arguments: Arguments, x, w, groups, feature_groups, dimension_numbers):
+    """x with its groups of the batch as groups of features."""
+    (groups,) = arguments.positive_integers("batch_group_count", (groups,), 1)
+    arguments.check(feature_groups == 1, "batch_group_count", f"{groups} with feature_group_count {feature_groups}",
+                    "one of them", "leave out the other")
+    spec = dimension_numbers_of(arguments, x, w, dimension_numbers).lhs_spec
+    arguments.check(x.shape[spec[0]] % groups == 0, "x", f"a batch of {x.shape[spec[0]]}",
+                    f"a multiple of batch_group_count {groups}", "check batch_group_count and dimension_numbers")
+    return batch_groups_as_features(x, groups, spec)
+
+
+def _per_channel(config: ConvConfig, vector, like):
+    return jnp.expand_dims(vector, [d for d in range(like.ndim) if d != config.out_spec[1]])
+
+
+def _reference(config: ConvConfig, *args, convolve=convolve):
+    x, w, *rest = config.unpack(args)
+    return _epilogue(config, convolve(config, x, w), *rest)
+
+
+def _epilogue(config: ConvConfig, y, scale, bias, residual):
+    wide = jnp.promote_types(y.dtype, jnp.float32) if scale is not None or bias is not None else y.dtype
+    z = y.astype(wide)
+    if scale is not None:
+        z = z * _per_channel(config, scale.astype(wide), z)
+    if bias is not None:
+        z = z + _per_channel(config, bias.astype(wide), z)
+    if residual is not None and not config.residual_last:
+        z = z + residual.astype(wide)
+    value = config.activation.value(z)
+    if config.residual_last:
+        value = value + residual.astype(wide)
+    return (value.astype(y.dtype), *[z.astype(y.dtype)] * config.saves)
+
+
+def _decompose(config: ConvConfig, *args):
+    """The same value by ops that are differentiable: scale, whose gradient needs the product, goes into w
+    (scale·conv(x, w) = conv(x, w·scale)). Of another dtype than x's, the product is one in that dtype, as JAX differentiates it;
+    or it is by itself, where its cotangent has x's."""
+    x, w, scale, bias, residual = config.unpack(args)
+    if config.rounds:
+        alone = dataclasses.replace(config, has_scale=False, has_bias=False, has_residual=False, residual_last=False,
+                                    activation=NO_ACTIVATION, out_dtype=None, rounds=False)
+        return _epilogue(config, OP(alone, x, w)[0].astype(config.out_dtype), scale, bias, residual)
+    if config.out_dtype:
+        x, w = x.astype(config.out_dtype), w.astype(config.out_dtype)
+        return OP(dataclasses.replace(config, out_dtype=None), x, w, *args[2:])
+    features = [d for d in range(w.ndim) if d != config.rhs_spec[0]]
+    w = (w * jnp.expand_dims(scale, features)).astype(w.dtype)
+    return OP(dataclasses.replace(config, has_scale=False), x, w, *[a for a in (bias, residual) if a is not None])
+
+
+def _keep(config: ConvConfig, args, outs):
+    x, w, *_ = args
+    return (x, w, *dict(none=(), y=outs[:1], z=outs[1:])[config.derivative])
+
+
+def _tangent(config: ConvConfig, kept, tangents, convolve=convolve):
+    """dy = act'(z) · (conv(dx, w) + conv(x, dw) + dbias + dresidual), or dresidual outside of the product."""
+    x, w, *saved_activation = kept
+    dx, dw, dscale, dbias, dresidual = config.unpack(tangents)
+    assert dscale is None, "a conv with scale is decomposed before it is differentiated"
+    out_type = jax.eval_shape(functools.partial(convolve, config), x, w)
+    total = jnp.zeros(out_type.shape, out_type.dtype)
+    if dx is not None:
+        total = total + convolve(config, dx, w)
+    if dw is not None:
+        total = total + convolve(config, x, dw)
+    if dbias is not None:
+        total = total + _per_channel(config, dbias.astype(total.dtype), total)
+    if dresidual is not None and not config.residual_last:
+        total = total + dresidual
+    if saved_activation:
+        activation = config.activation
+        through = activation.pullback if config.derivative == "y" else activation.jvp
+        total = through(saved_activation[0], total)
+    if dresidual is not None and config.residual_last:
+        total = total + dresidual
+    return (total,)
+
+
+def _forward_axes(config: ConvConfig, ranks) -> BatchAxes:
+    residual = (config.out_spec[0],) if config.has_residual else ()
+    return BatchAxes(
+        (config.lhs_spec[0], None, *[None] * (config.has_scale + config.has_bias), *residual),
+        (config.out_spec[0],) * (1 + config.saves),
+    )
+
+
+def _backward_axes(linear: Linear, ranks) -> BatchAxes:
+    config, n = linear.config, linear.config.out_spec[0]
+    inputs = (config.lhs_spec[0], None, *[n] * (len(ranks) - 2))
+    outputs = _forward_axes(config, None).inputs
+    return BatchAxes(inputs, tuple(ax for ax, active in zip(outputs, linear.active) if active))
+
+
+# --- CPU kernel: oneDNN ------------------------------------------------------------------------------------------
+
+_DTYPES = ("float32", "bfloat16", "float16")  # float16 by way of float32
+
+
+def _refuse_geometry(config: ConvConfig, w, *arrays) -> str | None:
+    for array in (w, *arrays):
+        if str(array.dtype) not in _DTYPES:
+            return f"dtype {array.dtype}: the kernel takes {' and '.join(_DTYPES)}"
+        if 0 in array.shape:
+            return f"empty array of shape {tuple(array.shape)}"
+    if config.transposed:
+        return _refuse_transposed(config, w)
+    if min(min(pair) for pair in config.padding) < 0:
+        return f"negative padding {config.padding}"
+    return None
+
+
+def _refuse_transposed(config: ConvConfig, w) -> str | None:
+    """It must be the gradient of a strided convolution, whose padding is the reach of the filter less this padding."""
+    if any(s != 1 for s in config.window_strides):
+        return f"window_strides {config.window_strides} with lhs_dilation {config.lhs_dilation}: the kernel takes one of them"
+    reaches = [(w.shape[d] - 1) * r for d, r in zip(config.rhs_spec[2:], config.rhs_dilation)]
+    for (low, high), reach, spread in zip(config.padding, reaches, config.lhs_dilation):
+        if low > reach or high >= reach + spread:
+            return f"padding {config.padding} with lhs_dilation {config.lhs_dilation}: the filter reaches {tuple(reaches)} only"
+    return None
+
+
+def _turned(config: ConvConfig, w):
+    """The filter as the kernels of a transposed convolution take it: that of the strided one whose gradient it is."""
+    return lax.rev(w, config.rhs_spec[2:]) if config.transposed else w
+
+
+def _refuse_forward(config: ConvConfig, args) -> str | None:
+    x, w, scale, bias, residual = config.unpack(args)
+    if bias is not None and bias.dtype not in (x.dtype, jnp.float32):
+        return f"bias of dtype {bias.dtype} with {x.dtype} input"
+    return ffi.unavailable("jaxfuse_conv_fwd") or _refuse_geometry(config, w, x)
+
+
+def _run_forward(config: ConvConfig, args, mesh_axes):
+    x, w, scale, bias, residual = config.unpack(widened(args))
+    y = jax.eval_shape(functools.partial(convolve, config), x, w)
+    if scale is not None:
+        scale = scale.astype(jnp.float32)
+    operands = [a for a in (x, _turned(config, w), scale, bias, residual) if a is not None]
+    attrs = config.geometry_attrs() | dict(
+        has_scale=config.has_scale, has_bias=config.has_bias, has_residual=config.has_residual,
+        residual_last=config.residual_last, save_z=bool(config.saves))
+    outs = ffi.call("jaxfuse_conv_fwd", [jax.ShapeDtypeStruct(y.shape, y.dtype)] * (1 + config.saves), *operands, **attrs)
+    return tuple(out.astype(config.out_dtype or args[0].dtype) for out in outs)
+
+
+def _refuse_backward(linear: Linear, args) -> str | None:
+    x, w, *others = args
+    return ffi.unavailable("jaxfuse_conv_bwd") or _refuse_geometry(linear.config, w, x, *others)
+
+
+def _run_backward(linear: Linear, args, mesh_axes):
+    config = linear.config
+    x, w, *saved_activation, dy = widened(args)
+    wanted = [t for t, active in zip(OP.types_here(linear, args), linear.active) if active]
+    types = [jax.ShapeDtypeStruct(t.shape, jnp.promote_types(t.dtype, x.dtype)) for t in wanted]
+    wants = config.unpack(linear.active)
+    want_dx, want_dw, _, want_db, want_dresidual = [bool(want) for want in wants]
+    is_dy = config.residual_last and want_dresidual  # the residual's gradient
+    results = types[: len(types) - is_dy]
+    operands = [*[x] * want_dw, *[_turned(config, w)] * want_dx, dy, *saved_activation]
+    attrs = config.geometry_attrs() | dict(
+        want_dx=want_dx, want_dw=want_dw, want_db=want_db, want_dresidual=want_dresidual and not is_dy,
+        by_value=config.derivative == "y")
+    found = (*(ffi.call("jaxfuse_conv_bwd", results, *operands, **attrs) if results else ()), *[dy] * is_dy)
+    if want_dw:
+        found = (*found[:want_dx], _turned(config, found[want_dx]), *found[want_dx + 1 :])
+    found = tuple(f.astype(t.dtype) for f, t in zip(found, wanted))
+    return completed(found, _backward_axes(linear, [a.ndim for a in args]).outputs, mesh_axes)
+
+
+# --- CPU kernels in plain JAX: the convolution written another way ---------------------------------------------------------
+
+
+def _plain(name: str, refuse, convolve, refuse_backward=None) -> tuple[Kernel, Kernel]:
+    """(forward, backward): everything as in the reference, but for the convolution itself."""
+
+    def refused(config, args, refuse):
+        return config.refuse_out_dtype() or refuse(config, *args[:2]) or _refuse_geometry(config, args[1], args[0])
+
+    def run(config, args, mesh_axes):
+        return _reference(config, *args, convolve=convolve)
+
+    def run_backward(linear, args, mesh_axes):
+        """In float32, where sums of bfloat16 would be rounded at every step."""
+        types = [t for t, active in zip(OP.types_here(linear, args), linear.active) if active]
+        wide = dataclasses.replace(linear, types=tuple(  # of one shard, which is whole here
+            t.update(dtype=jnp.promote_types(t.dtype, jnp.float32), sharding=None) for t in linear.types))
+        args = [a.astype(jnp.promote_types(a.dtype, jnp.float32)) for a in args]
+        found = OP.transposed(wide, args, functools.partial(_tangent, convolve=convolve))
+        found = [f.astype(t.dtype) for f, t in zip(found, types)]
+        return completed(found, _backward_axes(linear, [a.ndim for a in args]).outputs, mesh_axes)
+
+    forward = Kernel(name, functools.partial(refused, refuse=refuse), run, is_plain=True)
+    backward = Kernel(name, lambda linear, args: refused(linear.config, args, refuse_backward or refuse), run_backward, is_plain=True)
+    return forward, backward
+
+
+_PLAIN = (
+    _plain("product", scattered.refuse, scattered.convolve),  # and what it is scattered to
+    _plain("product", pointwise.refuse, pointwise.convolve),
+    _plain("taps", taps.refuse, taps.convolve, taps.refuse_backward),
+)
+
+
+OP = FusedOp(
+    "conv",
+    reference=_reference,
+    keep=_keep,
+    tangent=_tangent,
+    decompose=_decompose,
+    differentiable=lambda config: not (config.has_scale or config.out_dtype),
+    for_autodiff=lambda config: dataclasses.replace(config, saves=int(config.derivative == "z")),
+    forward_kernels=(
+        *(kernels[0] for kernels in _PLAIN),
+        conv_channels_last.forward(_refuse_forward, _run_forward),
+        Kernel(None, _refuse_forward, _run_forward),
+        conv_depthwise.FORWARD,
+        conv_cudnn.KERNEL,
+    ),
+    backward_kernels=(
+        *(kernels[1] for kernels in _PLAIN),
+        conv_channels_last.backward(_refuse_backward, _run_backward),
+        Kernel(None, _refuse_backward, _run_backward),
+        conv_depthwise.backward(_backward_axes),
+    ),
+    forward_axes=_forward_axes,
+    backward_axes=_backward_axes,
+)

@@ -1,0 +1,1 @@
+"""Attention, whole or its products alone, and its gradients."""

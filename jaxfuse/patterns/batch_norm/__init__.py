@@ -1,0 +1,1 @@
+"""Batch norm in training and inference, and its gradients."""

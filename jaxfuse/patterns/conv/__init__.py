@@ -1,0 +1,1 @@
+"""Convolutions with what stands around them, and their gradients."""

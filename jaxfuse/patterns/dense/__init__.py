@@ -1,0 +1,1 @@
+"""Dense layers and batched products, and their gradients."""

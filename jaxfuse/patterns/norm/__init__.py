@@ -1,0 +1,1 @@
+"""Layer, RMS, group and instance norm, and their gradients."""

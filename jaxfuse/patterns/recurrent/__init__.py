@@ -1,0 +1,1 @@
+"""LSTM and GRU in loops, and their gradients."""

@@ -1,0 +1,306 @@
+"""Walks from an anchor (a convolution, a value with batch statistics) through what is done to it, as far as one kernel can
+go: per-channel affine steps, a residual add, an activation. Knows no op.
+
+A walk ends at the first check that fails. The reason is kept; `unfused` names the step that the check prevented, so that
+a report can say what was almost fused.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Set as AbstractSet
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfuse.analysis.canonical import ADD, NotPerChannel, Region, constant, is_float_cast, per_channel, regions, repeats, unwidened
+from jaxfuse.analysis.elementwise import is_elementwise
+from jaxfuse.analysis.layout import Layout
+from jaxfuse.program.graph import Node, Value
+from jaxfuse.program.site import Unfit
+from jaxfuse.runtime.reasons import no_kernel
+
+
+class WalkEnd(NamedTuple):
+    """Why a walk went no further; `unfused` is the step that was not taken, None where nothing was there to take."""
+
+    reason: str
+    unfused: str | None = None
+
+
+class Activated(Protocol):
+    """What `name_activation` finds: `jaxfuse.ops.activations.Activation`."""
+
+    @property
+    def name(self) -> str: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """act((value₀ - center)·scale + offset + residual), or act(…) + residual, as a list of steps from the anchor's value to
+    `end`.
+
+    `layout` is how `end` lies compared with the anchor's value, `residual_layout` how it lay where the residual came in.
+    """
+
+    end: Value
+    layout: Layout
+    nodes: tuple[Node, ...] = ()
+    affine: tuple[tuple[str, Value], ...] = ()  # ("add" | "sub" | "mul" | "div", one number for each channel)
+    residual: Value | None = None
+    residual_layout: Layout | None = None
+    residual_last: bool = False  # it was added after the activation
+    activation: Any = None  # Activated
+    region: Region | None = None  # of the activation
+    region_layout: Layout | None = None  # how its argument lay
+
+    @property
+    def masks(self) -> tuple[Value, ...]:
+        """Comparisons of the activation's argument, which autodiff keeps."""
+        return self.region.masks if self.region else ()
+
+    def masks_from(self, y) -> Iterator[tuple[Value, object]]:
+        """The masks, computed from the activation's value `y`."""
+        return zip(self.masks, self.region.replay(y, self.masks)) if self.masks else iter(())
+
+    def as_activated(self, array):
+        """`array`, which lies as `end` does, as the activation's argument and value lay: `end` may be turned after it."""
+        return self.region_layout.place(self.layout.undo(array, tuple(range(len(self.layout.origin)))))
+
+    @property
+    def affine_steps(self) -> tuple[str, ...]:
+        """"bias" and "scale", in the order in which they come first."""
+        return tuple(dict.fromkeys("bias" if kind in ("add", "sub") else "scale" for kind, _ in self.affine))
+
+    def label(self, anchor: str) -> str:
+        """Like "conv+bias+add+relu". Factors with a mean before them, or a shift after them, are a normalisation. A number, or
+        factors after a bias as in ConvNeXt, are a scale."""
+        steps = self.affine_steps
+        factors = any(kind in ("mul", "div") and value.literal is None for kind, value in self.affine)
+        centered = any(kind == "sub" for kind, _ in self.affine) or bool(self.affine) and self.affine[-1][0] == "add"
+        return "+".join([anchor, *(["bn"] if factors and centered and len(steps) == 2 else steps), *self.after_affine])
+
+    @property
+    def after_affine(self) -> tuple[str, ...]:
+        """The steps after those per channel, in their order: "add", and the activation's name."""
+        added, activated = ("add",) * (self.residual is not None), (self.activation.name,) if self.activation else ()
+        return activated + added if self.residual_last else added + activated
+
+    def coefficients(self, vector: Callable[[Value], Any]):
+        """(center, scale, offset), None where there is none; `vector` gives a step's operand as `[channels]`."""
+        center = scale = offset = None
+        for kind, value in self.affine:
+            operand = vector(value)
+            if kind == "sub" and center is scale is offset is None:
+                center = operand
+            elif kind in ("add", "sub"):
+                signed = operand if kind == "add" else -operand
+                offset = signed if offset is None else offset + signed
+            else:
+                factor = operand if kind == "mul" else 1 / operand
+                scale = factor if scale is None else scale * factor
+                offset = offset if offset is None else offset * factor
+        return center, scale, offset
+
+
+class Walk:
+    """How to walk: over which graph, along which channel axis, and what not to touch.
+
+    `claimed` are indices of nodes that belong to other matches; `ignored` those of nodes that may read inner values because
+    the match serves them (batch statistics). `name_activation(region)` names an elementwise region, or says why not.
+    `adds_last`: a residual may come after the activation.
+    """
+
+    def __init__(self, graph, axis: int, claimed: set[int], name_activation, ignored: frozenset[int] = frozenset(),
+                 adds_last: bool = False):
+        self.graph, self.axis, self.claimed, self.name_activation = graph, axis, claimed, name_activation
+        self.ignored, self.adds_last = ignored, adds_last
+
+    def chains(self, start: Value, first: Node | None = None) -> tuple[list[Chain], WalkEnd]:
+        """Every chain from `start` (shortest first, the empty one included unless `first`, the step to begin with, is
+        given) and why the last could not be extended."""
+        chain = Chain(start, Layout.of(start.shape))
+        found = [chain] if first is None else []
+        while True:
+            step = self._step(chain) if first is None else self._affine(chain, first)
+            first = None
+            if isinstance(step, WalkEnd):
+                return found or [chain], step
+            steps = step if isinstance(step, list) else [step]
+            found += [step for step in steps if not self._is_mere_reshape(chain, step)]
+            chain = steps[-1]
+
+    def _is_mere_reshape(self, before: Chain, after: Chain) -> bool:
+        """It gains nothing: at a chain's end it is left where it is."""
+        return after.layout != before.layout and after.layout.axis_order == before.layout.axis_order
+
+    def _step(self, chain: Chain) -> Chain | list[Chain] | WalkEnd:
+        """The next step; several where it is an activation of which a part is one too (relu6 and its relu)."""
+        value = chain.end
+        users = [n for n in value.users if n.index not in self.ignored]
+        if not users:
+            return WalkEnd("nothing reads it")
+        if self.graph.is_returned(value):
+            return WalkEnd(f"{value!r} is returned by the program", self._missed(chain, users))
+        if chain.activation is None:
+            activated = self._activations(chain)
+            if isinstance(activated, list) or activated and activated.unfused:
+                return activated
+        if len(users) > 1:
+            readers = " and ".join(map(str, users[:3]))
+            return WalkEnd(f"{value!r} is read {len(users)} times: by {readers}", self._missed(chain, users))
+        (node,) = users
+        if node.index < 0 or node.index in self.claimed:
+            return WalkEnd(f"{node} belongs to another fused site")
+        if is_float_cast(node) and not chain.masks:
+            return dataclasses.replace(chain, end=node.out, nodes=(*chain.nodes, node))
+        layout = None if chain.masks else chain.layout.then(node)
+        if layout:
+            if layout.axes(self.axis) is None:
+                return WalkEnd(f"{node} merges the channel axis with another")
+            return dataclasses.replace(chain, end=node.out, nodes=(*chain.nodes, node), layout=layout)
+        if chain.activation is not None:
+            return self._after_activation(chain, node)
+        return self._affine(chain, node)
+
+    def _after_activation(self, chain: Chain, node: Node) -> Chain | WalkEnd:
+        full_size = [v for v in node.inputs if v.shape == chain.end.shape and not repeats(v)]
+        if node.primitive not in ADD or len(full_size) != 2 or full_size[0] is full_size[1]:
+            return WalkEnd("the activation ends it")
+        if not self.adds_last:
+            return WalkEnd(no_kernel(f"{node} adds after the activation"), "add")
+        if chain.residual is not None:
+            return WalkEnd(f"{node} adds a second full-size value", "add")
+        if chain.masks:  # the sum would not tell them
+            return WalkEnd(f"{node} adds to a value that {chain.masks[0].producer} is told by", "add")
+        other = full_size[full_size[0] is chain.end]
+        return dataclasses.replace(chain, end=node.out, nodes=(*chain.nodes, node), residual=unwidened(other),
+                                   residual_layout=chain.layout, residual_last=True)
+
+    def _activations(self, chain: Chain) -> list[Chain] | WalkEnd | None:
+        """The elementwise regions from here that have a name, shortest first; else why the longest has none."""
+        named, stop = [], None
+        for region in regions(chain.end, self.graph.is_returned, self.ignored):
+            if any(n.index in self.claimed for n in region.nodes):
+                continue
+            name = self.name_activation(region)
+            if not isinstance(name, WalkEnd):
+                nodes = (*chain.nodes, *region.nodes)
+                named.append(dataclasses.replace(chain, end=region.end, nodes=nodes, activation=name, region=region,
+                                                 region_layout=chain.layout))
+            else:
+                stop = name
+        return named or stop
+
+    def _affine(self, chain: Chain, node: Node) -> Chain | WalkEnd:
+        """One addition, subtraction, multiplication or division: by a number per channel, or of a residual."""
+        kind = "add" if node.primitive in ADD else node.primitive
+        if kind not in ("add", "sub", "mul", "div"):
+            return WalkEnd(f"{node} is not a step that a kernel can take")
+        left, right = node.inputs
+        if left is right:
+            return WalkEnd(f"{node} combines the value with itself")
+        other = right if left is chain.end else left
+        if other is left and kind == "div":
+            return WalkEnd(f"{node} has the value on its right side")
+        if other is left and kind == "sub":  # other + (-1)·value
+            if chain.residual is not None:
+                return WalkEnd(f"{node} scales the sum with the residual", "scale")
+            minus_one = Value(node.out.aval.update(shape=()), literal=np.asarray(-1, node.out.dtype))
+            kind, chain = "add", dataclasses.replace(chain, affine=(*chain.affine, ("mul", minus_one)))
+        small = per_channel(other, chain.end, chain.layout.axes(self.axis))
+        extended = dataclasses.replace(chain, end=node.out, nodes=(*chain.nodes, node))
+        if not isinstance(small, NotPerChannel):
+            if chain.residual is not None and kind in ("mul", "div"):
+                return WalkEnd(f"{node} scales the sum with the residual", "scale")
+            return dataclasses.replace(extended, affine=(*chain.affine, (kind, small)))
+        full_size = other.shape == chain.end.shape and not repeats(other)
+        if kind == "sub" and full_size:
+            return WalkEnd(f"{node} subtracts a full-size value: it would be one more pass to change its sign", "sub")
+        if kind != "add" or not full_size:
+            return WalkEnd(small.reason, dict(add="bias", sub="bias").get(kind, "scale"))
+        if chain.residual is not None:
+            return WalkEnd(f"{node} adds a second full-size value", "add")
+        return dataclasses.replace(extended, residual=unwidened(other), residual_layout=chain.layout)
+
+    def _missed(self, chain: Chain, users: list[Node]) -> str | None:
+        """What the walk would have taken next, had the value no other reader."""
+        if chain.activation is not None:
+            return None
+        users = [node for node in users if len(node.outputs) == 1]
+        for node in users:
+            alone = Region(chain.end, node.out, (node,))
+            if is_elementwise(node) and all(v is chain.end or constant(v) is not None for v in node.inputs):
+                named = self.name_activation(alone)
+                if not isinstance(named, WalkEnd):
+                    return named.name
+        for node in users:
+            taken = self._affine(chain, node) if len(node.inputs) == 2 else None
+            if isinstance(taken, Chain) and (taken.residual is not chain.residual or len(users) == 1):
+                return "add" if taken.residual is not None else dict(add="bias", sub="bias").get(taken.affine[-1][0], "scale")
+        return None
+
+
+Found = TypeVar("Found")
+
+
+def longest(chains: list[Chain], dtype, attempt: Callable[[Chain], Found],
+            also=lambda chain: False) -> tuple[Found | None, Chain, tuple[Chain, Unfit] | None]:
+    """(what `attempt` makes of it, the chain, what was refused before it): the longest chain for which it does not raise `Unfit`.
+    What was refused is the longest chain for which it did. A kernel takes and gives one dtype: chains that end in another are
+    passed over, but for those that `also` takes."""
+    refused = None
+    for chain in reversed(chains):
+        if chain.end.dtype == dtype or also(chain):
+            try:
+                return attempt(chain), chain, refused
+            except Unfit as unfit:
+                refused = refused or (chain, unfit)
+    chain = chains[-1]
+    return None, chain, refused or (chain, Unfit(f"the result is {chain.end.dtype}: the kernel takes and gives {dtype}"))
+
+
+NARROW = (jnp.bfloat16, jnp.float16)
+
+
+def ends_wide(graph, node: Node, chain: Chain) -> bool:
+    """Whether the chain of a narrow product, cast and computed with in float32, ends in what has to be written in float32. A
+    cast alone, or a value on its way to another step, XLA widens while it reads it: written wide, it would be twice the bytes."""
+    if node.out.dtype not in NARROW or chain.end.dtype != jnp.float32 or is_float_cast(chain.nodes[-1]):
+        return False
+    return bool(chain.activation or chain.residual or chain.affine and graph.is_returned(chain.end))
+
+
+def as_vector(array, channels: int):
+    """A per-channel operand as `[channels]`, at least float32."""
+    array = jnp.asarray(array)
+    array = array.astype(jnp.promote_types(array.dtype, jnp.float32)).reshape(-1)
+    return jnp.broadcast_to(array, (channels,))
+
+
+def require_batch_sharding(values: Iterable[Value]) -> None:
+    """Explicit axes of a mesh may divide these values along their first dimension only. Raises `Unfit`."""
+    found = next((v for v in values if any(v.spec[1:])), None)
+    if found is not None:
+        raise Unfit(f"{found!r} is sharded along an explicit axis of the mesh, and not along its first dimension")
+
+
+def require_no_sharding(node: Node) -> None:
+    """A contraction that was told how its result is to be sharded stays as it is. Raises `Unfit`."""
+    sharding = node.params.get("out_sharding")
+    if sharding is not None:
+        raise Unfit(f"out_sharding {sharding}: no kernel follows it")
+
+
+def depends_on(values: list[Value], targets: set[int], since: int, behind: AbstractSet[int] = frozenset()) -> bool:
+    """Whether any of the values is computed from a target; only nodes from index `since` on need to be looked at, and not
+    what lies behind the values `behind`."""
+    stack, seen = list(values), set()
+    while stack:
+        value = stack.pop()
+        if id(value) in targets:
+            return True
+        node = None if id(value) in behind else value.producer
+        if node is not None and node.index >= since and node.index not in seen:
+            seen.add(node.index)
+            stack += node.inputs
+    return False

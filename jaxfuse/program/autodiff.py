@@ -1,0 +1,118 @@
+"""Which part of a program autodiff made: the transposed nodes, known by their name stacks, and what only they read.
+
+A pattern of the forward pass looks at `forward(graph)`, where no value has a reader in the backward pass: such a reader
+is served by the fused op's own backward. A pattern of the backward pass starts from `backward(graph)`.
+"""
+
+import functools
+
+from jaxfuse.program.graph import Graph, Node, Value
+from jaxfuse.program.liveness import FusedReader
+
+
+class Subgraph:
+    """Some nodes of a graph, with values of their own, whose users are these nodes and fused ops. Indices are
+    the graph's."""
+
+    def __init__(self, graph: Graph, kept: list[Node], outputs: list[Value]):
+        self.outer = graph.outer
+        copies: dict[int, Value] = {}
+        self._originals: dict[int, Value] = {}
+
+        def copy(value: Value) -> Value:
+            if id(value) not in copies:
+                copies[id(value)] = Value(value.aval, literal=value.literal)
+                copies[id(value)].users += filter(_is_fused, value.users)
+                self._originals[id(copies[id(value)])] = value
+            return copies[id(value)]
+
+        self.inputs = [copy(value) for value in graph.inputs]
+        self.nodes = []
+        for node in kept:
+            node_in_subgraph = node.reading([copy(v) for v in node.inputs])
+            for value, made in zip(node.outputs, node_in_subgraph.outputs):
+                copies[id(value)] = made
+                self._originals[id(made)] = value
+                made.users += filter(_is_fused, value.users)
+            self.nodes.append(node_in_subgraph)
+        self._twins = {node_in_subgraph.index: node_in_subgraph for node_in_subgraph in self.nodes}
+        self.outputs = [copy(value) for value in outputs]
+        self.returned = frozenset(map(id, self.outputs))
+
+    def is_returned(self, value: Value) -> bool:
+        return id(value) in self.returned
+
+    def node_in_subgraph(self, node: Node) -> Node | None:
+        """This part's node for one of the graph's."""
+        return self._twins.get(node.index)
+
+    def original(self, value: Value) -> Value:
+        """The graph's own value; what is not this part's stays as it is."""
+        return self._originals.get(id(value), value)
+
+
+def forward(graph: Graph) -> Graph | Subgraph:
+    """What autodiff did not add; the graph itself if it added nothing."""
+    return _split(graph)[0] or graph
+
+
+def backward(graph: Graph) -> frozenset[int]:
+    """Indices of the transposed nodes."""
+    return _split(graph)[1]
+
+
+def _split(graph: Graph) -> tuple[Subgraph | None, frozenset[int]]:
+    if graph.parts is None:
+        transposed = frozenset(node.index for node in graph.nodes if _is_transposed(node, _inside_backward(graph)))
+        outputs = [v for i, v in enumerate(graph.outputs) if not _only_for_backward(graph, i)]
+        whole = not transposed and len(outputs) == len(graph.outputs)
+        graph.parts = None if whole else Subgraph(graph, _needed(graph, transposed, outputs), outputs), transposed
+    return graph.parts
+
+
+def _is_transposed(node: Node, inside_backward: bool) -> bool:
+    stack = f"{_text(node.name_stack)}/{_text(node.eqn.source_info.name_stack)}"
+    return "transpose(" in stack or inside_backward and "rematted_computation" not in stack
+
+
+def _is_fused(node) -> bool:
+    """A fused op of the forward pass, among the users of what it reads."""
+    return isinstance(node, FusedReader) and node.match.direction == "forward"
+
+
+@functools.lru_cache(4096)
+def _text(name_stack) -> str:
+    return str(name_stack)
+
+
+def _inside_backward(graph: Graph) -> bool:
+    """Bodies of transposed loops carry no transform names of their own."""
+    return graph.outer is not None and graph.outer[1].index in backward(graph.outer[0])
+
+
+def _only_for_backward(graph: Graph, i: int) -> bool:
+    """Whether the i-th output of a loop's body is there for the transposed loop only."""
+    if graph.outer is None or graph.outer[1].primitive != "scan":
+        return False
+    outer, node = graph.outer
+    value = node.outputs[i]
+    return bool(value.users) and not outer.is_returned(value) and all(n.index in backward(outer) for n in value.users)
+
+
+def _needed(graph: Graph, transposed: frozenset[int], outputs: list[Value]) -> list[Node]:
+    """Nodes that are not transposed and that something other than the backward pass reads. Contractions stay: what
+    `jax.checkpoint` computes again is only for the backward pass, but a layer all the same."""
+    returned, kept = set(map(id, outputs)), set()
+    for node in reversed(graph.nodes):
+        if (
+            node.index not in transposed
+            and node.index not in graph.fused_away
+            and (
+                node.eqn.effects
+                or node.primitive == "dot_general"
+                or any(id(v) in returned or any(n.index in kept or _is_fused(n) for n in v.users) for v in node.outputs)
+                or not any(v.users for v in node.outputs)
+            )
+        ):
+            kept.add(node.index)
+    return [node for node in graph.nodes if node.index in kept]

@@ -1,0 +1,337 @@
+"""The traced program as a graph: values with their producer and users, nested `jit`s inlined, equal nodes merged.
+
+Knows nothing of any op. A `Node` is one equation of the program and can be replayed as it was, with its name stack and
+its custom derivative rules; a `Value` is what flows between nodes.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from jaxfuse.program.source import user_line
+from jaxfuse.runtime.private import is_symbolic, name_of, params_of
+
+INLINED = ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr")
+CONTROL = ("scan", "while", "cond", "checkpoint", "remat2", "shard_map")
+CUSTOM_DERIVATIVE_CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")  # the user's own rules, which their bodies belong to
+
+
+class Value:
+    """An array of the program. `literal` is its value if it is a constant written into the program."""
+
+    __slots__ = ("aval", "producer", "users", "literal")
+
+    def __init__(self, aval, producer: "Node | None" = None, literal=None):
+        self.aval, self.producer, self.literal = aval, producer, literal
+        self.users: list[Node] = []
+
+    shape = property(lambda self: self.aval.shape)
+    dtype = property(lambda self: self.aval.dtype)
+    ndim = property(lambda self: len(self.aval.shape))
+
+    @property
+    def spec(self) -> tuple:
+        """The mesh axes that each dimension is divided over, where the type says so."""
+        sharding = getattr(self.aval, "sharding", None)
+        return tuple(sharding.spec.update(unreduced=frozenset(), reduced=frozenset())) if sharding else ()
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether a sum over mesh axes is still to be taken, of it or of its gradient."""
+        spec = getattr(getattr(self.aval, "sharding", None), "spec", None)
+        return spec is not None and bool(spec.unreduced or spec.reduced)
+
+    def __repr__(self):
+        return f"{self.dtype}{list(self.shape)}"
+
+
+class Node:
+    """One equation: `primitive` by name, its parameters, its inputs and outputs as Values."""
+
+    __slots__ = ("eqn", "primitive", "params", "index", "inputs", "outputs", "name_stack", "callers")
+
+    def __init__(self, eqn, index: int, inputs: list[Value], name_stack, callers=()):
+        self.eqn, self.index, self.inputs, self.name_stack = eqn, index, inputs, name_stack
+        self.primitive, self.params = name_of(eqn), params_of(eqn)
+        self.callers = callers  # the equations of the inlined jits that this one stood in, innermost first
+        self.outputs = [Value(v.aval, self) for v in eqn.outvars]
+        for value in dict.fromkeys(inputs):
+            value.users.append(self)
+
+    @property
+    def out(self) -> Value:
+        return self.outputs[0]
+
+    def reading(self, values: list[Value]) -> "Node":
+        """The same equation over other values."""
+        return Node(self.eqn, self.index, values, self.name_stack, self.callers)
+
+    def replay(self, values: list) -> list:
+        """The equation's outputs for these inputs: bound as it was traced, under the same mesh."""
+        with self.eqn.ctx.manager:
+            return self.bind(values)
+
+    def bind(self, values: list) -> list:
+        """The equation's outputs for these inputs, under the mesh of the caller."""
+        eqn = self.eqn
+        name_stack = source_info_util.current_name_stack() + self.name_stack + eqn.source_info.name_stack
+        with source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack):
+            outputs = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+        return outputs if eqn.primitive.multiple_results else [outputs]
+
+    def source(self) -> str:
+        """file:line of the user's code that made this equation."""
+        return user_line([eqn.source_info.traceback for eqn in (self.eqn, *self.callers)])
+
+    def scope(self) -> str:
+        """The `jax.named_scope`s, and transformations, that it was traced under; Flax linen names modules so."""
+        return str(self.name_stack + self.eqn.source_info.name_stack)
+
+    def __str__(self):
+        return f"{self.primitive} at {self.source()}"
+
+
+class Graph:
+    """nodes in program order; inputs and outputs of the program; constants the program closes over.
+
+    `outer` is (graph, node) for the body of a loop or branch: the node whose body this is, and the graph it stands in.
+    """
+
+    def __init__(self, closed: ClosedJaxpr, outer: "tuple[Graph, Node] | None" = None):
+        self.outer = outer
+        self.nodes: list[Node] = []
+        self.replaced: set[int] = set()  # ids of values that a match computes instead of their producers
+        self.fused_away: set[int] = set()  # indices of nodes that nobody needs any more
+        self.parts: Any = None  # forward and backward, once program/autodiff.py has told them apart
+        self.transposes: dict[tuple[int, tuple[int, ...]], Value] = {}  # see layout.transposed
+        self._seen: dict = {}
+        jaxpr = closed.jaxpr
+        self.inputs = [Value(v.aval) for v in jaxpr.invars]
+        self.constants = [Value(v.aval) for v in jaxpr.constvars]
+        self.constant_arrays = list(closed.consts)
+        environment = dict(zip(jaxpr.constvars, self.constants)) | dict(zip(jaxpr.invars, self.inputs))
+        self._inline(jaxpr, environment, source_info_util.new_name_stack())
+        self.outputs = [self._read(environment, v) for v in jaxpr.outvars]
+        self.returned = frozenset(map(id, self.outputs))
+
+    def is_returned(self, value: Value) -> bool:
+        return id(value) in self.returned
+
+    def original(self, value: Value) -> Value:
+        """The value itself; of a part of the graph, what its copy stands for."""
+        return value
+
+    def node_in_subgraph(self, node: Node) -> "Node | None":
+        """The node itself; of a part of the graph, the part's node for it, if it has one."""
+        return node
+
+    @functools.cached_property
+    def dead(self) -> frozenset[int]:
+        """Indices of the nodes that nobody needed as the program was traced."""
+        needed: set[int] = set()
+        for node in reversed(self.nodes):
+            if node.eqn.effects or any(self.is_returned(v) or any(n.index in needed for n in v.users) for v in node.outputs):
+                needed.add(node.index)
+        return frozenset(range(len(self.nodes))) - needed
+
+    @functools.cached_property
+    def is_symbolic(self) -> bool:
+        """Whether a value has no fixed shape, as `jax.export` traces them."""
+        return is_symbolic([v.aval for node in self.nodes for v in (*node.inputs, *node.outputs)])
+
+    def _read(self, environment, atom) -> Value:
+        return Value(atom.aval, literal=atom.val) if isinstance(atom, Literal) else environment[atom]
+
+    def _inline(self, jaxpr, environment, name_stack, callers=()):
+        for eqn in jaxpr.eqns:
+            inputs = [self._read(environment, v) for v in eqn.invars]
+            inner = _inlinable(eqn)
+            if inner is not None:
+                inside = dict(zip(inner.jaxpr.invars, inputs))
+                for var, constant in zip(inner.jaxpr.constvars, inner.consts):
+                    inside[var] = self._closed_over(var, constant)
+                self._inline(inner.jaxpr, inside, name_stack + eqn.source_info.name_stack, (eqn, *callers))
+                outputs = [self._read(inside, v) for v in inner.jaxpr.outvars]
+            else:
+                outputs = self._node(eqn, inputs, name_stack, callers).outputs
+            environment.update(zip(eqn.outvars, outputs))
+
+    def _closed_over(self, var, constant) -> Value:
+        value = Value(var.aval)
+        self.constants.append(value)
+        self.constant_arrays.append(constant)
+        return value
+
+    def _node(self, eqn, inputs, name_stack, callers) -> Node:
+        """A node for the equation, or the node that already computes the same."""
+        if known := self.known(eqn, inputs):
+            return known
+        node = Node(eqn, len(self.nodes), inputs, name_stack, callers)
+        self.nodes.append(node)
+        if not eqn.effects and (key := key_of(eqn, inputs)) is not None:
+            self._seen[key] = node
+        return node
+
+    def known(self, eqn, inputs: list[Value]) -> Node | None:
+        """The node that computes this equation of these values."""
+        known = None if eqn.effects else self._seen.get(key_of(eqn, inputs))
+        return known if known is None or known.primitive not in CUSTOM_DERIVATIVE_CALLS or _same_rule(known.eqn, eqn) else None
+
+
+LONGEST_RULED = 32  # equations of a function with a rule of its own that are read to find its equal
+
+
+def key_of(eqn, inputs: list[Value]):
+    """What is the same for equations that compute the same; None: nothing is known to be. A function with a derivative
+    rule is made anew at every call: it is known by its text, its rule is then to be compared."""
+    name, params = name_of(eqn), params_of(eqn)
+    if name in CUSTOM_DERIVATIVE_CALLS:
+        if name != "custom_jvp_call" or len(params["call_jaxpr"].eqns) > LONGEST_RULED:
+            return None
+        params = dict(text=str(params["call_jaxpr"].jaxpr))
+    key = (
+        eqn.primitive,
+        tuple([id(v) if v.literal is None else (np.asarray(v.literal).tobytes(), v.aval) for v in inputs]),
+        tuple(sorted(params.items())),
+    )
+    try:
+        hash(key)
+    except TypeError:  # an unhashable parameter: the equation stays on its own
+        return None
+    return key
+
+
+def _same_rule(one, other) -> bool:
+    """Whether two `custom_jvp_call`s with the same text have the same derivative. What that text cannot tell, constants and
+    rules within the rule, is taken to differ."""
+
+    def derivative(eqn):
+        types = tuple(v.aval for v in eqn.invars)
+        bind = functools.partial(eqn.primitive.bind, **eqn.primitive.get_bind_params(eqn.params))
+        traced = jax.make_jaxpr(lambda primals, tangents: jax.jvp(bind, primals, tangents))(types, types)
+        closed = traced.consts or params_of(eqn)["call_jaxpr"].consts
+        return object() if closed or any(name in str(traced) for name in CUSTOM_DERIVATIVE_CALLS[1:]) else str(traced)
+
+    try:
+        return derivative(one) == derivative(other)
+    except TypeError:  # of an argument that has no tangent
+        return False
+
+
+class Emission(NamedTuple):
+    """What replaces the producers of the values it `defines`: `run(read)` yields (value, array) for each of them once all
+    `needs` can be read."""
+
+    needs: tuple[Value, ...]
+    defines: tuple[Value, ...]
+    run: Callable[[Callable[[Value], object]], Iterable[tuple[Value, object]]]
+
+    def context(self):
+        """What it runs in: the mesh, and what else JAX keeps of where an equation was traced, of a node that it replaces."""
+        return next((v.producer.eqn.ctx.manager for v in self.defines if v.producer), contextlib.nullcontext())
+
+
+def evaluate(graph, arguments: Sequence, replacements: dict[int, Emission], replay=Node.replay) -> list:
+    """The outputs of a graph, or of a part of one, for `arguments`; `replacements` maps id(value) to what computes it instead of `replay`.
+
+    Nodes that nobody needs any more are left out; nodes with effects stay, in their order.
+    """
+    known = zip([*graph.inputs, *graph.constants], [*arguments, *graph.constant_arrays])
+    environment = {id(value): array for value, array in known}
+    for node in graph.nodes:
+        if node.eqn.effects:
+            inputs = compute(node.inputs, environment, replacements, replay)
+            if node.outputs:
+                compute(node.outputs, environment, replacements, replay)
+            else:
+                replay(node, inputs)
+    return compute(graph.outputs, environment, replacements, replay)
+
+
+def compute(wanted: Iterable[Value], environment: dict[int, object], replacements: dict[int, Emission], replay=Node.replay) -> list:
+    """The wanted values, computed on demand from those in `environment`, by id, and put there.
+
+    Depth-first, without recursion: a program may be thousands of equations deep."""
+
+    def read(value: Value):
+        return value.literal if value.literal is not None else environment[id(value)]
+
+    def steps(value: Value) -> Iterator[Value]:
+        """Yields the values needed first, then computes `value`."""
+        node, emission = value.producer, replacements.get(id(value))
+        yield from emission.needs if emission else node.inputs
+        if emission:
+            with emission.context():
+                environment.update((id(v), array) for v, array in emission.run(read))
+        else:
+            environment.update(zip(map(id, node.outputs), replay(node, [read(v) for v in node.inputs])))
+
+    stack: list[tuple[Value, Iterator[Value] | None]] = [(value, None) for value in wanted]
+    while stack:
+        value, running = stack.pop()
+        if value.literal is not None or id(value) in environment:
+            continue
+        running = running or steps(value)
+        needed = next(running, None)
+        if needed is not None:
+            stack += [(value, running), (needed, None)]
+    return [read(value) for value in wanted]
+
+
+def subprograms(node: Node) -> dict[str, object]:
+    """The programs of a node that run as part of this one: loops, branches, remat, shards."""
+    return programs(node) if node.primitive in (*CONTROL, *INLINED) else {}
+
+
+def programs(node: Node) -> dict[str, object]:
+    """Parameters of a node that hold programs."""
+    return {
+        name: value
+        for name, value in node.params.items()
+        if isinstance(value, (ClosedJaxpr, Jaxpr))
+        or isinstance(value, tuple) and value and all(isinstance(v, ClosedJaxpr) for v in value)
+    }
+
+
+def inside(node: Node, work: Callable[[], object]):
+    """The result of `work`, done where a program of the node's would be traced: a shard_map has named axes."""
+    if node.primitive != "shard_map":
+        return work()
+    params, results = node.params, []
+    names = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
+
+    def shard():
+        results.append(work())
+
+    jax.eval_shape(jax.shard_map(shard, mesh=params["mesh"], in_specs=(), out_specs=None, axis_names=names,
+                                 check_vma=params["check_vma"]))
+    return results[0]
+
+
+def retraced(body: ClosedJaxpr | Jaxpr, function) -> ClosedJaxpr | Jaxpr:
+    """`function` as a program to stand where `body` stood. Raises TypeError if it returns other types than the body."""
+    before = body.jaxpr if isinstance(body, ClosedJaxpr) else body
+    after = jax.make_jaxpr(function)(*[v.aval for v in before.invars])
+    was, now = ([v.aval for v in jaxpr.outvars] for jaxpr in (before, after.jaxpr))
+    if was != now:
+        raise TypeError(f"the rewritten body returns {now}, not {was}")
+    return after if isinstance(body, ClosedJaxpr) else after.jaxpr
+
+
+def _inlinable(eqn) -> ClosedJaxpr | None:
+    """The body of a plain nested `jit`. One with shardings of its own, or donated arguments, stays as it is."""
+    if name_of(eqn) not in INLINED or eqn.effects:
+        return None
+    params = eqn.params
+    body = params.get("jaxpr") or params.get("call_jaxpr")
+    if not isinstance(body, ClosedJaxpr):
+        return None
+    own = [*params.get("in_shardings", ()), *params.get("out_shardings", ())]
+    specified = any(type(s).__name__ != "UnspecifiedValue" for s in own)
+    return None if specified or any(params.get("donated_invars", ())) else body

@@ -1,0 +1,97 @@
+"""Who reads a value, once what is already fused is gone: the graph's lists of users, kept true while matches are made."""
+
+from collections.abc import Set as AbstractSet
+
+from jaxfuse.program.graph import Emission, Graph, Node, Value
+from jaxfuse.program.site import Match
+
+
+class FusedReader:
+    """Stands among the users of a value for the match that needs it. No pattern looks through it."""
+
+    primitive = "fused"
+    params: dict = {}
+    inputs = outputs = ()
+
+    def __init__(self, match: Match):
+        self.match, self.index = match, -1 - match.anchor.index  # no node of the graph
+
+    def __str__(self):
+        return f"the fused {self.match.pattern} ({self.match.direction}) at {self.match.anchor.source()}"
+
+
+def accept(graph: Graph, match: Match) -> set[int]:
+    """Makes the match a reader of what it needs; takes the nodes that nobody needs any more out of the lists of users.
+
+    Returns the indices of those nodes."""
+    reader = FusedReader(match)
+    needs = [need for emission in match.emissions for need in emission.needs]
+    needs += [value.producer.inputs[0] for value in needs if value.producer and value.producer.index < 0]  # of a transpose
+    for value in dict.fromkeys(needs):
+        value.users.append(reader)  # type: ignore[arg-type]  # it has what readers are asked for
+    _revive(graph, needs)
+    defined = tuple(value for emission in match.emissions for value in emission.defines)
+    graph.replaced |= set(map(id, defined))
+    fused_away = dead_after(graph, defined, ignored=graph.dead)
+    for node in fused_away.values():
+        for value in dict.fromkeys(node.inputs):
+            value.users.remove(node)
+    graph.fused_away |= set(fused_away)
+    return set(fused_away)
+
+
+def _revive(graph: Graph, needs: list[Value]) -> None:
+    """What the program itself did not need may be what a match reads: a relu's value, in a gradient without its loss."""
+    pending, revived = list(needs), set()
+    while pending:
+        node = pending.pop().producer
+        if node is not None and node.index in graph.dead and node.index not in revived:
+            revived.add(node.index)
+            pending += node.inputs
+    graph.dead -= revived
+
+
+def circular(graph: Graph, replacements: dict[int, Emission]) -> list[Emission]:
+    """Emissions of which each needs what the next defines, and the last what the first defines: each match is sound by
+    itself, two that wait for each other are not."""
+    path: dict[int, Value] = {}  # values whose needs are being looked at
+    done: set[int] = set()
+    stack = [(value, False) for value in graph.outputs] + [(v, False) for n in graph.nodes if n.eqn.effects for v in n.inputs]
+    while stack:
+        value, looked_at = stack.pop()
+        emission = replacements.get(id(value))
+        if looked_at:
+            path.pop(id(value))
+            done |= {id(value)} | set(map(id, emission.defines if emission else ()))
+        elif id(value) in path:
+            return [replacements[key] for key in path if key in replacements]
+        elif id(value) not in done:
+            path[id(value)] = value
+            stack.append((value, True))
+            needs = emission.needs if emission else value.producer.inputs if value.producer else ()
+            stack += [(need, False) for need in needs]
+    return []
+
+
+def dead_after(graph: Graph, defined: tuple[Value, ...], kept: Value | None = None,
+               ignored: AbstractSet[int] = frozenset()) -> dict[int, Node]:
+    """The nodes, by index, that nobody needs once `defined` are computed otherwise; `kept` is needed all the same. Readers with an
+    index in `ignored` do not count."""
+    fused_away: dict[int, Node] = {}
+    replaced = graph.replaced | {id(value) for value in defined}
+    pending = [value.producer for value in defined]
+
+    def needed(value: Value) -> bool:
+        return id(value) not in replaced and (
+            value is kept or graph.is_returned(value)
+            or any(user.index not in fused_away and user.index not in ignored for user in value.users))
+
+    while pending:
+        node = pending.pop()
+        if node is None or node.index < 0 or node.index in fused_away or node.index in graph.fused_away:
+            continue
+        if node.eqn.effects or any(map(needed, node.outputs)):
+            continue
+        fused_away[node.index] = node
+        pending += [value.producer for value in node.inputs]
+    return fused_away

@@ -1,0 +1,1 @@
+"""The machine, JAX and the libraries beneath: the native modules, platforms, threads, memory, versions."""

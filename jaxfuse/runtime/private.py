@@ -1,0 +1,154 @@
+"""The private parts of JAX that cannot be avoided. Tried with jax 0.10.2, 0.11.2 and 0.12.0.1."""
+
+import dataclasses
+import importlib
+import pathlib
+from typing import Any
+
+import jax
+from jax._src import core, dispatch, traceback_util
+from jax._src.interpreters import mlir, partial_eval
+from jax.sharding import PartitionSpec
+
+JITTED = type(jax.jit(lambda: None))
+
+# Since JAX 0.12 an equation may hold an object in place of parameters. The classes that stand for equations of old.
+OBJECTS = {"CustomJVPTraced": "custom_jvp_call", "CustomVJPTraced": "custom_vjp_call", "RematTraced": "checkpoint"}
+
+
+def name_of(eqn) -> str:
+    """The primitive's name; with `jax_custom_jvp3`, `jax_custom_vjp3` and `jax_remat3` the same as without."""
+    held = eqn.params.get("_prim")
+    return eqn.primitive.name if held is None else OBJECTS.get(type(held).__name__, type(held).__name__)
+
+
+def params_of(eqn) -> dict[str, Any]:
+    """The equation's parameters; of an object that has a program under `jaxpr` or `call_jaxpr`, as the equations of old."""
+    held = eqn.params.get("_prim")
+    match held and name_of(eqn):
+        case "custom_jvp_call" | "custom_vjp_call":
+            return {"call_jaxpr": held.traced.jaxpr, "symbolic_zeros": held.params["symbolic_zeros"]}
+        case "checkpoint":
+            return dict(held.params)
+    if "ft_in" in eqn.params:  # a scan's inputs, since JAX 0.12
+        consts, carry, _ = map(len, eqn.params["ft_in"].unpack())
+        return eqn.params | {"num_consts": consts, "num_carry": carry}
+    return eqn.params
+
+
+def with_params(eqn, changed: dict[str, Any]):
+    """The equation with some parameters changed: those of a loop, a branch or a checkpoint."""
+    held = eqn.params.get("_prim")
+    if held is None:
+        return eqn.replace(params=eqn.params | changed)
+    return eqn.replace(params=eqn.params | {"_prim": type(held)(**held.params | changed)})
+
+
+def scan_over(eqn, body, num_consts: int, used: list[bool]) -> dict[str, Any]:
+    """The parameters of a scan like this one over a body with other constants that returns those outputs which are `used`."""
+    params = eqn.params | {"jaxpr": body}
+    if "ft_in" in params:
+        trees = importlib.import_module("jax._src.flattree")  # since JAX 0.12
+        _, carry, xs = params["ft_in"].unpack()
+        ft_in = trees.pack((trees.nones(num_consts), carry, xs))
+        return params | {"ft_in": ft_in, "ft_out": params["ft_out"].filter_with_mask(used)}
+    linear = {"linear": (False,) * len(body.in_avals)} if "linear" in params else {}
+    return params | {"num_consts": num_consts} | linear
+
+
+def is_symbolic(arrays) -> bool:
+    """Whether any of the shapes has a number that is not known yet, as `jax.export` traces them."""
+    return any(hasattr(n, "_get_vars") for a in arrays for n in getattr(a, "shape", ()))
+
+
+BATCH = 32  # what a size is taken to be that is not known
+
+
+def known(size) -> int:
+    """The size itself, or of a symbolic one what it is for a representative batch."""
+    return size._evaluate(dict.fromkeys(size._get_vars(), BATCH)) if hasattr(size, "_get_vars") else size
+
+
+def is_exported(ctx) -> bool:
+    """Whether the program that is being lowered is for `jax.export`."""
+    return ctx.module_context.lowering_parameters.for_export
+
+
+def promise(targets) -> bool:
+    """Tells `jax.export` that these custom calls keep their meaning. False where this JAX cannot be told so."""
+    stable = getattr(importlib.import_module("jax._src.export._export"), "_CUSTOM_CALL_TARGETS_GUARANTEED_STABLE", None)
+    if not isinstance(stable, set):
+        return False
+    stable.update(targets)
+    return True
+
+
+def divided_among(ctx) -> int:
+    """How many devices XLA divides the program that is being lowered among; 1 where a `shard_map` has done so."""
+    axes = ctx.module_context.axis_context
+    if hasattr(axes, "manual_axes"):
+        return 1 if set(axes.manual_axes) == set(axes.mesh.axis_names) else axes.mesh.size
+    return getattr(axes, "num_devices", 1)
+
+
+def with_devices(ctx, devices: tuple):
+    """`ctx` with these as the program's, which a `custom_partitioning` asks for. It needs their number alone, where it is not
+    told of a mesh; JAX would have the mesh of the whole program."""
+    axes = ctx.module_context.axis_context
+    if hasattr(axes, "manual_axes"):
+        return ctx
+    known = dataclasses.replace(axes, device_assignment=devices, abstract_mesh=None)
+    return ctx.replace(module_context=ctx.module_context.replace(axis_context=known))
+
+
+def sharded_as(types, ctx, values) -> list:
+    """The values of a program that is being lowered, with the shardings that their types have on explicit axes of a mesh."""
+    return [mlir.lower_with_sharding_in_types(ctx, value, aval) for value, aval in zip(values, types, strict=True)]
+
+
+def run_alone(primitive) -> None:
+    """Makes it compiled and run by itself where nothing is being traced, as JAX's own are: under `jax.disable_jit()` too, and a
+    NaN under `jax_debug_nans` is an error that names it."""
+    dispatch.simple_impl(primitive)
+
+
+def is_traced() -> bool:
+    """Whether what is computed now becomes part of a program, rather than being run."""
+    return isinstance(core.trace_ctx.trace, partial_eval.DynamicJaxprTrace)
+
+
+def is_jitted(fn) -> bool:
+    """Whether `jax.jit` returned it. By its class: `functools.wraps` gives its attributes to functions that do something else. What `pjit`
+    was given partition specs for is another thing: it reads them under `with mesh:`, which jit does not know."""
+    if not (isinstance(fn, JITTED) and hasattr(fn, "_fun") and hasattr(fn, "_jit_info")):
+        return False
+    shardings = *fn._jit_info.in_shardings_leaves, *fn._jit_info.out_shardings_leaves
+    return not (fn._jit_info.use_resource_env and any(isinstance(s, PartitionSpec) for s in shardings))
+
+
+def hide_frames(*modules: str) -> None:
+    """Leaves these modules, such as "program.graph", out of the tracebacks that JAX shortens, as it leaves out its own."""
+    package = pathlib.Path(__file__).parent.parent
+    for name in modules:
+        traceback_util.register_exclusion(str(package.joinpath(*name.split(".")).with_suffix(".py")))
+
+
+def jit_options(fn) -> dict[str, Any]:
+    """The keyword arguments of `jax.jit` that fn was jitted with; none if it was not."""
+    if not is_jitted(fn):
+        return {}
+    info = fn._jit_info
+    names = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames", "keep_unused", "device", "backend", "inline")
+    options = {name: value for name in names if (value := getattr(info, name, None))}
+    for side in ("in", "out"):
+        shardings, layouts = (getattr(info, f"{side}_{what}_leaves") for what in ("shardings", "layouts"))
+        if not all(type(s).__name__ == "UnspecifiedValue" for s in shardings) and not any(layouts):
+            options[f"{side}_shardings"] = getattr(info, f"{side}_shardings_treedef").unflatten(shardings)
+    if info.compiler_options_kvs:
+        options["compiler_options"] = dict(info.compiler_options_kvs)
+    return options
+
+
+def unjitted(fn):
+    """The function that `jax.jit` was given; fn itself, if it is not jitted."""
+    return fn._fun if is_jitted(fn) else fn
