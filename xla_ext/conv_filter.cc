@@ -279,7 +279,7 @@ bool is_features_last(const Spec& spec) {
 
 }  // namespace
 
-// As measured, see the table in FILTERS.md: of one tap oneDNN's kernels are as fast, with AVX-512 also those of many inputs.
+// As measured (benchmarks/results/kernels.md): of one tap oneDNN's kernels are as fast, with AVX-512 also those of many inputs.
 bool is_faster(const Geometry& g, const Tensor& dw) {
   if (simd_level() == SimdLevel::portable || g.groups > 1 || g.taps(dw) == 1) return false;
   return simd_level() == SimdLevel::avx2 || g.inputs_per_group(dw) < Problem::kFewInputs;

@@ -9,7 +9,7 @@ namespace {
 // XLA's sums are longer. More slices are closer and slower, see the tables in README.md.
 int64_t longest_sum() { return onednn::has_avx512() ? 640 : 1200; }
 
-// Pixels in one sum of a filter's gradient, so that it errs by some 5e-7; see the table in FILTERS.md.
+// Pixels in one sum of a filter's gradient, so that it errs by some 5e-7; see the table in benchmarks/results/kernels.md.
 constexpr int64_t kLongestGradientSum = 800, kManyFeatures = 16;
 
 // As many as that of oneDNN's: its kernels of one tap add up a few pixels at a time, and with AVX-512 also those of many

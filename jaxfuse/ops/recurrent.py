@@ -10,7 +10,7 @@ from jaxfuse.ops.dense import OP as DENSE, DenseConfig
 from jaxfuse.runtime import ffi
 
 _DTYPES = ("float32", "bfloat16", "float16")
-WORTH_A_CALL = 1 << 20  # multiplications of a product from which the kernel of dense layers is as fast as XLA, see xla_ext/SEQUENCES.md
+WORTH_A_CALL = 1 << 20  # multiplications of a product from which the kernel of dense layers is as fast as XLA, see xla_ext/KERNELS.md
 
 
 def wide(array):

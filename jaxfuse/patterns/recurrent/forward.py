@@ -23,7 +23,7 @@ from jaxfuse.program.site import Match, Refusal, Unfit
 REARRANGED = (*RESHAPES, CAST, "transpose", "slice", "split", "concatenate")
 LARGEST_GATE = 40  # nodes between a gate and the dense layers it comes from
 LONGEST_SPELLING = 10  # nodes of a gate's function that is not one primitive
-ONE_STEP = "a cell outside a loop: XLA computes one step as fast"  # the figures are in xla_ext/SEQUENCES.md
+ONE_STEP = "a cell outside a loop: XLA computes one step as fast"  # the figures are in benchmarks/results/kernels.md
 
 
 class Differentiated(Unfit):

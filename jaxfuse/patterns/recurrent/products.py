@@ -22,7 +22,7 @@ def every_step(function, shared: list, steps: list, length: int) -> list:
 
 
 def _product(node: Node) -> Emission | None:
-    """Of x `[steps, batch, inputs]`, or without a batch, and a matrix, in float32: figures in xla_ext/SEQUENCES.md."""
+    """Of x `[steps, batch, inputs]`, or without a batch, and a matrix, in float32: figures in benchmarks/results/kernels.md."""
     x, w = node.inputs
     try:
         config = config_of(node)
