@@ -3,7 +3,7 @@
 JAXFUSE_OTHERS is "plain" (nothing is changed), "fused" (`jax.jit` is `jaxfuse.fuse` with policy "always", and so is what the tests
 call outside of jit: functions that JAX's tests compare or differentiate, `apply` of linen and haiku, Equinox's layers), "jitted" (the
 same with `jax.jit` itself, which some tests do not stand) or "layers" (Flax's layers are those of `jaxfuse.flax`). The numbers of
-sites that were fused are added up in the file that JAXFUSE_OTHERS_SITES names.
+sites that were fused, or of layers of ours that were made, are added up in the file that JAXFUSE_OTHERS_SITES names.
 """
 
 import functools
@@ -24,9 +24,8 @@ sites: list[int] = []
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config, parser, args):
     """Before a conftest.py imports what keeps a `jax.jit` of its own."""
-    if MODE in ("fused", "layers"):
-        _count_sites()
     if MODE == "fused":
+        _count_sites()
         _fuse_every_jit()
     if MODE in ("fused", "jitted"):
         _fuse_what_runs_eagerly(os.environ["JAXFUSE_OTHERS_PROJECT"])
@@ -207,4 +206,16 @@ def _exchange_layers():
     for theirs, ours in ((flax.linen, jaxfuse.flax.linen), (flax.nnx, jaxfuse.flax.nnx)):
         for name in ours.__all__:
             if isinstance(getattr(theirs, name, None), type):
-                setattr(theirs, name, getattr(ours, name))
+                setattr(theirs, name, _counted(getattr(ours, name)))
+
+
+def _counted(layer):
+    make = layer.__init__
+
+    @functools.wraps(make)
+    def __init__(self, *args, **kwargs):
+        sites.append(1)
+        make(self, *args, **kwargs)
+
+    layer.__init__ = __init__
+    return layer

@@ -107,7 +107,8 @@ def main() -> int:
     parser.add_argument("--only", action="append", help="a path within the checkout, instead of the project's list")
     parser.add_argument("--json", type=pathlib.Path, help="a file to which a row for each path is added")
     options, arguments = parser.parse_known_args()
-    columns = ("run", f"fail {options.mode}", "not expected to", "without jaxfuse too", "sites fused")
+    counted = {"fused": "sites fused", "layers": "layers made"}[options.mode]
+    columns = ("run", f"fail {options.mode}", "not expected to", "without jaxfuse too", counted)
     table = Table("tests of", *columns, title=f"{options.project}, {options.mode}")
     control = {"fused": "jitted", "layers": "plain"}[options.mode]
     new: dict[str, str] = {}
