@@ -1,4 +1,4 @@
-// Runs an execution plan that jaxfuse/cudnn made while the program was lowered. It knows no operation: which buffer is which
+// Runs an execution plan that jaxfuse/runtime/cudnn made while the program was lowered. It knows no operation: which buffer is which
 // tensor of the plan's graph is said by `uids`, operands first, then results; the last result is the plan's workspace.
 //
 // A plan is read once for each device: that allocates and loads kernels, in the first call. Calls after that only enqueue.

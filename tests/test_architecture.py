@@ -2,7 +2,9 @@
 
 import ast
 import graphlib
+import importlib
 import pathlib
+import re
 
 import pytest
 
@@ -70,6 +72,14 @@ def test_imports_run_one_way():
 def test_private_jax_lives_in_one_file():
     users = {module for module, path in modules().items() if "jax._src" in path.read_text()}
     assert users == {"runtime.private"}
+
+
+def test_scripts_import_what_there_is():
+    imports = re.compile(r"from (jaxfuse[\w.]*) import (\w+)")
+    found = [(path.name, *match) for path in ROOT.glob("*/*.sh") for match in imports.findall(path.read_text())]
+    assert found
+    for script, module, name in found:
+        assert hasattr(importlib.import_module(module), name), f"{script}: from {module} import {name}"
 
 
 def test_an_op_has_one_name_on_every_level():

@@ -47,7 +47,7 @@ fi
 cd "$tree"
 # setarch: the thread sanitizer wants memory where it was before kernels randomised more of it. -s: so that reports are seen.
 LD_PRELOAD=$runtime setarch -R python -c "
-from jaxfuse import ffi
+from jaxfuse.runtime import ffi
 reason = ffi.unavailable('jaxfuse_conv_fwd')
 raise SystemExit(reason and f'the tests of convolutions would all be skipped: {reason}')"
 LD_PRELOAD=$runtime setarch -R python -m pytest -q -s -p no:cacheprovider --share "$@" tests/test_attention.py tests/test_concurrency.py \
