@@ -1,8 +1,7 @@
 // The loops of product_kernels.h, for the ISA that the including product_<isa>.cc file is compiled for.
 #pragma once
 
-#include "product_kernels.h"
-#include "simd.h"
+#include "product_tile.h"
 
 namespace jaxfuse::product {
 namespace {
@@ -115,41 +114,6 @@ void pack(const Vectors& vectors, int64_t count, int64_t inner, float* to) {
                       : pack_elements<size>(from, step, inner_step, count - v, 0, inner, to);
     }
   });
-}
-
-// Unrolled by hand: the compiler would keep the sums in memory.
-template <int64_t rows, bool packed, int64_t kVectors>
-void outer_products(const Panels& panels, float* sums, int64_t stride, bool first) {
-  const int64_t a_row = packed ? 1 : panels.a_row;
-  Floats total[rows][kVectors];
-#pragma GCC unroll 8
-  for (int64_t i = 0; i < rows; ++i) {
-#pragma GCC unroll 8
-    for (int64_t j = 0; j < kVectors; ++j) total[i][j] = Floats{};
-    if (!first) __builtin_prefetch(sums + i * stride, 1);
-  }
-  for (int64_t line = 0; line < panels.count; ++line) {
-    const float *a = panels.a + panels.lines[line], *b = panels.b + line * panels.steps * panels.b_step;
-    for (int64_t s = 0; s < panels.steps; ++s, a += panels.a_step, b += panels.b_step) {
-      Floats v[kVectors];
-#pragma GCC unroll 8
-      for (int64_t j = 0; j < kVectors; ++j) v[j] = load(b + j * kLanes);
-#pragma GCC unroll 8
-      for (int64_t i = 0; i < rows; ++i) {
-        const Floats factor = broadcast(a[i * a_row]);
-#pragma GCC unroll 8
-        for (int64_t j = 0; j < kVectors; ++j) total[i][j] = multiply_add(factor, v[j], total[i][j]);
-      }
-    }
-  }
-#pragma GCC unroll 8
-  for (int64_t i = 0; i < rows; ++i) {
-#pragma GCC unroll 8
-    for (int64_t j = 0; j < kVectors; ++j) {
-      float* at = sums + i * stride + j * kLanes;
-      store(at, first ? total[i][j] : load(at) + total[i][j]);
-    }
-  }
 }
 
 template <bool packed, int64_t vectors>
