@@ -79,17 +79,9 @@ void transform_input(const float* const* pixels, int64_t channels, float* to, in
 
 // ---- the products of a point
 
-template <int64_t rows>
-void multiply_rows(const product::Panels& panels, int64_t count, float* sums, int64_t stride, bool first) {
-  if constexpr (rows > 1) {
-    if (count < rows) return multiply_rows<rows - 1>(panels, count, sums, stride, first);
-  }
-  product::outer_products<rows, false, kVectors>(panels, sums, stride, first);
-}
-
 void multiply(const float* a, int64_t a_row, int64_t rows, const float* b, int64_t steps, float* sums, int64_t stride, bool first) {
   static constexpr int64_t kLine = 0;
-  multiply_rows<kRows>({a, b, &kLine, 1, steps, 1, kColumns, a_row}, rows, sums, stride, first);
+  product::outer_products<kRows, false, kVectors>({a, b, &kLine, 1, steps, 1, kColumns, a_row}, rows, sums, stride, first, Whole{});
 }
 
 // ---- Aᵀ·m·A

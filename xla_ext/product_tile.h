@@ -8,9 +8,9 @@
 namespace jaxfuse::product {
 namespace {
 
-// Unrolled by hand: the compiler would keep the sums in memory.
-template <int64_t rows, bool packed, int64_t kVectors>
-void outer_products(const Panels& panels, float* sums, int64_t stride, bool first) {
+// Sums of `rows` rows; of the last vector of columns only `lanes`. Unrolled by hand: the compiler would keep the sums in memory.
+template <int64_t rows, bool packed, int64_t kVectors, class Lanes>
+void outer_products(const Panels& panels, float* sums, int64_t stride, bool first, Lanes lanes) {
   const int64_t a_row = packed ? 1 : panels.a_row;
   Floats total[rows][kVectors];
 #pragma GCC unroll 16
@@ -24,7 +24,7 @@ void outer_products(const Panels& panels, float* sums, int64_t stride, bool firs
     for (int64_t s = 0; s < panels.steps; ++s, a += panels.a_step, b += panels.b_step) {
       Floats v[kVectors];
 #pragma GCC unroll 8
-      for (int64_t j = 0; j < kVectors; ++j) v[j] = load(b + j * kLanes);
+      for (int64_t j = 0; j < kVectors; ++j) v[j] = load(b + j * kLanes, lanes);
 #pragma GCC unroll 16
       for (int64_t i = 0; i < rows; ++i) {
         const Floats factor = broadcast(a[i * a_row]);
@@ -38,9 +38,18 @@ void outer_products(const Panels& panels, float* sums, int64_t stride, bool firs
 #pragma GCC unroll 8
     for (int64_t j = 0; j < kVectors; ++j) {
       float* at = sums + i * stride + j * kLanes;
-      store(at, first ? total[i][j] : load(at) + total[i][j]);
+      store(at, first ? total[i][j] : load(at, lanes) + total[i][j], lanes);
     }
   }
+}
+
+// The same of `count` rows, at most `rows`.
+template <int64_t rows, bool packed, int64_t kVectors, class Lanes>
+void outer_products(const Panels& panels, int64_t count, float* sums, int64_t stride, bool first, Lanes lanes) {
+  if constexpr (rows > 1) {
+    if (count < rows) return outer_products<rows - 1, packed, kVectors>(panels, count, sums, stride, first, lanes);
+  }
+  outer_products<rows, packed, kVectors>(panels, sums, stride, first, lanes);
 }
 
 }  // namespace
