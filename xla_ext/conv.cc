@@ -8,6 +8,7 @@
 #include "conv_epilogue.h"
 #include "conv_onednn.h"
 #include "conv_pointwise.h"
+#include "conv_winograd.h"
 #include "nan_watch.h"
 
 namespace jaxfuse::conv {
@@ -61,14 +62,15 @@ void finish(const Forward& f, const void* in, DType in_dtype) {
   with_epilogue(f, in, in_dtype, [&](const Epilogue& e) { run_epilogue(f.y, f.geometry.out_spec[1], e); });
 }
 
-// What computes the products: a product of matrices or the loops for depthwise convolutions, both ours, or oneDNN.
-enum class Way { none, product, depthwise, onednn };
+// What computes the products: a product of matrices, the loops for depthwise convolutions or Winograd's, all ours, or oneDNN.
+enum class Way { none, product, depthwise, winograd, onednn };
 
 Way way(const Forward& f) {
   if (f.x.size() == 0 || f.w.size() == 0 || f.y.size() == 0) return Way::none;
   if (f.y.dtype != f.x.dtype) return Way::onednn;
   if (pointwise::takes(f.geometry, f.x, f.w)) return Way::product;
-  return depthwise::takes(depthwise::Pass::forward, f.geometry, f.x, f.w, f.y) ? Way::depthwise : Way::onednn;
+  if (depthwise::takes(depthwise::Pass::forward, f.geometry, f.x, f.w, f.y)) return Way::depthwise;
+  return winograd::takes(f.geometry, f.x, f.w, f.y) ? Way::winograd : Way::onednn;
 }
 
 unsigned libraries(const Call& call) { return way(checked(call)) == Way::onednn ? kOneDNN : kNative; }
@@ -177,6 +179,9 @@ void conv_fwd(const Call& call) {
     case Way::none: return run_without_products(f);
     case Way::product: return pointwise::forward(f);
     case Way::depthwise: return run_saving(f, run_depthwise);
+    case Way::winograd:
+      if (winograd::forward(f)) return;
+      [[fallthrough]];  // each NaN where it belongs
     case Way::onednn: return run_saving(f, run_onednn);
   }
 }

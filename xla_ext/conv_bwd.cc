@@ -13,6 +13,7 @@
 #include "conv_filter.h"
 #include "conv_pointwise.h"
 #include "conv_slices.h"
+#include "conv_winograd.h"
 #include "parallel.h"
 
 namespace jaxfuse::conv {
@@ -142,14 +143,13 @@ onednn::SharedPrimitive make_weights(Geometry g, const Tensor& input, const Tens
       onednn::Primitive::Layouts{{DNNL_ARG_DIFF_WEIGHTS, w}});
 }
 
-// At stride 1 the gradient is a convolution itself, of g with the filter turned around; null where it is not, or where
-// turning the filter is not a matter of whole rows.
+// At stride 1 the gradient is a convolution itself, of g with the filter turned around; null where it is not.
 std::optional<Geometry> turned(const Geometry& geometry, const Tensor& w) {
   Geometry t = geometry;
   std::swap(t.lhs_spec, t.out_spec);
   std::swap(t.rhs_spec[0], t.rhs_spec[1]);
   const int64_t n = geometry.spatial_rank();
-  bool possible = t.rhs_spec[0] >= n && t.rhs_spec[1] >= n;
+  bool possible = true;
   for (int64_t d = 0; d < n; ++d) {
     const int64_t reach = (w.shape[t.rhs_spec[d + 2]] - 1) * t.dilation[d];
     for (Shape* padding : {&t.padding_low, &t.padding_high}) possible &= ((*padding)[d] = reach - (*padding)[d]) >= 0;
@@ -158,10 +158,17 @@ std::optional<Geometry> turned(const Geometry& geometry, const Tensor& w) {
   return possible ? std::optional(t) : std::nullopt;
 }
 
-// The gradient in that form, where its sums are long enough to be sliced.
+// The gradient in that form, by Winograd where that is faster.
+bool data_gradient_by_winograd(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g) {
+  const auto forward = turned(geometry, w);
+  return forward && winograd::takes(*forward, g, w, dx) && winograd::forward_flipped({*forward, g, w, {}, {}, {}, dx, Activation::none, {}});
+}
+
+// The gradient in that form, where its sums are long enough to be sliced, and turning the filter is a matter of whole rows.
 bool data_gradient_sliced(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g) {
   const auto forward = turned(geometry, w);
-  if (!forward || slice_count(*forward, g, w, dx) == 1) return false;
+  const int64_t n = geometry.spatial_rank();
+  if (!forward || std::min(geometry.rhs_spec[0], geometry.rhs_spec[1]) < n || slice_count(*forward, g, w, dx) == 1) return false;
   const int64_t taps = size_of(Shape(w.shape.begin(), w.shape.begin() + geometry.spatial_rank()));
   const size_t bytes = w.bytes() / taps;
   const onednn::Scratch scratch(w.bytes());
@@ -175,7 +182,7 @@ bool data_gradient_sliced(const Geometry& geometry, const Tensor& dx, const Tens
 void data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g) {
   if (dx.size() == 0) return;
   if (w.size() == 0 || g.size() == 0) return (void)std::memset(dx.data, 0, dx.bytes());
-  if (data_gradient_sliced(geometry, dx, w, g)) return;
+  if (data_gradient_by_winograd(geometry, dx, w, g) || data_gradient_sliced(geometry, dx, w, g)) return;
   onednn::cached(key_of(Direction::data, geometry, dx, w, g), [&] { return make_data(geometry, dx, w, g); })
       ->run({{DNNL_ARG_DIFF_DST, g.data}, {DNNL_ARG_WEIGHTS, w.data}, {DNNL_ARG_DIFF_SRC, dx.data}});
 }

@@ -1,0 +1,3 @@
+#include "product_loops.h"
+
+const jaxfuse::product::Kernels jaxfuse::product::avx512_kernels = kernels;
