@@ -9,7 +9,7 @@ from rich.table import Table
 
 from jaxfuse.runtime import cuda, ffi, memory, threads, versions
 from jaxfuse.runtime.cudnn import backend
-from jaxfuse.tuning import tuned
+from jaxfuse.tuning import measured, tuned
 from jaxfuse.tuning.rules import TABLE
 
 
@@ -129,6 +129,6 @@ def _rules(listed: bool) -> list[tuple[str, str]]:
         return [('policy "measured"', f"{origin}; python -m jaxfuse doctor --rules has the sizes")]
     rows = []
     for op, table in TABLE.items():
-        rules = [rule for rule in (*found.rules.get(op, ()), *table.rules) if rule.isa in (None, *tuned.isa())]
+        rules = [rule for rule in (*found.rules.get(op, ()), *measured.rules(op)) if rule.isa in (None, *tuned.isa())]
         rows.append((f"  {op}", "\n".join(f"{rule.sites}: {rule.wins_from(table.unit)}; {rule.machine}" for rule in rules)))
     return [('policy "measured"', f"{origin}; the fused kernel is used from this size on:"), *rows]

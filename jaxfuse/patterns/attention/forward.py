@@ -72,7 +72,8 @@ class _Site:
             mine = {n.index for n in self.form.nodes}
             raise Unfit(f"what is inside is read by {next((n for n in readers if n.index not in mine), self.node)} too")
         types = self._types()
-        require(OP.forward, self.config, types, unprofitable, "attention", self.config, types)
+        direction = "backward" if gradient else "forward"  # where the program has the gradient both are worth it, or neither
+        require(OP.forward, self.config, types, unprofitable, "attention", self.config, types, direction)
         saved = self._saved(types) if gradient else ()
         back = [self._backward(gradient, types, saved)] if gradient else []
         scores = 2 * 4 * math.prod(self.config.sizes(*types[:3])[a] for a in self.config.scores)  # written and read again
