@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 
+import jax
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -30,7 +31,8 @@ def compiled_loops(namespace: str, isa: str) -> str:
 
 
 def sources():
-    return [path for folder in ("xla_ext", "cuda") for path in (ROOT / folder).iterdir() if path.suffix in (".h", ".cc", ".cu", ".cuh")]
+    return [path for folder in ("xla_ext", "xla_ext/onednn", "cuda") for path in (ROOT / folder).iterdir()
+            if path.suffix in (".h", ".cc", ".cu", ".cuh")]
 
 
 def switches(text: str) -> list[str]:
@@ -86,6 +88,18 @@ def test_compiler_flags_of_the_users_own(isa):
     """CXXFLAGS="-march=native" on a machine with AVX-512 leaves each file its own instruction set."""
     subprocess.run([COMPILER, *FLAGS, "-march=skylake-avx512", *options(f"{isa}_SOURCES"), f"-I{ROOT / 'xla_ext'}", "-fsyntax-only",
                     "-x", "c++", "-"], input=compiled_loops("product", isa), text=True, check=True)
+
+
+@needs_compiler
+def test_a_build_without_onednn_has_all_that_is_asked_of_it(tmp_path):
+    """What onednn.h declares absent.cc defines. (`xla_ext/sanitize.sh absent` builds it all.)"""
+    folder, target = ROOT / "xla_ext/onednn", tmp_path / "absent.o"
+    header = re.sub(r"//.*", "", (folder / "onednn.h").read_text())
+    declared = re.findall(r"^[\w:* ]+?\b(\w+)\([^{}]*?\);", header, re.M)
+    subprocess.run([COMPILER, *FLAGS, f"-I{ROOT / 'xla_ext'}", f"-I{jax.ffi.include_dir()}", '-DJAXFUSE_NO_ONEDNN="of a test"', "-c",
+                    str(folder / "absent.cc"), "-o", str(target)], check=True)
+    symbols = subprocess.run(["nm", "-C", str(target)], capture_output=True, text=True, check=True).stdout
+    assert sorted(declared) == sorted(re.findall(r" T jaxfuse::onednn::(\w+)\(", symbols)) and len(declared) > 10
 
 
 @needs_x86

@@ -61,7 +61,7 @@ def private_copy() -> pathlib.Path:
 
 
 def script():
-    spec = importlib.util.spec_from_file_location("private_onednn", ROOT / "xla_ext/private_onednn.py")
+    spec = importlib.util.spec_from_file_location("private_copy", ROOT / "xla_ext/onednn/private_copy.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -112,7 +112,7 @@ assert foreign.threads() == 77
 def test_a_library_that_is_not_ours_is_refused_untouched(tmp_path):
     """Of another version; of ours, but with one of the OpenMP functions only. Then dense layers run by our own loops."""
     gomp = openmp(tmp_path)
-    names = re.findall(r"F\((dnnl_\w+)\)", (ROOT / "xla_ext/onednn_library.cc").read_text())
+    names = re.findall(r"F\((dnnl_\w+)\)", (ROOT / "xla_ext/onednn/library.cc").read_text())
     traps = [name for name in names if name != "dnnl_version"]
     other, partial = (foreign(tmp_path / v.replace(", ", ""), gomp, v, traps) for v in ("9, 9, 9", "3, 2, 0"))
     run("""
