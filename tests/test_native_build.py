@@ -42,9 +42,9 @@ def switches(text: str) -> list[str]:
 
 def test_a_switch_over_activations_has_no_default():
     """So that -Werror=switch finds the one that a new activation is missing from."""
-    found = {path.name: [body for body in switches(path.read_text()) if "case Activation::" in body] for path in sources()}
+    found = {path: [body for body in switches(path.read_text()) if "case Activation::" in body] for path in sources()}
     assert sum(len(bodies) > 0 for bodies in found.values()) >= 4
-    assert not [name for name, bodies in found.items() for body in bodies if "default:" in body]
+    assert not [path for path, bodies in found.items() for body in bodies if "default:" in body]
     for lists in ("CMakeLists.txt", "cuda/CMakeLists.txt"):
         assert re.search(r"target_compile_options\(.*-Werror=switch", (ROOT / lists).read_text())
 

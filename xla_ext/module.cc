@@ -23,10 +23,7 @@ void use_onednn(const std::string& path) {
 
 py::dict registrations() {
   py::dict capsules;
-  for (const auto& [name, handler] : handlers()) {
-    if (!onednn::is_loaded() && name.rfind("jaxfuse_conv", 0) == 0) continue;
-    capsules[name.c_str()] = py::capsule(reinterpret_cast<void*>(handler));
-  }
+  for (const auto& [name, handler] : handlers()) capsules[name.c_str()] = py::capsule(reinterpret_cast<void*>(handler));
   return capsules;
 }
 

@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxfuse.tuning.rules.rule import ZEN_3, ZEN_4, ZEN_4_BF16, Ladder, OpRules, Rule, points
+from jaxfuse.tuning.rules.rule import ZEN_3, ZEN_4_BF16, ZEN_4_ONEDNN, Ladder, OpRules, Rule, points
 
 
 def size(config, types) -> int:
@@ -143,7 +143,7 @@ RULES = OpRules(
             (4_194_304, (48.3, 29.2), (156, 105)),
             (9_437_184, (156, 132), (772, 554)),
             (16_777_216, (125, 88.1), (396, 333)),
-            (134_217_728, (844, 703), (2364, 2059))), dtype="float32", shape="linear", **ZEN_4),
+            (134_217_728, (844, 703), (2364, 2059))), dtype="float32", shape="linear", **ZEN_4_ONEDNN),
         Rule(points(
             (8_192, (4.6, 7.1), (12.1, 27)),
             (65_536, (5.7, 6.5), (18.6, 30.8)),
@@ -163,7 +163,7 @@ RULES = OpRules(
             (4_194_304, (78.4, 52.2), (204, 120)),
             (9_437_184, (183, 116), (572, 497)),
             (16_777_216, (158, 101), (546, 471)),
-            (134_217_728, (887, 790), (2507, 2474))), dtype="float32", shape="activated", **ZEN_4),
+            (134_217_728, (887, 790), (2507, 2474))), dtype="float32", shape="activated", **ZEN_4_ONEDNN),
         Rule(points(
             (8_192, (8.4, 6.2), (13.1, 35.7)),
             (65_536, (10.4, 6.9), (21.9, 42.1)),
@@ -181,7 +181,7 @@ RULES = OpRules(
             (4_194_304, (51.2, 26.4), (181, 86.2)),
             (8_388_608, (104, 51), (492, 174)),
             (50_331_648, (598, 292), (3179, 992)),
-            (402_653_184, (5302, 2485), (17006, 8073))), dtype="float32", shape="batched", **ZEN_4),
+            (402_653_184, (5302, 2485), (17006, 8073))), dtype="float32", shape="batched", **ZEN_4_ONEDNN),
         Rule(points(
             (2_048, (5.7, 15.4), (11.9, 35)),
             (32_768, (5.4, 16.5), (21.1, 33.8)),

@@ -12,6 +12,7 @@ ZEN_3 = dict(isa="avx2", machine="AMD Zen 3, 2 cores, AVX2")  # oneDNN computes 
 ZEN_4 = dict(isa="avx512", machine="AMD Zen 4, 2 cores, AVX-512")
 ZEN_4_BUSY = dict(isa="avx512", machine="AMD Zen 4, 2 cores, AVX-512, with other work on them")
 ZEN_4_BF16 = dict(isa="avx512_core_bf16", machine="AMD Zen 4, 2 cores, AVX-512")
+ZEN_3_ONEDNN, ZEN_4_ONEDNN = ZEN_3 | dict(library="onednn"), ZEN_4 | dict(library="onednn")
 
 
 class Point(NamedTuple):
@@ -26,7 +27,7 @@ class Point(NamedTuple):
 class Rule(NamedTuple):
     """For which sites of an op the points speak; None: for any. `direction` "forward" or "backward", `shape` one of the op's
     shape classes, `isa` a name that `jaxfuse.tuning.tuned.isa()` has ("avx2", "avx512", "avx512_core_bf16", "avx512_core_amx"). Every
-    built-in rule names one; what a user measures holds for that machine alone.
+    built-in rule names one; what a user measures holds for that machine alone. `library` "onednn": that computed, and must be there.
 
     Without a direction the forward and the backward points count together: what is rewritten going forward may be
     differentiated later.
@@ -38,10 +39,15 @@ class Rule(NamedTuple):
     shape: str | None = None
     isa: str | None = None
     machine: str = "this machine"
+    library: str | None = None
 
     def fits(self, direction: str, dtype: str, shape: str, isa: tuple[str, ...]) -> bool:
         own = (self.direction, direction), (self.dtype, dtype), (self.shape, shape)
-        return all(mine in (None, theirs) for mine, theirs in own) and (self.isa is None or self.isa in isa)
+        return all(mine in (None, theirs) for mine, theirs in own) and self.holds_with(isa)
+
+    def holds_with(self, isa: tuple[str, ...]) -> bool:
+        """`isa`: of our own loops and, where it is there, of oneDNN."""
+        return self.isa in (None, *isa) and (self.library is None or len(isa) == 2)
 
     @property
     def smallest(self) -> float:
