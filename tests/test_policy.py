@@ -126,10 +126,13 @@ PLAIN_JAX = {"conv one channel", "conv scattered"}  # written as other programs,
 @pytest.mark.parametrize("isa, dtypes, expected", [
     ((), ("float32", "bfloat16", "float16"), set()),  # no native module, as on aarch64
     (("portable", "sse41"), ("float32", "bfloat16", "float16"), set()),
+    (("avx2",), ("float32", "bfloat16", "float16"), OWN_LOOPS | PLAIN_JAX | {"dense"}),  # no oneDNN
+    (("avx512",), ("float32", "bfloat16"), OWN_LOOPS | PLAIN_JAX),
     (("avx512", "avx512_core"), ("bfloat16",), OWN_LOOPS | PLAIN_JAX),
     (("avx512", "avx512_core_amx"), ("bfloat16",), OWN_LOOPS | PLAIN_JAX)])
 def test_what_nobody_measured_has_no_rule(isa, dtypes, expected):
-    """AVX-512 without bf16, or with AMX, differs where oneDNN computes in bf16: convolutions and dense layers."""
+    """AVX-512 without bf16, or with AMX, differs where oneDNN computes in bf16: convolutions and dense layers. So does a machine
+    without oneDNN, but for dense layers on AVX2, which are our own loops'."""
     found = {name for op, table in TABLE.items() for shape in table.size_sweeps for dtype in dtypes for rule in measured.rules(op)
              if rule.fits("forward", dtype, shape, isa) for name in (op, f"{op} {shape}")}
     assert {name for name in found if name in TABLE} - {"conv"} | found & PLAIN_JAX == expected

@@ -5,6 +5,7 @@
 
 #include "parallel.h"
 #include "product.h"
+#include "scratch.h"
 #include "simd_level.h"
 
 namespace jaxfuse::conv::filter {
@@ -36,9 +37,9 @@ struct View {
   const float* data;
   int64_t image, feature, plane, row, column;
 
-  View(const Geometry& g, const Tensor& t, const Spec& spec) : data(t.as<float>()) {
-    const auto strides = g.data(t, spec).get_strides();
-    const size_t n = g.spatial_rank();
+  View(const Tensor& t, const Spec& spec) : data(t.as<float>()) {
+    const Shape strides = strides_of(t, spec);
+    const size_t n = spec.size() - 2;
     image = strides[0], feature = strides[1], column = strides[n + 1];
     row = n > 1 ? strides[n] : 0, plane = n > 2 ? strides[n - 1] : 0;
   }
@@ -58,8 +59,8 @@ struct Problem {
         groups(geometry.groups),
         inputs(in.shape[geometry.lhs_spec[1]] / groups),
         outputs(dy.shape[geometry.out_spec[1]] / groups),
-        x(geometry, in, geometry.lhs_spec),
-        g(geometry, dy, geometry.out_spec) {
+        x(in, geometry.lhs_spec),
+        g(dy, geometry.out_spec) {
     const size_t n = geometry.spatial_rank();
     Dimension* const dimensions[] = {&planes, &rows, &columns};
     for (size_t i = 0; i < n; ++i) {
@@ -246,7 +247,7 @@ class Task {
   const int64_t input_, inputs_, output_, outputs_, group_, plane_, width_, x_panel_;
   const bool narrow_;  // few features of g
   const int64_t g_panel_;
-  const onednn::Scratch scratch_;
+  const Scratch scratch_;
   float *const x_, *const g_;
   std::vector<int64_t> offsets_;
 };
@@ -291,7 +292,7 @@ void gradient(const Geometry& geometry, const Tensor& x, const Tensor& dw, const
   const Problem p(geometry, x, dw, g);
   const Cut cut(p);
   const bool in_place = cut.parts == 1 && p.groups == 1 && is_features_last(geometry.rhs_spec);
-  const onednn::Scratch scratch(in_place ? 0 : cut.parts * dw.bytes());
+  const Scratch scratch(in_place ? 0 : cut.parts * dw.bytes());
   float* sums = in_place ? dw.as<float>() : reinterpret_cast<float*>(scratch.data());
   parallel_for(cut.parts * cut.tiles, [&](int64_t i) {
     Task task(p, cut, i % cut.tiles);

@@ -8,6 +8,7 @@
 
 #include "conv_winograd_kernels.h"
 #include "dense.h"
+#include "onednn/onednn.h"
 #include "parallel.h"
 #include "scratch.h"
 #include "simd_level.h"
@@ -135,7 +136,7 @@ class Winograd {
     return finite;
   }
 
-  const Forward& f_;
+  const Forward f_;
   const bool flipped_;
   const Sizes s_;
   const Kernels& loops_;
@@ -152,7 +153,7 @@ bool takes(const Geometry& g, const Tensor& x, const Tensor& w, const Tensor& y)
   const bool fits = x.dtype == DType::F32 && y.dtype == DType::F32 && g.groups == 1 && g.strides == ones && g.dilation == ones &&
                     g.lhs_dilation == ones && w.shape[g.rhs_spec[2]] == 3 && w.shape[g.rhs_spec[3]] == 3 &&
                     is_channels_last(g.lhs_spec) && is_channels_last(g.out_spec);
-  if (!fits) return false;
+  if (!fits || !onednn::is_loaded()) return false;  // which computes what is not finite
   const Sizes s(g, x, w, y);
   // A transformed filter is 16/9 of itself, written and read again: a few tiles do not make up for many of its numbers.
   constexpr int64_t kFewestFeatures = 32, kFewestTiles = 48, kMostNumbersForATile = 1400;
@@ -162,6 +163,12 @@ bool takes(const Geometry& g, const Tensor& x, const Tensor& w, const Tensor& y)
 
 bool forward(const Forward& f) { return Winograd(f, false).run(); }
 
-bool forward_flipped(const Forward& f) { return Winograd(f, true).run(); }
+bool takes_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g) {
+  return takes(geometry.adjoint(w), g, w, dx);
+}
+
+bool data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g) {
+  return Winograd({geometry.adjoint(w), g, w, {}, {}, {}, dx, Activation::none, {}}, true).run();
+}
 
 }  // namespace jaxfuse::conv::winograd

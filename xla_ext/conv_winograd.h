@@ -1,7 +1,7 @@
 // 3×3 convolutions of stride 1 by Winograd's F(2×2): 16 products for the 36 of four outputs. In f32, channels last.
 #pragma once
 
-#include "conv_onednn.h"
+#include "conv.h"
 
 namespace jaxfuse::conv::winograd {
 
@@ -11,7 +11,8 @@ bool takes(const Geometry& geometry, const Tensor& x, const Tensor& w, const Ten
 // All of f. False where a result is not finite: infinities and NaN may have come to pixels that they do not belong to.
 bool forward(const Forward& f);
 
-// The same by the spatially flipped filter, as a gradient of x has it.
-bool forward_flipped(const Forward& f);
+// The same for dx, the convolution of g by the spatially flipped filter.
+bool takes_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g);
+bool data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g);
 
 }  // namespace jaxfuse::conv::winograd

@@ -6,9 +6,8 @@
 
 #include "activation_attr.h"
 #include "bf16.h"
-#include "conv.h"
-#include "onednn.h"
 #include "parallel.h"
+#include "scratch.h"
 #include "simd_level.h"
 
 namespace jaxfuse::dense {
@@ -83,7 +82,7 @@ void run_in_blocks(const Forward& f) {
   const Finisher finisher(f.epilogue);
   const Shape shape = f.sizes.output(), strides = dense_strides(shape);
   const int64_t step = std::min(shape[0], block_items(f.sizes)), columns = f.sizes.columns;
-  const onednn::Scratch scratch(bf16 ? step * strides[0] * sizeof(float) : 0);
+  const Scratch scratch(bf16 ? step * strides[0] * sizeof(float) : 0);
   for (int64_t begin = 0; begin < shape[0]; begin += step) {
     const int64_t items = std::min(step, shape[0] - begin), offset = begin * strides[0];
     float* sums = bf16 ? reinterpret_cast<float*>(scratch.data()) : y.as<float>() + offset;

@@ -1,4 +1,4 @@
-// The loops of product_kernels.h, for the ISA that the including product_<isa>.cc file is compiled for.
+// The loops of product_kernels.h, for the ISA that the including file is compiled for.
 #pragma once
 
 #include "product_tile.h"

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from jaxfuse.fuse import fuse, plan
+from jaxfuse.fuse import explain, fuse, plan
 from jaxfuse.tuning import tuned
 from jaxfuse.tuning.policy import unprofitable
 from jaxfuse.tuning.rules import TABLE
@@ -67,25 +67,29 @@ def measure(effort: Effort, console: Console) -> dict[str, tuple[Rule, ...]]:
         task = bar.add_task("", total=len(work))
         for op, shape, dtype in work:
             bar.update(task, description=f"{op} {shape} {dtype}")
-            if points := tuple(_points(op, TABLE[op].size_sweeps[shape], dtype, effort)):
-                found[op] += (Rule(points, None, dtype, shape),)
+            points, onednn = _points(op, TABLE[op].size_sweeps[shape], dtype, effort)
+            if points:
+                found[op] += (Rule(points, None, dtype, shape, onednn=onednn),)
             bar.advance(task)
     return found
 
 
-def _points(op: str, size_sweep: SizeSweep, dtype: str, effort: Effort) -> list[Point]:
-    found, calls = [], []
+def _points(op: str, size_sweep: SizeSweep, dtype: str, effort: Effort) -> tuple[tuple[Point, ...], bool]:
+    """The measurements, and whether oneDNN has a part in any."""
+    found, calls, onednn = [], [], False
     for shapes in size_sweep.shapes[: effort.sizes]:
         operands = arguments(shapes, dtype)
         size = max((size for _, size in sites(op, size_sweep.program, operands)), default=None)
         if size is None:
             continue
+        onednn |= any("onednn" in site.kernel for site in explain(size_sweep.program, *operands, policy="always").fused)
         for direction in DIRECTIONS:
             found.append((size, direction))
             for way in (size_sweep.program, fuse(size_sweep.program, policy="always")):
                 calls.append(functools.partial(_chain(way, direction), *operands))
     times = [round(1e6 * seconds / LENGTH, 2) for seconds in _in_turns(calls, effort)]
-    return [Point(size, xla, fused, direction) for (size, direction), xla, fused in zip(found, times[::2], times[1::2])]
+    points = (Point(size, xla, fused, direction) for (size, direction), xla, fused in zip(found, times[::2], times[1::2]))
+    return tuple(points), onednn
 
 
 def arguments(shapes, dtype: str) -> list[jax.Array]:

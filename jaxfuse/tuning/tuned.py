@@ -73,7 +73,8 @@ def read() -> Tuned:
 def save(measured: dict[str, tuple[Rule, ...]], date: str) -> Path:
     """Replaces the file, and says where it is. Raises OSError where that is not possible."""
     where = writable()
-    rows = {op: [{"shape": rule.shape, "dtype": rule.dtype, "points": rule.points} for rule in own] for op, own in measured.items()}
+    rows = {op: [dict(shape=rule.shape, dtype=rule.dtype, onednn=rule.onednn, points=rule.points) for rule in own]
+            for op, own in measured.items()}
     data = {"format": FORMAT, "date": date, **identity(), "rules": rows}
     cache.replace(where, json.dumps(data))
     _warned.cache_clear()

@@ -167,7 +167,7 @@ def _backward_axes(linear: Linear, ranks) -> BatchAxes:
     return BatchAxes(inputs, tuple(ax for ax, active in zip(outputs, linear.active) if active))
 
 
-# --- CPU kernel: oneDNN ------------------------------------------------------------------------------------------
+# --- CPU kernel: oneDNN, or our own loops --------------------------------------------------------------------------
 
 _DTYPES = ("float32", "bfloat16", "float16")  # float16 by way of float32
 
@@ -201,11 +201,16 @@ def _turned(config: ConvConfig, w):
     return lax.rev(w, config.rhs_spec[2:]) if config.transposed else w
 
 
+def _refuse_library(run, config, args) -> str | None:
+    types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args]
+    return ffi.refused_without_onednn(lambda *arrays: run(config, arrays, ()), *types)
+
+
 def _refuse_forward(config: ConvConfig, args) -> str | None:
     x, w, scale, bias, residual = config.unpack(args)
     if bias is not None and bias.dtype not in (x.dtype, jnp.float32):
         return f"bias of dtype {bias.dtype} with {x.dtype} input"
-    return ffi.unavailable("jaxfuse_conv_fwd") or _refuse_geometry(config, w, x)
+    return ffi.unavailable("jaxfuse_conv_fwd") or _refuse_geometry(config, w, x) or _refuse_library(_run_forward, config, args)
 
 
 def _run_forward(config: ConvConfig, args, mesh_axes):
@@ -223,7 +228,8 @@ def _run_forward(config: ConvConfig, args, mesh_axes):
 
 def _refuse_backward(linear: Linear, args) -> str | None:
     x, w, *others = args
-    return ffi.unavailable("jaxfuse_conv_bwd") or _refuse_geometry(linear.config, w, x, *others)
+    refused = ffi.unavailable("jaxfuse_conv_bwd") or _refuse_geometry(linear.config, w, x, *others)
+    return refused or _refuse_library(_run_backward, linear, args)
 
 
 def _run_backward(linear: Linear, args, mesh_axes):

@@ -35,11 +35,10 @@ def parsed(rows: dict[str, list[dict]], machine: str = "this machine",
 
 
 def _rules(op: str, row: dict, machine: str, isa: tuple[str | None, ...]) -> list[Rule]:
-    """Of bfloat16 they speak for the instruction set that oneDNN used, where it computes: without bf16 instructions, as with AMX,
-    other code runs."""
+    """Of bfloat16 they speak for the instruction set that oneDNN used, if it did: without bf16 instructions, as with AMX, other
+    code runs."""
     found = Rule(**{**row, "points": tuple(map(_point, row["points"]))})
-    by_onednn = found.dtype == "bfloat16" and found.shape in TABLE[op].onednn
-    found = found._replace(isa=isa[1] if by_onednn else isa[0], machine=machine)
+    found = found._replace(isa=isa[found.onednn and found.dtype == "bfloat16"], machine=machine)
     if not TABLE[op].directions_apart:
         return [found]
     return [found._replace(direction=way, points=tuple(p for p in found.points if p.direction == way)) for way in DIRECTIONS]

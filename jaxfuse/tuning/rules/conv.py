@@ -64,5 +64,5 @@ SIZE_SWEEPS = {
 }
 RULES = OpRules(
     "operations", size, size_sweeps=SIZE_SWEEPS, shape_class=shape_class,
-    dtypes=("float32", "bfloat16", "float16"), onednn=("full", "dilated", "grouped"),
+    dtypes=("float32", "bfloat16", "float16"),
 )

@@ -20,7 +20,7 @@ class Point(NamedTuple):
 class Rule(NamedTuple):
     """For which sites of an op the points speak; None: for any. `direction` "forward" or "backward", `shape` one of the op's
     shape classes, `isa` a name that `jaxfuse.tuning.tuned.isa()` has ("avx2", "avx512", "avx512_core_bf16", "avx512_core_amx"). What
-    comes with jaxfuse names one; what a user measures holds for that machine alone.
+    comes with jaxfuse names one; what a user measures holds for that machine alone. `onednn`: it had a part in it, and must be there.
 
     Without a direction the forward and the backward points count together: what is rewritten going forward may be
     differentiated later.
@@ -32,10 +32,15 @@ class Rule(NamedTuple):
     shape: str | None = None
     isa: str | None = None
     machine: str = "this machine"
+    onednn: bool = False
 
     def fits(self, direction: str, dtype: str, shape: str, isa: tuple[str, ...]) -> bool:
         own = (self.direction, direction), (self.dtype, dtype), (self.shape, shape)
-        return all(mine in (None, theirs) for mine, theirs in own) and (self.isa is None or self.isa in isa)
+        return all(mine in (None, theirs) for mine, theirs in own) and self.holds_with(isa)
+
+    def holds_with(self, isa: tuple[str, ...]) -> bool:
+        """`isa`: of our own loops and, where it is there, of oneDNN."""
+        return self.isa in (None, *isa) and (not self.onednn or len(isa) == 2)
 
     @property
     def smallest(self) -> float:
@@ -80,8 +85,7 @@ class OpRules(NamedTuple):
 
     unit: what `size(config, types)` counts, as in "operations"; `types` are the op's arguments with shape and dtype, of the
     forward op in both directions. `shape_class(config, types)` names a kind of site that has a size sweep, or rules, of its own.
-    `size_sweeps`: for each shape class what to measure. `onednn`: the classes that oneDNN computes, where it can, rather than our own
-    loops. `directions_apart`: whether a site is judged by its own direction alone.
+    `size_sweeps`: for each shape class what to measure. `directions_apart`: whether a site is judged by its own direction alone.
     """
 
     unit: str
@@ -89,5 +93,4 @@ class OpRules(NamedTuple):
     size_sweeps: dict[str, SizeSweep]
     shape_class: Callable[[Any, tuple], str] = lambda config, types: "any"
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
-    onednn: tuple[str, ...] = ()
     directions_apart: bool = False

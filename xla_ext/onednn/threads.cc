@@ -13,7 +13,7 @@
 #include <cstring>
 #include <iterator>
 
-#include "onednn_library.h"
+#include "library.h"
 #include "thread_pool.h"
 
 namespace jaxfuse::onednn {

@@ -1,6 +1,5 @@
-// oneDNN as the kernels of this package use it: one engine, scratch memory that is leased and given back, primitives that
-// run on the user's buffers whatever layout they like inside, and a cache of them. All of it may be used from many
-// threads at once; no lock is held while anything is computed or compiled.
+// oneDNN's primitives: one engine, primitives that run on the user's buffers whatever layout they like inside, and a cache of
+// them.
 #pragma once
 
 #include <cstdint>
@@ -10,21 +9,10 @@
 #include <vector>
 
 #include "dnnl.hpp"
-#include "scratch.h"
 
 namespace jaxfuse::onednn {
 
 const dnnl::engine& engine();
-
-// The instruction set that oneDNN uses here, which ONEDNN_MAX_CPU_ISA may lower; null where there is no oneDNN.
-const char* isa();
-
-// Two questions: Skylake, Cascade Lake and Ice Lake have AVX-512 without instructions for bf16, and what oneDNN does for bf16
-// there is slower than ours. False where there is no oneDNN.
-bool has_avx512();
-bool has_bf16();
-
-using jaxfuse::Scratch;
 
 // A oneDNN primitive, with a reorder for each argument whose layout in the user's buffer is not the primitive's.
 class Primitive {
@@ -38,7 +26,6 @@ class Primitive {
 
   // `buffers` lists (argument, the user's buffer).
   void run(const std::vector<std::pair<int, const void*>>& buffers) const;
-
 
  private:
   struct Argument {

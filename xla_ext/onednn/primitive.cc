@@ -1,4 +1,4 @@
-#include "onednn.h"
+#include "primitive.h"
 
 #include <pthread.h>
 
@@ -10,7 +10,7 @@
 #include <optional>
 #include <string>
 
-#include "onednn_library.h"
+#include "scratch.h"
 #include "thread_pool.h"
 
 namespace jaxfuse::onednn {
@@ -48,41 +48,6 @@ std::optional<SharedPrimitive> find(const Key& key) {
 }
 
 }  // namespace
-
-const char* isa() {
-  if (!is_loaded()) return nullptr;
-  switch (dnnl::get_effective_cpu_isa()) {
-    case dnnl::cpu_isa::sse41: return "sse41";
-    case dnnl::cpu_isa::avx: return "avx";
-    case dnnl::cpu_isa::avx2: return "avx2";
-    case dnnl::cpu_isa::avx2_vnni: return "avx2_vnni";
-    case dnnl::cpu_isa::avx2_vnni_2: return "avx2_vnni_2";
-    case dnnl::cpu_isa::avx512_core: return "avx512_core";
-    case dnnl::cpu_isa::avx512_core_vnni: return "avx512_core_vnni";
-    case dnnl::cpu_isa::avx512_core_bf16: return "avx512_core_bf16";
-    case dnnl::cpu_isa::avx512_core_fp16: return "avx512_core_fp16";
-    case dnnl::cpu_isa::avx512_core_amx: return "avx512_core_amx";
-    default: return "another";
-  }
-}
-
-bool has_avx512() {
-  if (!is_loaded()) return false;
-  switch (dnnl::get_effective_cpu_isa()) {
-    case dnnl::cpu_isa::sse41:
-    case dnnl::cpu_isa::avx:
-    case dnnl::cpu_isa::avx2:
-    case dnnl::cpu_isa::avx2_vnni:
-    case dnnl::cpu_isa::avx2_vnni_2: return false;
-    default: return true;
-  }
-}
-
-bool has_bf16() {
-  if (!has_avx512()) return false;
-  const dnnl::cpu_isa isa = dnnl::get_effective_cpu_isa();
-  return isa != dnnl::cpu_isa::avx512_core && isa != dnnl::cpu_isa::avx512_core_vnni;
-}
 
 const dnnl::engine& engine() {
   static const dnnl::engine& instance = *new dnnl::engine(dnnl::engine::kind::cpu, 0);

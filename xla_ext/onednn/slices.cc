@@ -1,13 +1,18 @@
-#include "conv_slices.h"
+#include "slices.h"
 
 #include <algorithm>
 
-namespace jaxfuse::conv {
+#include "layouts.h"
+#include "onednn.h"
+
+namespace jaxfuse::onednn {
 namespace {
+
+using conv::Geometry;
 
 // Products in one sum, near XLA's error: with AVX-512 that is 3.8e-7, and 4.8e-7, four units of f32, is not passed; without,
 // XLA's sums are longer. More slices are closer and slower, see the tables in README.md.
-int64_t longest_sum() { return onednn::has_avx512() ? 640 : 1200; }
+int64_t longest_sum() { return has_avx512() ? 640 : 1200; }
 
 // Pixels in one sum of a filter's gradient, so that it errs by some 5e-7; see the table in benchmarks/results/kernels.md.
 constexpr int64_t kLongestGradientSum = 800, kManyFeatures = 16;
@@ -20,7 +25,7 @@ int64_t longest_gradient_sum(const Geometry& geometry, const Tensor& dw) {
   const bool many = inputs >= kManyFeatures && filters > geometry.groups;  // and not depthwise
   if (many && geometry.groups == 1 && geometry.taps(dw) == 1) return 80 * kLongestGradientSum;
   const bool dense = geometry.strides == ones && geometry.dilation == ones;
-  return many && dense && onednn::has_avx512() ? 16 * kLongestGradientSum : kLongestGradientSum;
+  return many && dense && has_avx512() ? 16 * kLongestGradientSum : kLongestGradientSum;
 }
 
 constexpr int64_t kFeatureStep = 16, kFewestFeatures = 32;  // whole vectors, and enough of them
@@ -33,8 +38,8 @@ int64_t slice_count(const Geometry& geometry, const Tensor& x, const Tensor& w, 
   const int64_t features = w.shape[geometry.rhs_spec[1]], longest = longest_sum();
   const int64_t products = w.size() / w.shape[geometry.rhs_spec[0]];
   if (x.dtype != DType::F32 || geometry.groups > 1 || geometry.transposed() || products <= longest) return 1;
-  if (!is_channels_last(geometry.data(x, geometry.lhs_spec))) return 1;
-  if (!is_channels_last(geometry.data(y, geometry.out_spec))) return 1;
+  if (!is_channels_last(data(x, geometry.lhs_spec))) return 1;
+  if (!is_channels_last(data(y, geometry.out_spec))) return 1;
   int64_t count = 1;
   for (int64_t n = 2; n * kFewestFeatures <= features && products / count > longest; ++n) {
     if (features % (n * kFeatureStep) == 0) count = n;
@@ -67,6 +72,7 @@ Slice::Slice(const Geometry& whole, const Tensor& whole_x, const Tensor& whole_w
 }
 
 int64_t images_per_sum(const Geometry& geometry, const Tensor& dw, const Tensor& g) {
+  if (!is_loaded()) return 0;
   const int64_t batch = g.shape[geometry.out_spec[0]], pixels = g.size() / batch / g.shape[geometry.out_spec[1]];
   const int64_t fitting = longest_gradient_sum(geometry, dw) / pixels;
   if (g.dtype != DType::F32 || fitting >= batch) return batch;
@@ -80,4 +86,4 @@ Tensor images(const Tensor& t, int64_t begin, int64_t count) {
   return part;
 }
 
-}  // namespace jaxfuse::conv
+}  // namespace jaxfuse::onednn

@@ -1,4 +1,4 @@
-"""python private_onednn.py libdnnl.so OUT: a copy of oneDNN that neither meets nor needs another library of the process.
+"""python private_copy.py libdnnl.so OUT: a copy of oneDNN that neither meets nor needs another library of the process.
 
 Run by CMakeLists.txt. What the copy differs in:
 
@@ -6,7 +6,7 @@ Run by CMakeLists.txt. What the copy differs in:
 - It looks for its own functions in itself first (DT_SYMBOLIC). Another libdnnl with global symbols would serve them else.
 - It leaves its static objects alone when the process ends: XLA's threads may still be in a kernel then.
 - It does not need libgomp, which slim images lack. Its OpenMP entry points are weak, so they stay null until
-  onednn_threads.cc points them at our threads.
+  threads.cc points them at our threads.
 """
 
 import struct

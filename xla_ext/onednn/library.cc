@@ -1,4 +1,4 @@
-#include "onednn_library.h"
+#include "library.h"
 
 #include <dlfcn.h>
 #include <link.h>
@@ -8,6 +8,7 @@
 
 #include "dnnl.hpp"
 #include "handler.h"
+#include "onednn.h"
 
 // Every function of oneDNN's that this module calls. Linked in the ordinary way they would be served by the first library of
 // the process that has them; here each jumps to an address that load() finds in the one library that it opened.
@@ -102,6 +103,10 @@ void open(const std::string& path) {
 
 bool is_loaded() { return jaxfuse_at_dnnl_version; }
 
+void require() {
+  if (!is_loaded()) throw std::runtime_error("oneDNN would compute this, and is not loaded");
+}
+
 std::string load(const std::string& path) {
   try {
     if (!is_loaded()) open(path);
@@ -109,6 +114,41 @@ std::string load(const std::string& path) {
   } catch (const std::exception& problem) {
     return problem.what();
   }
+}
+
+const char* isa() {
+  if (!is_loaded()) return nullptr;
+  switch (dnnl::get_effective_cpu_isa()) {
+    case dnnl::cpu_isa::sse41: return "sse41";
+    case dnnl::cpu_isa::avx: return "avx";
+    case dnnl::cpu_isa::avx2: return "avx2";
+    case dnnl::cpu_isa::avx2_vnni: return "avx2_vnni";
+    case dnnl::cpu_isa::avx2_vnni_2: return "avx2_vnni_2";
+    case dnnl::cpu_isa::avx512_core: return "avx512_core";
+    case dnnl::cpu_isa::avx512_core_vnni: return "avx512_core_vnni";
+    case dnnl::cpu_isa::avx512_core_bf16: return "avx512_core_bf16";
+    case dnnl::cpu_isa::avx512_core_fp16: return "avx512_core_fp16";
+    case dnnl::cpu_isa::avx512_core_amx: return "avx512_core_amx";
+    default: return "another";
+  }
+}
+
+bool has_avx512() {
+  if (!is_loaded()) return false;
+  switch (dnnl::get_effective_cpu_isa()) {
+    case dnnl::cpu_isa::sse41:
+    case dnnl::cpu_isa::avx:
+    case dnnl::cpu_isa::avx2:
+    case dnnl::cpu_isa::avx2_vnni:
+    case dnnl::cpu_isa::avx2_vnni_2: return false;
+    default: return true;
+  }
+}
+
+bool has_bf16() {
+  if (!has_avx512()) return false;
+  const dnnl::cpu_isa isa = dnnl::get_effective_cpu_isa();
+  return isa != dnnl::cpu_isa::avx512_core && isa != dnnl::cpu_isa::avx512_core_vnni;
 }
 
 }  // namespace jaxfuse::onednn

@@ -1,4 +1,4 @@
-#include "conv_onednn.h"
+#include "conv.h"
 
 #include <cmath>
 #include <cstring>
@@ -6,11 +6,14 @@
 #include <string>
 
 #include "bf16.h"
-#include "conv_slices.h"
+#include "layouts.h"
+#include "onednn.h"
+#include "slices.h"
 
-namespace jaxfuse::conv {
+namespace jaxfuse::onednn {
 namespace {
 
+using conv::Forward, conv::Geometry;
 using dnnl::algorithm;
 
 // min(max(slope·z + shift, low), high)
@@ -95,16 +98,16 @@ constexpr int post_op(int i) { return DNNL_ARG_ATTR_MULTIPLE_POST_OP(i) | DNNL_A
 // What oneDNN is asked for, and the user's buffers that it will read.
 struct Request {
   dnnl::primitive_desc descriptor;
-  onednn::Primitive::Layouts inputs;
+  Primitive::Layouts inputs;
 };
 
 // Post-ops in order: what y holds, scale (then the bias, which must come after it), residual, activation; or the residual
 // last. x, w, y and the residual are taken as `type` inside; a y of f32 stays one.
 Request request(const Forward& f, ElementType type) {
   const Geometry& g = f.geometry;
-  const auto x = g.data(f.x, g.lhs_spec), w = g.filter(f.w), y = g.data(f.y, g.out_spec);
+  const auto x = data(f.x, g.lhs_spec), w = filter(g, f.w), y = data(f.y, g.out_spec);
   const ElementType out = f.y.dtype == DType::F32 ? ElementType::f32 : type;
-  onednn::Primitive::Layouts inputs{{DNNL_ARG_SRC, x}, {DNNL_ARG_WEIGHTS, w}};
+  Primitive::Layouts inputs{{DNNL_ARG_SRC, x}, {DNNL_ARG_WEIGHTS, w}};
   dnnl::post_ops ops;
   if (f.adds) ops.append_sum();
   auto binary = [&](algorithm kind, const dnnl::memory::desc& user, const dnnl::memory::desc& wanted) {
@@ -115,9 +118,9 @@ Request request(const Forward& f, ElementType type) {
   const ElementType given = f.bias ? element_type(f.bias->dtype) : ElementType::f32;
   const ElementType wanted = type == ElementType::f32 ? type : given;
   if (f.scale) {
-    const auto scale = g.per_feature(*f.scale, ElementType::f32);
+    const auto scale = per_feature(g, *f.scale, ElementType::f32);
     binary(algorithm::binary_mul, scale, scale);
-    if (f.bias) binary(algorithm::binary_add, g.per_feature(*f.bias, given), g.per_feature(*f.bias, wanted));
+    if (f.bias) binary(algorithm::binary_add, per_feature(g, *f.bias, given), per_feature(g, *f.bias, wanted));
   } else if (f.bias) {
     bias = {{f.bias->shape[0]}, wanted, dnnl::memory::format_tag::a};
     inputs.emplace_back(DNNL_ARG_BIAS, dnnl::memory::desc({f.bias->shape[0]}, given, dnnl::memory::format_tag::a));
@@ -131,13 +134,13 @@ Request request(const Forward& f, ElementType type) {
   if (g.transposed()) {
     const Geometry a = g.adjoint(f.w);
     return {dnnl::deconvolution_forward::primitive_desc(
-                onednn::engine(), dnnl::prop_kind::forward_inference, algorithm::deconvolution_direct, inner_x, inner_w, bias,
-                inner_y, a.strides, a.onednn_dilation(), a.padding_low, a.padding_high, attr),
+                engine(), dnnl::prop_kind::forward_inference, algorithm::deconvolution_direct, inner_x, inner_w, bias,
+                inner_y, a.strides, holes(a), a.padding_low, a.padding_high, attr),
             inputs};
   }
   return {dnnl::convolution_forward::primitive_desc(
-              onednn::engine(), dnnl::prop_kind::forward_inference, algorithm::convolution_direct, inner_x, inner_w, bias,
-              inner_y, g.strides, g.onednn_dilation(), g.padding_low, g.padding_high, attr),
+              engine(), dnnl::prop_kind::forward_inference, algorithm::convolution_direct, inner_x, inner_w, bias,
+              inner_y, g.strides, holes(g), g.padding_low, g.padding_high, attr),
           inputs};
 }
 
@@ -153,30 +156,30 @@ bool is_slice(const Forward& f) { return f.geometry.filter_features > 0; }
 
 // Null where post-ops leave oneDNN with nothing but its reference code, which is slow without bounds, and where a slice
 // is not for its matrix kernels.
-onednn::SharedPrimitive make(const Forward& f) {
+SharedPrimitive make(const Forward& f) {
   Request r = request(f, element_type(f.x.dtype));
   if (takes_in_a_neighbour(f, r)) r = request(f, ElementType::f32);
   const std::string implementation = r.descriptor.impl_info_str();
   const bool has_extras = r.inputs.size() > 2 || f.activation != Activation::none;
   if (has_extras && implementation.substr(0, 3) == "ref") return nullptr;
   if (is_slice(f) && implementation.find("brgconv") == std::string::npos) return nullptr;
-  const onednn::Primitive::Layouts outputs{{DNNL_ARG_DST, f.geometry.data(f.y, f.geometry.out_spec)}};
-  return std::make_shared<onednn::Primitive>(r.descriptor, dnnl::primitive(r.descriptor), r.inputs, outputs);
+  const Primitive::Layouts outputs{{DNNL_ARG_DST, data(f.y, f.geometry.out_spec)}};
+  return std::make_shared<Primitive>(r.descriptor, dnnl::primitive(r.descriptor), r.inputs, outputs);
 }
 
-onednn::SharedPrimitive primitive(const Forward& f) {
+SharedPrimitive primitive(const Forward& f) {
   int32_t numbers[sizeof(Parameters) / sizeof(int32_t)];
   std::memcpy(numbers, &f.parameters, sizeof numbers);
-  onednn::Key key{0, int64_t(f.activation), f.adds, f.residual_last, f.scale.has_value(),
+  Key key{0, int64_t(f.activation), f.adds, f.residual_last, f.scale.has_value(),
                   f.residual.has_value(),
                   f.bias ? int64_t(f.bias->dtype) : -1};
   key.insert(key.end(), std::begin(numbers), std::end(numbers));
   for (const Tensor* t : {&f.x, &f.w, &f.y}) append_to(key, *t);
-  f.geometry.append_to(key);
-  return onednn::cached(key, [&] { return make(f); });
+  append_to(key, f.geometry);
+  return cached(key, [&] { return make(f); });
 }
 
-void run(const onednn::Primitive& primitive, const Forward& f, void* y) {
+void run(const Primitive& primitive, const Forward& f, void* y) {
   std::vector<std::pair<int, const void*>> buffers{
       {DNNL_ARG_SRC, f.x.data}, {DNNL_ARG_WEIGHTS, f.w.data}, {DNNL_ARG_DST, y}};
   int op = f.adds;
@@ -191,14 +194,19 @@ void run(const onednn::Primitive& primitive, const Forward& f, void* y) {
   primitive.run(buffers);
 }
 
+// x (*) w and nothing else.
+Forward bare(const Geometry& geometry, const Tensor& x, const Tensor& w, const Tensor& y) {
+  return {geometry, x, w, {}, {}, {}, y, Activation::none, {}};
+}
+
 bool run_sliced(const Forward& f, void* y) {
   const int64_t n = slice_count(f.geometry, f.x, f.w, f.y);
   if (n == 1) return false;
   std::vector<Forward> parts;
-  std::vector<onednn::SharedPrimitive> primitives;
+  std::vector<SharedPrimitive> primitives;
   for (int64_t i = 0; i < n; ++i) {
     const Slice slice(f.geometry, f.x, f.w, f.y, i, n);
-    Forward part = i + 1 < n ? bare(f, f.y) : f;
+    Forward part = i + 1 < n ? bare(slice.geometry, slice.x, slice.w, f.y) : f;
     part.geometry = slice.geometry, part.x = slice.x, part.w = slice.w, part.adds = i > 0;
     parts.push_back(part);
     primitives.push_back(primitive(part));
@@ -210,14 +218,12 @@ bool run_sliced(const Forward& f, void* y) {
 
 }  // namespace
 
-Forward bare(const Forward& f, const Tensor& y) { return {f.geometry, f.x, f.w, {}, {}, {}, y, Activation::none, {}}; }
-
 bool has_post_ops(Activation activation, const Parameters& parameters) {
   dnnl::post_ops ops;
   return append(ops, activation, parameters);
 }
 
-bool run_by_onednn(const Forward& f, void* y) {
+bool convolve(const Forward& f, void* y) {
   if (run_sliced(f, y)) return true;
   const auto whole = primitive(f);
   if (whole) run(*whole, f, y);
@@ -225,14 +231,11 @@ bool run_by_onednn(const Forward& f, void* y) {
 }
 
 void convolve(const Geometry& geometry, const Tensor& x, const Tensor& w, const Tensor& y) {
-  const auto bare = [&](const Tensor& x, const Tensor& w, const Tensor& y) {
-    return Forward{geometry, x, w, {}, {}, {}, y, Activation::none, {}};
-  };
-  if (has_kernels(x.dtype)) return (void)run_by_onednn(bare(x, w, y), y.data);
+  if (has_kernels(x.dtype)) return (void)convolve(bare(geometry, x, w, y), y.data);
   const Wide wide_x(x), wide_w(w), wide_y(y);
-  const Forward f = bare(*wide_x.load().tensor(), *wide_w.load().tensor(), *wide_y.tensor());
+  const Forward f = bare(geometry, *wide_x.load().tensor(), *wide_w.load().tensor(), *wide_y.tensor());
   run(*primitive(f), f, f.y.data);  // in one: no slices are needed for what is rounded to bf16
   wide_y.store();
 }
 
-}  // namespace jaxfuse::conv
+}  // namespace jaxfuse::onednn

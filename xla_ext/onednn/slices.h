@@ -5,24 +5,20 @@
 
 #include "conv.h"
 
-namespace jaxfuse::conv {
+namespace jaxfuse::onednn {
 
 // How many slices of input features x (*) w = y should be cut into; 1: none. All of them must be channels last, f32 and of one group.
-int64_t slice_count(const Geometry& geometry, const Tensor& x, const Tensor& w, const Tensor& y);
+int64_t slice_count(const conv::Geometry& geometry, const Tensor& x, const Tensor& w, const Tensor& y);
 
 // Part number i of n.
 struct Slice {
-  Slice(const Geometry& geometry, const Tensor& x, const Tensor& w, const Tensor& y, int64_t i, int64_t n);
+  Slice(const conv::Geometry& geometry, const Tensor& x, const Tensor& w, const Tensor& y, int64_t i, int64_t n);
 
-  Geometry geometry;
+  conv::Geometry geometry;
   Tensor x, w;
 };
-
-// How many images of the batch one sum of oneDNN's of the filter's gradient, over their pixels of g, may take in: all, some
-// where x and g have the batch outermost, or 0 where even those of one are too many.
-int64_t images_per_sum(const Geometry& geometry, const Tensor& dw, const Tensor& g);
 
 // Images [begin, begin + count) of t, whose batch is outermost.
 Tensor images(const Tensor& t, int64_t begin, int64_t count);
 
-}  // namespace jaxfuse::conv
+}  // namespace jaxfuse::onednn
