@@ -23,6 +23,7 @@ from jaxfuse.runtime.private import scan_over
 
 REARRANGED = (*RESHAPES, CAST, "transpose", "concatenate", "slice", "split", "stack")
 DEEPEST = 6  # nodes before the loop that a constant of it is followed back over
+MOST_CHOICES = 4  # of slices that may be those of a gradient
 OTHER = "the loop that computes its gradient is not the one that JAX makes of it"
 
 
@@ -184,11 +185,11 @@ def _candidates(joint: ScanPair, alone: Graph, leaves: int, moving: int):
         yield _Gradient(alone, [*range(moving), *range(leaves, slices), *xs], [*range(first.carried), *ys])
 
 
-def _subsets(values: list[Value], among: range, like: list[Value], most: int = 4) -> list[tuple[int, ...]]:
-    """Choices of some of the values, in their order, whose types are these."""
+def _subsets(values: list[Value], among: range, like: list[Value]) -> list[tuple[int, ...]]:
+    """Choices of some of the values, in their order, whose types are these; `MOST_CHOICES` at most."""
     wanted = [(v.shape, v.dtype) for v in like]
     fitting = (c for c in itertools.combinations(among, len(wanted)) if [(values[i].shape, values[i].dtype) for i in c] == wanted)
-    return list(itertools.islice(fitting, most))
+    return list(itertools.islice(fitting, MOST_CHOICES))
 
 
 def _same_step(joint: ScanPair, other: ScanPair, sources: list[int]) -> list[int] | None:
