@@ -133,7 +133,7 @@ def only_moved(value: Value) -> tuple[Value, tuple[int, ...]]:
     while value.producer is not None and (is_reshape(value.producer) or value.producer.primitive == "transpose"):
         path.insert(0, value.producer)
         value = value.producer.inputs[0]
-        layout = Layout.of(value.shape)
+        layout: Layout | None = Layout.of(value.shape)
         for node in path:
             layout = layout and layout.then(node)
         if layout and layout.is_permutation:

@@ -52,6 +52,6 @@ def _by_rules(op, config, types, direction: str) -> str:
     if rule.smallest == math.inf:
         return f"slower than XLA at every size that was measured, up to {rule.largest} {table.unit}"
     if size < rule.smallest:
-        only = ", the largest measured" * (rule.smallest == rule.largest)
+        only = ", the largest measured" if rule.smallest == rule.largest else ""
         return f"too small to gain: {size} {table.unit}, measured faster from {rule.smallest}{only}"
     return ""

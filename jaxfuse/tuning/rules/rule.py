@@ -68,7 +68,7 @@ class Rule(NamedTuple):
         """The smallest size in words."""
         if self.smallest == math.inf:
             return f"never, up to {self.largest} {unit}"
-        only = "the largest measured: " * (self.smallest == self.largest)
+        only = "the largest measured: " if self.smallest == self.largest else ""
         return f"{only}{self.smallest} {unit}" if self.smallest else "any size"
 
 
