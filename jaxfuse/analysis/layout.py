@@ -4,113 +4,128 @@
 """
 
 import dataclasses
-import itertools
+import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
 import numpy as np
 from jax import lax
 from jax.extend import source_info_util
 
+from jaxfuse.analysis.axes import IndexMap, merged
 from jaxfuse.program.graph import Graph, Node, Value
+from jaxfuse.runtime import private
 
 RESHAPES = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy", "pvary")
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A value as `origin.reshape(factors).transpose(permutation).reshape(shape)`. Each factor is (axis of the origin,
-    length): the origin's axes themselves, or pieces of them, as `vmap` over the weights of a convolution makes."""
+    """A value that has the elements of its origin, each once: the origin's axes in another order, split or merged."""
 
     origin: tuple[int, ...]
-    factors: tuple[tuple[int, int], ...]
-    permutation: tuple[int, ...]
-    shape: tuple[int, ...]
+    places: IndexMap
 
     @classmethod
     def of(cls, shape) -> "Layout":
-        shape = tuple(shape)
-        return cls(shape, tuple(enumerate(shape)), tuple(range(len(shape))), shape)
+        return cls(tuple(shape), IndexMap.of(shape))
 
     @property
-    def transposed(self) -> tuple[int, ...]:
-        return tuple(self.factors[i][1] for i in self.permutation)
+    def shape(self) -> tuple[int, ...]:
+        return self.places.shape
+
+    @functools.cached_property
+    def permutation(self) -> tuple[int, ...] | None:
+        """The order in which the origin's axes lie, though they may be merged; None if one was split. Axes of length 1 that a
+        reshape left out stay in order."""
+        order: list[int] = []
+        for digit in self._digits:
+            axes = self._axes_of(digit, order)
+            if axes is None:
+                return None
+            order += axes
+        for d in range(len(self.origin)):
+            if d not in order:
+                order.insert(next((i for i, other in enumerate(order) if other > d), len(order)), d)
+        return tuple(order)
+
+    @property
+    def _digits(self) -> list[tuple[int, int]]:
+        return [digit for run in self.places.runs for digit in run]
+
+    def _axes_of(self, digit: tuple[int, int], taken: list[int]) -> list[int] | None:
+        """The axes of the origin that together are this digit; None if it ends inside of one."""
+        own = [digit for (digit,) in IndexMap.of(self.origin).runs]
+        if digit[1] == 1:
+            return [next(d for d, other in enumerate(own) if other == digit and d not in taken)]
+        axes: list[int] = []
+        stride, end = digit[0], digit[0] * digit[1]
+        while end != stride:
+            axis = next((d for d, (low, n) in enumerate(own) if n != 1 and low * n == end), None)
+            if axis is None:
+                return None
+            axes.append(axis)
+            end = own[axis][0]
+        return axes
 
     @property
     def is_permutation(self) -> bool:
         """Whether it is the origin with its axes in another order, or in the same."""
-        return self.shape == self.transposed and not self._is_split
+        return self.permutation is not None and self.shape == tuple(self.origin[d] for d in self.permutation)
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether it is the origin itself."""
+        return self.shape == self.origin and self.axis_order == tuple(range(len(self.origin))) and self.is_permutation
 
     @property
     def axis_order(self) -> tuple[int, ...]:
         """The order in which the origin's axes lie in `shape`, as far as an op can write them so."""
-        return tuple(range(len(self.origin))) if self._is_split else self.permutation
-
-    @property
-    def _is_split(self) -> bool:
-        return len(self.factors) != len(self.origin)
+        return self.permutation or tuple(range(len(self.origin)))
 
     def then(self, node: Node) -> "Layout | None":
         """The layout of the node's output, if the node only moves elements and the result can be told in this form."""
-        shape = tuple(node.out.shape)
-        if is_reshape(node):
-            return dataclasses.replace(self, shape=shape)
-        if node.primitive == "transpose":
-            split = self if self.shape == self.transposed else self._split()
-            permutation = split._then_permuted(node.params["permutation"])
-            return dataclasses.replace(split, permutation=permutation, shape=shape) if permutation else None
-        return None
-
-    def _split(self) -> "Layout":
-        """The same with every factor that the last reshape splits as the pieces."""
-        pieces = {i: [length] for i, (_, length) in enumerate(self.factors)}
-        for merged, split in _blocks(self.transposed, self.shape):
-            if len(merged) == 1 < len(split):
-                pieces[self.permutation[merged[0]]] = [self.shape[d] for d in split]
-        factors = [(self.factors[i][0], length) for i, lengths in pieces.items() for length in lengths]
-        starts = list(itertools.accumulate(map(len, pieces.values()), initial=0))
-        permutation = [starts[i] + k for i in self.permutation for k in range(len(pieces[i]))]
-        return dataclasses.replace(self, factors=tuple(factors), permutation=tuple(permutation))
-
-    def _then_permuted(self, order) -> tuple[int, ...] | None:
-        """The permutation after axes of `shape` were put into `order`: factors that were merged move as one."""
-        if self.shape == self.transposed:
-            return tuple(self.permutation[d] for d in order)
-        blocks = list(_blocks(self.transposed, self.shape))
-        block_of = {d: i for i, (_, split) in enumerate(blocks) for d in split}
-        moved = [d for d in order if self.shape[d] != 1]
-        sequence = list(dict.fromkeys(block_of[d] for d in moved))
-        if moved != [d for i in sequence for d in blocks[i][1]]:
-            return None
-        merged = [self.permutation[d] for i in sequence for d in blocks[i][0]]
-        return (*[i for i in self.permutation if i not in merged], *merged)  # factors of length 1 go anywhere
+        moved = self.places.then(node) if node.primitive == "transpose" or is_reshape(node) else None
+        return None if moved is None else Layout(self.origin, moved)
 
     def axes(self, axis: int) -> tuple[int, ...] | None:
         """The axes of `shape` that together are the origin's `axis`, in order; None if others are merged with it."""
-        places = [self.permutation.index(i) for i, (own, _) in enumerate(self.factors) if own == axis]
-        if self.shape != self.transposed:
-            split_of = {merged: split for merged, split in _blocks(self.transposed, self.shape)}
-            places = [place for place in places if self.transposed[place] != 1]
-            if any((place,) not in split_of for place in places):
-                return None
-            places = [d for place in places for d in split_of[place,]]
-        return tuple(places) if places == sorted(places) else None
+        if self.is_permutation:
+            return (self.axis_order.index(axis),)
+        ((stride, n),) = IndexMap.of(self.origin).runs[axis]
+        if n == 1:
+            return ()
+        found = [d for d, run in enumerate(self.places.runs) if any(_overlap(digit, (stride, n)) for digit in run)]
+        whole = merged(digit for d in found for digit in self.places.runs[d])
+        return tuple(found) if whole == merged([(stride, n)]) else None
 
     def place(self, array, order=None):
         """The array in this layout; it is given as the origin with its axes in that order."""
         own = range(len(self.origin))
-        if not self._is_split:
+        if self.permutation is not None:
             return _permute(array, order or own, self.permutation).reshape(self.shape)
-        pieces = _permute(array, order or own, own).reshape([length for _, length in self.factors])
-        return lax.transpose(pieces, self.permutation).reshape(self.shape)
+        pieces, places = self._pieces()
+        return _permute(_permute(array, order or own, own).reshape(pieces), range(len(pieces)), places).reshape(self.shape)
 
     def undo(self, array, order):
         """`place` backwards."""
-        array, own = array.reshape(self.transposed), range(len(self.origin))
-        if not self._is_split:
-            return _permute(array, self.permutation, order)
-        return _permute(lax.transpose(array, inverse(self.permutation)).reshape(self.origin), own, order)
+        if self.permutation is not None:
+            return _permute(array.reshape([self.origin[d] for d in self.permutation]), self.permutation, order)
+        pieces, places = self._pieces()
+        whole = _permute(array.reshape([pieces[d] for d in places]), places, range(len(pieces))).reshape(self.origin)
+        return _permute(whole, range(len(self.origin)), order)
+
+    def _pieces(self) -> tuple[list[int], list[int]]:
+        """The lengths of the digits as the origin has them, and the order in which they lie."""
+        digits = [digit for digit in self._digits if digit[1] != 1]
+        own = sorted(digits, key=lambda digit: -private.known(digit[0]))
+        return [n for _, n in own], [own.index(digit) for digit in digits]
+
+
+def _overlap(digit: tuple[int, int], axis: tuple[int, int]) -> bool:
+    low, high, start, end = map(private.known, (digit[0], digit[0] * digit[1], axis[0], axis[0] * axis[1]))
+    return low < end and start < high
 
 
 def _permute(array, given, wanted):
@@ -133,11 +148,11 @@ def only_moved(value: Value) -> tuple[Value, tuple[int, ...]]:
     while value.producer is not None and (is_reshape(value.producer) or value.producer.primitive == "transpose"):
         path.insert(0, value.producer)
         value = value.producer.inputs[0]
-        layout = Layout.of(value.shape)
+        layout: Layout | None = Layout.of(value.shape)
         for node in path:
             layout = layout and layout.then(node)
         if layout and layout.is_permutation:
-            best = value, layout.permutation
+            best = value, layout.axis_order
     return best
 
 
@@ -165,32 +180,12 @@ def transposed(graph: Graph, value: Value, order: tuple[int, ...]) -> Value:
 def to_layout(graph: Graph, value: Value, layout: Layout, permutation) -> tuple[Value, Callable]:
     """(read, made): the value to read, and what makes of its array `value` in the origin's shape, axes in that order."""
     if layout.is_permutation:
-        return transposed(graph, value, tuple(layout.permutation.index(d) for d in permutation)), lambda array: array
+        return transposed(graph, value, tuple(layout.axis_order.index(d) for d in permutation)), lambda array: array
     return value, lambda array: layout.undo(array, permutation)
 
 
 def channels_last(ndim: int, axis: int) -> tuple[int, ...]:
     return (*[d for d in range(ndim) if d != axis], axis)
-
-
-def _blocks(a, b) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The finest pieces into which a reshape from `a` to `b` falls: axes of `a` and axes of `b`, those of length 1 left out."""
-    left, right = ([d for d, n in enumerate(shape) if n != 1] for shape in (a, b))
-    if 0 in a:
-        yield tuple(left), tuple(right)
-        return
-    i = j = 0
-    while i < len(left):
-        start, products = (i, j), [a[left[i]], b[right[j]]]
-        i, j = i + 1, j + 1
-        while products[0] != products[1]:
-            if products[0] < products[1]:
-                products[0] *= a[left[i]]
-                i += 1
-            else:
-                products[1] *= b[right[j]]
-                j += 1
-        yield tuple(left[start[0] : i]), tuple(right[start[1] : j])
 
 
 def inverse(permutation) -> tuple[int, ...]:
