@@ -1,20 +1,22 @@
-"""Full-size values as what they are per channel: Σ coefficient_k[channel] · tensor_k + offset[channel].
+"""Full-size values as what they are in each channel, or in each row: Σ coefficient_k · tensor_k + offset.
 
-Whatever autodiff makes of a normalisation has this form in the normalised tensor x and in the cotangent g of the result,
-however the user spelled it: sums over the batch of such values and of their products need only Σg and Σg·x.
+Whatever autodiff makes of a batch norm has this form in the normalised tensor x and in the cotangent g of the result,
+however the user spelled it: sums over the batch of such values and of their products need only Σg and Σg·x. What a norm
+of rows makes of x has it too (analysis/rows.py).
 
 x enters as x - mean where it has one: where the program subtracts the mean too, nothing is left of it, and nothing cancels.
 """
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from jaxfuse.analysis.axes import IndexMap, merged
 from jaxfuse.analysis.canonical import ADD, chosen, is_float_cast, is_square, per_channel, scaled, size, unwidened, varying_axes
 from jaxfuse.analysis.layout import RESHAPES, is_reshape
-from jaxfuse.analysis.moments import reductions, views
+from jaxfuse.analysis.statistics import reductions, views
 from jaxfuse.program.graph import Node, Value
 
 MOST_TENSORS = 4  # in one form; what has more is a tensor of its own
@@ -52,23 +54,24 @@ def vector(value: Value) -> Vector:
 
 
 class Form(NamedTuple):
-    """Σ coefficient · tensor + offset; `terms` maps id(tensor) to (tensor, coefficient)."""
+    """Σ coefficient · tensor + offset. Coefficients can be added, multiplied, negated and, where `inverse` is not None, divided by."""
 
-    terms: dict[int, tuple[Value, Vector]]
-    offset: Vector | None = None
+    terms: dict[Value, Any]
+    offset: Any = None
 
     def __add__(self, other):
         terms = dict(self.terms)
-        for key, (tensor, coefficient) in other.terms.items():
-            terms[key] = tensor, terms[key][1] + coefficient if key in terms else coefficient
-        return Form(terms, _sum(self.offset, other.offset))
+        for tensor, coefficient in other.terms.items():
+            terms[tensor] = terms[tensor] + coefficient if tensor in terms else coefficient
+        offsets = [offset for offset in (self.offset, other.offset) if offset is not None]
+        return Form(terms, sum(offsets[1:], offsets[0]) if offsets else None)
 
-    def times(self, factor: Vector) -> "Form":
-        terms = {key: (tensor, coefficient * factor) for key, (tensor, coefficient) in self.terms.items()}
-        return Form(terms, self.offset and self.offset * factor)
+    def __neg__(self):
+        return Form({tensor: -coefficient for tensor, coefficient in self.terms.items()}, None if self.offset is None else -self.offset)
 
-    def coefficient(self, tensor: Value) -> Vector | None:
-        return self.terms[id(tensor)][1] if id(tensor) in self.terms else None
+    def times(self, factor) -> "Form":
+        terms = {tensor: coefficient * factor for tensor, coefficient in self.terms.items()}
+        return Form(terms, None if self.offset is None else self.offset * factor)
 
 
 class Product(NamedTuple):
@@ -77,41 +80,63 @@ class Product(NamedTuple):
     left: Form
     right: Form
 
-    def times(self, factor: Vector) -> "Product":
+    def __neg__(self):
+        return Product(-self.left, self.right)
+
+    def times(self, factor) -> "Product":
         return Product(self.left.times(factor), self.right)
+
+
+def combined(primitive: str, left: Form | Product, right: Form | Product) -> Form | Product | None:
+    """What the operation makes of two forms, where that is one:  f ± g,  k·f,  f/k,  and f·g as a product."""
+    if primitive == "mul":
+        for one, other in ((left, right), (right, left)):
+            if isinstance(other, Form) and not other.terms:
+                return one.times(other.offset)
+        return Product(left, right) if isinstance(left, Form) and isinstance(right, Form) else None
+    if isinstance(right, Product):
+        return None
+    if primitive == "div":
+        inverse = None if right.terms else right.offset.inverse()
+        return None if inverse is None else left.times(inverse)
+    if isinstance(left, Product) or primitive not in (*ADD, "sub"):
+        return None
+    return left + (-right if primitive == "sub" else right)
 
 
 class Forms:
     """Forms of what the program computes from x and from `cotangents`, tensor by tensor as far as they stay per channel.
 
-    `of` maps id(value) to (value, Form or Product); `sums` are the values that sum one of them over the batch; `nodes`
-    are the indices of the nodes looked through.
+    `sums` are the values that sum one of them over the batch; `nodes` are the indices of the nodes looked through.
     """
 
     def __init__(self, x: Value, axis: int, means: Sequence[Value] = (), cotangents: Iterable[Value] = ()):
         self.x = x
-        self._axes = {view.shape: channels for view, channels in views(x, axis)}  # of the shapes that x is seen in
-        self._means = set(map(id, means))
-        self.of: dict[int, tuple[Value, Form | Product]] = {}
+        seen = ((view.shape, layout.axes(axis)) for view, layout in views(x, (axis,)))
+        self._axes = {shape: axes[0] for shape, axes in seen if axes}  # of the channels, in the shapes that x is seen in
+        self._means = means
+        self.of: dict[Value, Form | Product] = {}
         self.sums: list[tuple[Value, Form | Product]] = []
         self.nodes: set[int] = set()
-        self._summed: set[int] = set()
+        self._summed: set[Value] = set()
         self._pending: list[tuple[int, Node]] = []
         for tensor in cotangents:
-            self._found(tensor, Form({id(tensor): (tensor, number(1))}))
+            self._found(tensor, Form({tensor: number(1)}))
         self.offset = vector(means[0]) if means else None
-        self._found(self.x, Form({id(self.x): (self.x, number(1))}, self.offset))
+        self._found(self.x, Form({self.x: number(1)}, self.offset))
         while self._pending:
             _, node = heapq.heappop(self._pending)
             if node.index not in self.nodes:
                 self._look_through(node)
 
     def _found(self, value: Value, form: Form | Product):
-        self.of[id(value)] = value, form
-        for reduction in reductions(value):
+        self.of[value] = form
+        places = IndexMap.of(value.shape)
+        channels = merged(places.runs[self._axes[value.shape]])
+        for reduction in reductions(value, places):
             self.nodes.add(reduction.first.index)
-            if reduction.left == (self._axes[value.shape],) and id(reduction.value) not in self._summed:
-                self._summed.add(id(reduction.value))
+            if reduction.places.flat == channels and reduction.value not in self._summed:
+                self._summed.add(reduction.value)
                 self.sums.append((reduction.value, form.times(number(reduction.weight))))
         for node in value.users:
             if node.index >= 0 and len(node.outputs) == 1:
@@ -125,9 +150,10 @@ class Forms:
 
     def _form(self, node: Node) -> Form | Product | None:
         name = node.primitive
-        if is_float_cast(node) or is_reshape(node) or name == "neg":
-            form = self.of[id(node.inputs[0])][1]
-            return form.times(number(-1)) if name == "neg" else form
+        if is_float_cast(node) or is_reshape(node):
+            return self.of[node.inputs[0]]
+        if name == "neg":
+            return -self.of[node.inputs[0]]
         if name == "select_n" and chosen(node.out) is not node.out:
             return self._operand(chosen(node.out), node.out)
         if is_square(node, node.inputs[0]):
@@ -138,29 +164,18 @@ class Forms:
         left, right = (self._operand(value, node.out) for value in node.inputs)
         if left is None or right is None:
             return None
-        if name == "mul":
-            return _times(left, right)
-        if isinstance(right, Product) or name == "div" and right.terms:
-            return None
-        if name == "div":
-            return left.times(right.offset.inverse())
-        if isinstance(left, Product):
-            return None
-        difference = name == "sub"
-        if difference and right.offset is not None and not right.terms and self._is_mean(*node.inputs[::-1]):
-            without = self._without_mean(left)
-            if without is not None:
-                return without
-        return left + (right.times(number(-1)) if difference else right)
+        if name == "sub" and self._is_x(left) and self._is_mean(node.inputs[1], node.inputs[0]):
+            return Form({self.x: number(1)})  # x - mean: exactly what the tensor stands for
+        return combined(name, left, right)
 
     def _operand(self, value: Value, like: Value) -> Form | Product | None:
-        value = value if id(value) in self.of else chosen(value)
-        if id(value) in self.of:
-            return self.of[id(value)][1]
+        value = value if value in self.of else chosen(value)
+        if value in self.of:
+            return self.of[value]
         if small := self._small(value, like):
             return Form({}, small)
         tensor = unwidened(value)
-        return Form({id(tensor): (tensor, number(1))}) if tensor.shape == self.x.shape else None
+        return Form({tensor: number(1)}) if tensor.shape == self.x.shape else None
 
     def _small(self, value: Value, like: Value) -> Vector | None:
         """One number per channel, also where it is multiplied by a number after it was broadcast."""
@@ -182,43 +197,30 @@ class Forms:
 
     def _is_mean(self, value: Value, like: Value) -> bool:
         small = per_channel(value, like, self._axes[like.shape])
-        return id(value) in self._means or id(small) in self._means
+        return value in self._means or small in self._means
 
-    def _without_mean(self, form: Form) -> Form | None:
-        """x - mean, if the form is x's own: exactly what the tensor stands for."""
-        return Form(form.terms) if form.offset is self.offset and set(form.terms) == {id(self.x)} else None
-
-
-def _sum(left: Vector | None, right: Vector | None) -> Vector | None:
-    return left + right if left and right else left or right
-
-
-def _times(left: Form | Product, right: Form | Product) -> Form | Product | None:
-    for one, other in ((left, right), (right, left)):
-        if isinstance(other, Form) and not other.terms:
-            return one.times(other.offset)
-    return Product(left, right) if isinstance(left, Form) and isinstance(right, Form) else None
+    def _is_x(self, form: Form | Product) -> bool:
+        return isinstance(form, Form) and form.offset is self.offset and set(form.terms) == {self.x}
 
 
 def tensors_of(form: Form | Product) -> list[Value]:
     sides = (form,) if isinstance(form, Form) else form
-    return [tensor for side in sides for tensor, _ in side.terms.values()]
+    return [tensor for side in sides for tensor in side.terms]
 
 
 def needs_of(form: Form | Product) -> list[Value]:
     """What the coefficients are computed from."""
     sides = (form,) if isinstance(form, Form) else form
-    return [need for side in sides for vector in (*[k for _, k in side.terms.values()], side.offset) if vector
-            for need in vector.needs]
+    return [need for side in sides for vector in (*side.terms.values(), side.offset) if vector is not None for need in vector.needs]
 
 
 def is_sum_of_gradient(form: Form | Product, x: Value) -> bool:
     """Of one g and x, or of g alone times a form of x: never its square."""
-    if len({id(t) for t in tensors_of(form)} - {id(x)}) != 1:
+    if len({*tensors_of(form)} - {x}) != 1:
         return False
     if isinstance(form, Form):
         return True
-    with_g = [side for side in form if set(side.terms) - {id(x)}]
+    with_g = [side for side in form if {*side.terms} - {x}]
     return len(with_g) == 1 and len(with_g[0].terms) == 1 and with_g[0].offset is None
 
 
@@ -226,10 +228,10 @@ def batch_sum(form: Form | Product, x: Value, g: Value, sum_g, sum_gx, count: in
     """The sum over the batch, where Σx is 0: of p·g + q·x + r it is p·Σg + count·r, and of the product of one with g and
     one without, q·x + r, it is p·q·Σg·x + p·r·Σg."""
 
-    def of(vector):
+    def of(vector: Vector | None):
         return 0 if vector is None else vector.of(read)
 
     if isinstance(form, Form):
-        return of(form.coefficient(g)) * sum_g + count * of(form.offset)
-    with_g, without = form if form.left.coefficient(g) else (form.right, form.left)
-    return of(with_g.coefficient(g)) * (of(without.coefficient(x)) * sum_gx + of(without.offset) * sum_g)
+        return of(form.terms.get(g)) * sum_g + count * of(form.offset)
+    with_g, without = form if g in form.left.terms else (form.right, form.left)
+    return of(with_g.terms.get(g)) * (of(without.terms.get(x)) * sum_gx + of(without.offset) * sum_g)

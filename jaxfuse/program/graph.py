@@ -36,6 +36,12 @@ class Value:
     ndim = property(lambda self: len(self.aval.shape))
 
     @property
+    def node(self) -> "Node":
+        """The producer of a value that is known to be computed in the program."""
+        assert self.producer is not None, f"{self!r} is given to the program"
+        return self.producer
+
+    @property
     def spec(self) -> tuple:
         """The mesh axes that each dimension is divided over, where the type says so."""
         sharding = getattr(self.aval, "sharding", None)

@@ -51,14 +51,13 @@ def ways(graph: Graph, node: Node, dz: Value, axis: int) -> Iterator[Scaled]:
     y, dz = _reshaped(node.out), in_place(dz)
     for g in _unscaled(graph, dz, axis):
         forms = Forms(y, axis, (), [g])
-        known = forms.of.get(id(dz))
-        form = known[1] if known else None
-        if not isinstance(form, Form) or set(form.terms) != {id(g)} or form.offset is not None:
+        form = forms.of.get(dz)
+        if not isinstance(form, Form) or set(form.terms) != {g} or form.offset is not None:
             continue
         sums = [(value, form) for value, form in forms.sums
                 if is_sum_of_gradient(form, y) and any(t is g for t in tensors_of(form))]
         if not any(isinstance(form, Form) and len(form.terms) > 1 for _, form in sums):
-            yield Scaled(g, y, axis, form.coefficient(g), tuple(sums))
+            yield Scaled(g, y, axis, form.terms[g], tuple(sums))
 
 
 def _reshaped(value: Value) -> Value:
