@@ -50,7 +50,7 @@ class IndexMap:
             case "transpose":
                 return IndexMap(tuple(self.runs[d] for d in node.params["permutation"]))
             case "broadcast_in_dim":
-                source = dict(zip(node.params["broadcast_dimensions"], self.runs))
+                source = dict(zip(node.params["broadcast_dimensions"], map(merged, self.runs)))
                 return IndexMap(tuple(source.get(d, ()) for d in range(len(shape)))).repeated_to(shape)
             case "reshape" | "squeeze" | "expand_dims" | "copy" | "pvary":
                 return self if shape == self.shape else self.reshaped(shape)

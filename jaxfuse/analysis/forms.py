@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jaxfuse.analysis.axes import IndexMap, merged
+from jaxfuse.analysis.axes import IndexMap
 from jaxfuse.analysis.canonical import ADD, chosen, is_float_cast, is_square, per_channel, scaled, size, unwidened, varying_axes
 from jaxfuse.analysis.layout import RESHAPES, is_reshape
 from jaxfuse.analysis.statistics import reductions, views
@@ -37,8 +37,8 @@ class Vector(NamedTuple):
     def __neg__(self):
         return Vector(self.needs, lambda read: -self.of(read))
 
-    def inverse(self):
-        return Vector(self.needs, lambda read: 1 / self.of(read))
+    def __rtruediv__(self, one):
+        return Vector(self.needs, lambda read: one / self.of(read))
 
 
 def number(value: float) -> Vector:
@@ -53,53 +53,61 @@ def vector(value: Value) -> Vector:
     return Vector(() if value.literal is not None else (value,), of)
 
 
-class Form(NamedTuple):
-    """Σ coefficient · tensor + offset. Coefficients can be added, multiplied, negated and, where `inverse` is not None, divided by."""
+class Parameter(NamedTuple):
+    """Of a norm of rows: which of a value's elements it is where, x's flat index // stride % length."""
 
-    terms: dict[Value, Any]
-    offset: Any = None
+    value: Value
+    stride: int
+    length: int
+
+
+Factors = tuple[Any, ...]  # tensors, as Values, and Parameters
+
+
+class Form(NamedTuple):
+    """Σ coefficient · product of tensors (and of parameters): `terms` maps (x,), (x, g), … to coefficients, and () to the offset."""
+
+    terms: dict[Factors, Any]
+
+    @property
+    def degree(self) -> int:
+        """In tensors; where it is 2, only a sum over the batch can take it further."""
+        return max(sum(isinstance(factor, Value) for factor in product) for product in self.terms)
+
+    @property
+    def tensors(self) -> set[Value]:
+        return {factor for product in self.terms for factor in product if isinstance(factor, Value)}
+
+    @property
+    def needs(self) -> tuple[Value, ...]:
+        """What the coefficients are computed from."""
+        return tuple(need for coefficient in self.terms.values() for need in coefficient.needs)
 
     def __add__(self, other):
-        terms = dict(self.terms)
-        for tensor, coefficient in other.terms.items():
-            terms[tensor] = terms[tensor] + coefficient if tensor in terms else coefficient
-        offsets = [offset for offset in (self.offset, other.offset) if offset is not None]
-        return Form(terms, sum(offsets[1:], offsets[0]) if offsets else None)
+        return _collected((*self.terms.items(), *other.terms.items()))
 
     def __neg__(self):
-        return Form({tensor: -coefficient for tensor, coefficient in self.terms.items()}, None if self.offset is None else -self.offset)
+        return Form({product: -coefficient for product, coefficient in self.terms.items()})
 
-    def times(self, factor) -> "Form":
-        terms = {tensor: coefficient * factor for tensor, coefficient in self.terms.items()}
-        return Form(terms, None if self.offset is None else self.offset * factor)
-
-
-class Product(NamedTuple):
-    """left · right, element by element; only a sum over the batch can take it further."""
-
-    left: Form
-    right: Form
-
-    def __neg__(self):
-        return Product(-self.left, self.right)
-
-    def times(self, factor) -> "Product":
-        return Product(self.left.times(factor), self.right)
+    def __mul__(self, other):
+        return _collected((tuple(sorted(left + right, key=hash)), a * b)
+                          for left, a in self.terms.items() for right, b in other.terms.items())
 
 
-def combined(primitive: str, left: Form | Product, right: Form | Product) -> Form | Product | None:
-    """What the operation makes of two forms, where that is one:  f ± g,  k·f,  f/k,  and f·g as a product."""
+def _collected(terms: Iterable[tuple[Factors, Any]]) -> Form:
+    sums: dict[Factors, Any] = {}
+    for product, coefficient in terms:
+        sums[product] = sums[product] + coefficient if product in sums else coefficient
+    return Form(sums)
+
+
+def combined(primitive: str, left: Form, right: Form, degree: int) -> Form | None:
+    """left + right, left - right, left · right or left / right, where that is a form of at most this degree."""
     if primitive == "mul":
-        for one, other in ((left, right), (right, left)):
-            if isinstance(other, Form) and not other.terms:
-                return one.times(other.offset)
-        return Product(left, right) if isinstance(left, Form) and isinstance(right, Form) else None
-    if isinstance(right, Product):
-        return None
+        return left * right if left.degree + right.degree <= degree else None
     if primitive == "div":
-        inverse = None if right.terms else right.offset.inverse()
-        return None if inverse is None else left.times(inverse)
-    if isinstance(left, Product) or primitive not in (*ADD, "sub"):
+        return left * Form({(): 1 / right.terms[()]}) if set(right.terms) == {()} else None
+    if left.degree > 1 or right.degree > 1 or primitive not in (*ADD, "sub"):
         return None
     return left + (-right if primitive == "sub" else right)
 
@@ -115,40 +123,38 @@ class Forms:
         seen = ((view.shape, layout.axes(axis)) for view, layout in views(x, (axis,)))
         self._axes = {shape: axes[0] for shape, axes in seen if axes}  # of the channels, in the shapes that x is seen in
         self._means = means
-        self.of: dict[Value, Form | Product] = {}
-        self.sums: list[tuple[Value, Form | Product]] = []
+        self.of: dict[Value, Form] = {}
+        self.sums: list[tuple[Value, Form]] = []
         self.nodes: set[int] = set()
         self._summed: set[Value] = set()
         self._pending: list[tuple[int, Node]] = []
         for tensor in cotangents:
-            self._found(tensor, Form({tensor: number(1)}))
+            self._found(tensor, Form({(tensor,): number(1)}))
         self.offset = vector(means[0]) if means else None
-        self._found(self.x, Form({self.x: number(1)}, self.offset))
+        self._found(self.x, Form({(self.x,): number(1)} | ({(): self.offset} if self.offset else {})))
         while self._pending:
             _, node = heapq.heappop(self._pending)
             if node.index not in self.nodes:
                 self._look_through(node)
 
-    def _found(self, value: Value, form: Form | Product):
+    def _found(self, value: Value, form: Form):
         self.of[value] = form
-        places = IndexMap.of(value.shape)
-        channels = merged(places.runs[self._axes[value.shape]])
-        for reduction in reductions(value, places):
+        for reduction in reductions(value, IndexMap.of(value.shape)):
             self.nodes.add(reduction.first.index)
-            if reduction.places.flat == channels and reduction.value not in self._summed:
+            if reduction.left(value.shape) == (self._axes[value.shape],) and reduction.value not in self._summed:
                 self._summed.add(reduction.value)
-                self.sums.append((reduction.value, form.times(number(reduction.weight))))
+                self.sums.append((reduction.value, form * Form({(): number(reduction.weight)})))
         for node in value.users:
             if node.index >= 0 and len(node.outputs) == 1:
                 heapq.heappush(self._pending, (node.index, node))
 
     def _look_through(self, node: Node):
         form = self._form(node) if node.out.shape in self._axes else None
-        if form is not None and (isinstance(form, Product) or len(form.terms) <= MOST_TENSORS):
+        if form is not None and (form.degree > 1 or len(form.tensors) <= MOST_TENSORS):
             self.nodes.add(node.index)
             self._found(node.out, form)
 
-    def _form(self, node: Node) -> Form | Product | None:
+    def _form(self, node: Node) -> Form | None:
         name = node.primitive
         if is_float_cast(node) or is_reshape(node):
             return self.of[node.inputs[0]]
@@ -156,26 +162,24 @@ class Forms:
             return -self.of[node.inputs[0]]
         if name == "select_n" and chosen(node.out) is not node.out:
             return self._operand(chosen(node.out), node.out)
-        if is_square(node, node.inputs[0]):
-            form = self._operand(node.inputs[0], node.out)
-            return Product(form, form) if isinstance(form, Form) else None
-        if name not in (*ADD, "sub", "mul", "div"):
+        square = is_square(node, node.inputs[0])
+        if not square and name not in (*ADD, "sub", "mul", "div"):
             return None
-        left, right = (self._operand(value, node.out) for value in node.inputs)
+        left, right = (self._operand(value, node.out) for value in (node.inputs * 2 if square else node.inputs)[:2])
         if left is None or right is None:
             return None
         if name == "sub" and self._is_x(left) and self._is_mean(node.inputs[1], node.inputs[0]):
-            return Form({self.x: number(1)})  # x - mean: exactly what the tensor stands for
-        return combined(name, left, right)
+            return Form({(self.x,): number(1)})  # x - mean: exactly what the tensor stands for
+        return combined("mul" if square else name, left, right, 2)
 
-    def _operand(self, value: Value, like: Value) -> Form | Product | None:
+    def _operand(self, value: Value, like: Value) -> Form | None:
         value = value if value in self.of else chosen(value)
         if value in self.of:
             return self.of[value]
         if small := self._small(value, like):
-            return Form({}, small)
+            return Form({(): small})
         tensor = unwidened(value)
-        return Form({tensor: number(1)}) if tensor.shape == self.x.shape else None
+        return Form({(tensor,): number(1)}) if tensor.shape == self.x.shape else None
 
     def _small(self, value: Value, like: Value) -> Vector | None:
         """One number per channel, also where it is multiplied by a number after it was broadcast."""
@@ -199,39 +203,17 @@ class Forms:
         small = per_channel(value, like, self._axes[like.shape])
         return value in self._means or small in self._means
 
-    def _is_x(self, form: Form | Product) -> bool:
-        return isinstance(form, Form) and form.offset is self.offset and set(form.terms) == {self.x}
+    def _is_x(self, form: Form) -> bool:
+        return form.tensors == {self.x} and form.degree == 1 and form.terms.get(()) is self.offset
 
 
-def tensors_of(form: Form | Product) -> list[Value]:
-    sides = (form,) if isinstance(form, Form) else form
-    return [tensor for side in sides for tensor in side.terms]
-
-
-def needs_of(form: Form | Product) -> list[Value]:
-    """What the coefficients are computed from."""
-    sides = (form,) if isinstance(form, Form) else form
-    return [need for side in sides for vector in (*side.terms.values(), side.offset) if vector is not None for need in vector.needs]
-
-
-def is_sum_of_gradient(form: Form | Product, x: Value) -> bool:
+def is_sum_of_gradient(form: Form, x: Value) -> bool:
     """Of one g and x, or of g alone times a form of x: never its square."""
-    if len({*tensors_of(form)} - {x}) != 1:
-        return False
-    if isinstance(form, Form):
-        return True
-    with_g = [side for side in form if {*side.terms} - {x}]
-    return len(with_g) == 1 and len(with_g[0].terms) == 1 and with_g[0].offset is None
+    products = [[tensor for tensor in product if tensor is not x] for product in form.terms]
+    return len(form.tensors - {x}) == 1 and (form.degree == 1 or all(len(others) == 1 for others in products))
 
 
-def batch_sum(form: Form | Product, x: Value, g: Value, sum_g, sum_gx, count: int, read):
-    """The sum over the batch, where Σx is 0: of p·g + q·x + r it is p·Σg + count·r, and of the product of one with g and
-    one without, q·x + r, it is p·q·Σg·x + p·r·Σg."""
-
-    def of(vector: Vector | None):
-        return 0 if vector is None else vector.of(read)
-
-    if isinstance(form, Form):
-        return of(form.terms.get(g)) * sum_g + count * of(form.offset)
-    with_g, without = form if g in form.left.terms else (form.right, form.left)
-    return of(with_g.terms.get(g)) * (of(without.terms.get(x)) * sum_gx + of(without.offset) * sum_g)
+def batch_sum(form: Form, x: Value, g: Value, sum_g, sum_gx, count: int, read):
+    """The sum over the batch, where Σx is 0: of p·g·x + q·g + r·x + s it is p·Σg·x + q·Σg + count·s."""
+    sums = {(): count, (g,): sum_g, (g, x): sum_gx, (x, g): sum_gx}
+    return sum(coefficient.of(read) * sums[product] for product, coefficient in form.terms.items() if product in sums)

@@ -6,18 +6,27 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
 from jax.extend import source_info_util
 
-from jaxfuse.analysis.axes import IndexMap, merged
+from jaxfuse.analysis.axes import IndexMap, is_long
 from jaxfuse.program.graph import Graph, Node, Value
 from jaxfuse.runtime import private
 
 RESHAPES = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy", "pvary")
+
+
+class Piece(NamedTuple):
+    """A digit of an index map that lies within one axis of the origin."""
+
+    axis: int
+    stride: int
+    length: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,39 +44,50 @@ class Layout:
     def shape(self) -> tuple[int, ...]:
         return self.places.shape
 
+    def then(self, node: Node) -> "Layout | None":
+        """The layout of the node's output, if the node only moves elements and the result can be told in this form."""
+        moved = self.places.then(node) if node.primitive == "transpose" or is_reshape(node) else None
+        layout = None if moved is None else Layout(self.origin, moved)
+        return layout if layout and layout._is_whole else None
+
     @functools.cached_property
-    def permutation(self) -> tuple[int, ...] | None:
-        """The order in which the origin's axes lie, though they may be merged; None if one was split. Axes of length 1 that a
-        reshape left out stay in order."""
-        order: list[int] = []
-        for digit in self._digits:
-            axes = self._axes_of(digit, order)
-            if axes is None:
-                return None
-            order += axes
-        for d in range(len(self.origin)):
-            if d not in order:
-                order.insert(next((i for i, other in enumerate(order) if other > d), len(order)), d)
-        return tuple(order)
+    def _pieces(self) -> list[list[Piece]]:
+        """Of each axis: its digits, cut where the axes of the origin end."""
+        own = [digit for (digit,) in IndexMap.of(self.origin).runs]
+        short = [Piece(axis, *digit) for axis, digit in enumerate(own) if not is_long(digit[1])]
+
+        def cut(stride, length) -> Iterator[Piece]:
+            if not is_long(length):
+                for piece in [piece for piece in short if piece[1:] == (stride, length)][:1]:
+                    short.remove(piece)
+                    yield piece
+                return
+            for axis, (low, n) in enumerate(own):
+                start, end = max(low, stride, key=private.known), min(low * n, stride * length, key=private.known)
+                if private.known(start) < private.known(end):
+                    yield Piece(axis, start, end // start)
+
+        return [[piece for digit in run for piece in cut(*digit)] for run in self.places.runs]
 
     @property
-    def _digits(self) -> list[tuple[int, int]]:
-        return [digit for run in self.places.runs for digit in run]
+    def _is_whole(self) -> bool:
+        """Whether no digit ends inside a part of an axis, as [6] of [2, 3] does where it is [3, 2]."""
+        return all(math.prod(piece.length for piece in pieces) == n for pieces, n in zip(self._pieces, self.shape))
 
-    def _axes_of(self, digit: tuple[int, int], taken: list[int]) -> list[int] | None:
-        """The axes of the origin that together are this digit; None if it ends inside of one."""
-        own = [digit for (digit,) in IndexMap.of(self.origin).runs]
-        if digit[1] == 1:
-            return [next(d for d, other in enumerate(own) if other == digit and d not in taken)]
-        axes: list[int] = []
-        stride, end = digit[0], digit[0] * digit[1]
-        while end != stride:
-            axis = next((d for d, (low, n) in enumerate(own) if n != 1 and low * n == end), None)
-            if axis is None:
-                return None
-            axes.append(axis)
-            end = own[axis][0]
-        return axes
+    @functools.cached_property
+    def permutation(self) -> tuple[int, ...] | None:
+        """Of the origin's axes, though some may be merged; None if one was split. Those of length 1 that a reshape left out stay
+        where they were."""
+        order = [piece.axis for pieces in self._pieces for piece in pieces]
+        for axis in range(len(self.origin)):
+            if axis not in order:
+                order.insert(next((i for i, other in enumerate(order) if other > axis), len(order)), axis)
+        return tuple(order) if len(order) == len(self.origin) else None
+
+    @property
+    def axis_order(self) -> tuple[int, ...]:
+        """The order in which the origin's axes lie in `shape`, as far as an op can write them so."""
+        return tuple(range(len(self.origin))) if self.permutation is None else self.permutation
 
     @property
     def is_permutation(self) -> bool:
@@ -76,56 +96,33 @@ class Layout:
 
     @property
     def is_identity(self) -> bool:
-        """Whether it is the origin itself."""
-        return self.shape == self.origin and self.axis_order == tuple(range(len(self.origin))) and self.is_permutation
-
-    @property
-    def axis_order(self) -> tuple[int, ...]:
-        """The order in which the origin's axes lie in `shape`, as far as an op can write them so."""
-        return self.permutation or tuple(range(len(self.origin)))
-
-    def then(self, node: Node) -> "Layout | None":
-        """The layout of the node's output, if the node only moves elements and the result can be told in this form."""
-        moved = self.places.then(node) if node.primitive == "transpose" or is_reshape(node) else None
-        return None if moved is None else Layout(self.origin, moved)
+        return self.is_permutation and self.axis_order == tuple(range(len(self.origin)))
 
     def axes(self, axis: int) -> tuple[int, ...] | None:
         """The axes of `shape` that together are the origin's `axis`, in order; None if others are merged with it."""
         if self.is_permutation:
             return (self.axis_order.index(axis),)
-        ((stride, n),) = IndexMap.of(self.origin).runs[axis]
-        if n == 1:
-            return ()
-        found = [d for d, run in enumerate(self.places.runs) if any(_overlap(digit, (stride, n)) for digit in run)]
-        whole = merged(digit for d in found for digit in self.places.runs[d])
-        return tuple(found) if whole == merged([(stride, n)]) else None
+        found = [d for d, pieces in enumerate(self._pieces) if any(p.axis == axis and is_long(p.length) for p in pieces)]
+        pieces = [piece for d in found for piece in self._pieces[d]]
+        strides = [private.known(piece.stride) for piece in pieces]
+        alone = all(piece.axis == axis for piece in pieces) and strides == sorted(strides, reverse=True)
+        return tuple(found) if alone else None
 
     def place(self, array, order=None):
         """The array in this layout; it is given as the origin with its axes in that order."""
-        own = range(len(self.origin))
-        if self.permutation is not None:
-            return _permute(array, order or own, self.permutation).reshape(self.shape)
-        pieces, places = self._pieces()
-        return _permute(_permute(array, order or own, own).reshape(pieces), range(len(pieces)), places).reshape(self.shape)
+        given, placed = self._given_and_placed(order or range(len(self.origin)))
+        return _permute(array.reshape([piece.length for piece in given]), given, placed).reshape(self.shape)
 
     def undo(self, array, order):
         """`place` backwards."""
-        if self.permutation is not None:
-            return _permute(array.reshape([self.origin[d] for d in self.permutation]), self.permutation, order)
-        pieces, places = self._pieces()
-        whole = _permute(array.reshape([pieces[d] for d in places]), places, range(len(pieces))).reshape(self.origin)
-        return _permute(whole, range(len(self.origin)), order)
+        given, placed = self._given_and_placed(order)
+        pieces = _permute(array.reshape([piece.length for piece in placed]), placed, given)
+        return pieces.reshape([self.origin[d] for d in order])
 
-    def _pieces(self) -> tuple[list[int], list[int]]:
-        """The lengths of the digits as the origin has them, and the order in which they lie."""
-        digits = [digit for digit in self._digits if digit[1] != 1]
-        own = sorted(digits, key=lambda digit: -private.known(digit[0]))
-        return [n for _, n in own], [own.index(digit) for digit in digits]
-
-
-def _overlap(digit: tuple[int, int], axis: tuple[int, int]) -> bool:
-    low, high, start, end = map(private.known, (digit[0], digit[0] * digit[1], axis[0], axis[0] * axis[1]))
-    return low < end and start < high
+    def _given_and_placed(self, order) -> tuple[list[Piece], list[Piece]]:
+        """All pieces as they lie in the origin with its axes in that order, and as they lie here."""
+        placed = [piece for pieces in self._pieces for piece in pieces]
+        return sorted(placed, key=lambda piece: (list(order).index(piece.axis), -private.known(piece.stride))), placed
 
 
 def _permute(array, given, wanted):

@@ -1,7 +1,7 @@
 """What a norm of rows makes of x, as a form:  coefficient · (x - mean) + offset  (analysis/forms.py).
 
-Coefficients are sums of products  t(mean, var) · parameters. A factor t is a table of its values at some points (mean, var), so
-that every spelling of epsilon and of the root is told by what it computes; parameters stay values of the program.
+Both are sums of products  t(mean, var) · parameters. A coefficient t is a table of its values at some points (mean, var), so that
+every spelling of epsilon and of the root is told by what it computes. Parameters stay values of the program.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ import numpy as np
 from jaxfuse.analysis.axes import IndexMap, merged
 from jaxfuse.analysis.canonical import CAST, constant, is_square, per_channel, varying_axes
 from jaxfuse.analysis.elementwise import RULES
-from jaxfuse.analysis.forms import Form, Product, combined
+from jaxfuse.analysis.forms import Form, Parameter, combined
 from jaxfuse.analysis.statistics import Statistics
 from jaxfuse.program.graph import Node, Value
 
@@ -23,44 +23,6 @@ ONE = np.ones_like(MEAN)
 SAME = (CAST, "stop_gradient")
 
 
-class Parameter(NamedTuple):
-    """The number of a parameter in `Rows.parameters`, and which of its elements: x's flat index // stride % length."""
-
-    number: int
-    stride: int
-    length: int
-
-
-Parameters = tuple[Parameter, ...]  # a product of them, in order
-
-
-class Factors(NamedTuple):
-    """Σ table · parameters, for each row"""
-
-    terms: dict[Parameters, np.ndarray]
-
-    def __add__(self, other):
-        return Factors({key: self.terms.get(key, 0) + other.terms.get(key, 0) for key in (self.terms | other.terms)})
-
-    def __mul__(self, other):
-        products: dict[Parameters, np.ndarray] = {}
-        for left, a in self.terms.items():
-            for right, b in other.terms.items():
-                key = tuple(sorted(left + right))
-                products[key] = products.get(key, 0) + a * b
-        return Factors(products)
-
-    def __neg__(self):
-        return Factors({key: -table for key, table in self.terms.items()})
-
-    def inverse(self) -> "Factors | None":
-        return Factors({(): 1 / self.terms[()]}) if set(self.terms) == {()} else None
-
-
-def table(values) -> Form:
-    return Form({}, Factors({(): values}))
-
-
 class Known(NamedTuple):
     """`places` is None for a number, which is everywhere."""
 
@@ -70,22 +32,19 @@ class Known(NamedTuple):
     @property
     def table(self) -> np.ndarray | None:
         """Of a value that is one number for each row, and no parameter."""
-        is_table = not self.form.terms and set(self.form.offset.terms) == {()}
-        return self.form.offset.terms[()] if is_table else None
+        return self.form.terms[()] if set(self.form.terms) == {()} else None
 
 
 class Rows:
-    """What the values are that `nodes` compute from x, from its statistics over the other axes than `kept`, and from `parameters`.
-    `same` are x in other shapes and dtypes."""
+    """What the values are that `nodes` compute from x, its statistics, and parameters. `same` are x in other shapes and dtypes."""
 
-    def __init__(self, x: Value, statistics: Statistics, same: list[Value], nodes: list[Node]):
-        self.parameters: list[Value] = []
+    def __init__(self, statistics: Statistics, same: list[Value], nodes: list[Node]):
         self._shapes = {value.shape: IndexMap.of(value.shape) for value in same}
         self._mine = {node.index for node in nodes}
-        itself = Form({x: Factors({(): ONE})}, Factors({(): MEAN}))
+        itself = Form({(statistics.x,): ONE, (): MEAN})
         self.known = {value: Known(self._shapes[value.shape], itself) for value in same}
         for value, places in statistics.places.items():
-            self.known.setdefault(value, Known(places, table(statistics.known[value].of(MEAN, VAR))))
+            self.known.setdefault(value, Known(places, Form({(): statistics.known[value].of(MEAN, VAR)})))
         with np.errstate(all="ignore"):
             for node in sorted(nodes, key=lambda node: node.index):
                 if node.out not in self.known and (made := self._made(node)):
@@ -97,25 +56,22 @@ class Rows:
             return None
         first = operands[0]
         if first.places is not None and len(operands) == 1:
-            places = first.places if node.primitive in SAME else first.places.then(node)
-            if places is not None:
-                return Known(places, first.form)
+            moved = first.places if node.primitive in SAME else first.places.then(node)
+            if moved is not None:
+                return Known(moved, first.form)
         form = _computed(node, operands)
-        places = form and self._joined([known.places for known in operands if known.places is not None], node.out.shape)
+        places: IndexMap | None = IndexMap(tuple(((0, n),) for n in node.out.shape))
+        for known in operands:
+            if known.places is not None and known.places.runs:  # of no number
+                places = places and places.merged_with(known.places.repeated_to(node.out.shape))
         return Known(places, form) if form and places else None
-
-    def _joined(self, several: list[IndexMap], shape) -> IndexMap | None:
-        joined: IndexMap | None = IndexMap(tuple(((0, n),) for n in shape))
-        for places in several:
-            joined = joined and joined.merged_with(places.repeated_to(shape))
-        return joined
 
     def _operand(self, value: Value, out: Value) -> Known | None:
         """What is known, a number, or a parameter: then `out` tells its axes."""
         if value in self.known:
             return self.known[value]
         if (number := constant(value)) is not None:
-            return Known(None, table(number * ONE))
+            return Known(None, Form({(): number * ONE}))
         if value.producer is not None and value.producer.index in self._mine:
             return None
         axes = tuple(sorted(varying_axes(value)))
@@ -128,10 +84,8 @@ class Rows:
         if len(run) > 1:
             return None
         (own,) = run or ((1, 1),)
-        if source not in self.parameters:
-            self.parameters.append(source)
         places = IndexMap(tuple(runs[axes.index(d)] or () if d in axes else ((0, n),) for d, n in enumerate(value.shape)))
-        return Known(places, Form({}, Factors({(Parameter(self.parameters.index(source), *own),): ONE})))
+        return Known(places, Form({(Parameter(source, *own),): ONE}))
 
 
 def _computed(node: Node, operands: list[Known]) -> Form | None:
@@ -139,10 +93,9 @@ def _computed(node: Node, operands: list[Known]) -> Form | None:
     tables = [known.table for known in operands]
     forms = [known.form for known in operands]
     if all(t is not None for t in tables):
-        return table(np.asarray(RULES[node.primitive](node.params, *tables))) if node.primitive in RULES else None
+        return Form({(): np.asarray(RULES[node.primitive](node.params, *tables))}) if node.primitive in RULES else None
     if node.primitive == "neg":
         return -forms[0]
     if len(forms) == 2 or is_square(node, node.inputs[0]):
-        made = combined("mul" if len(forms) == 1 else node.primitive, forms[0], forms[-1])
-        return None if isinstance(made, Product) else made
+        return combined("mul" if len(forms) == 1 else node.primitive, forms[0], forms[-1], 1)
     return None

@@ -93,7 +93,7 @@ def reductions(tensor: Value, places: IndexMap) -> Iterator[Reduction]:
             yield Reduction(value, weight, places, first)
         for node in value.users:
             factor = scale_factor(node, value) if first else None
-            if node.primitive in ("reduce_sum", "psum") and all(isinstance(d, numbers.Integral) for d in node.params["axes"]):
+            if _is_sum(node):
                 total = node.outputs[node.inputs.index(value)]
                 stack.append((total, weight, places.without(node.params["axes"]), first or node))
             elif factor or first and is_float_cast(node):
@@ -102,11 +102,16 @@ def reductions(tensor: Value, places: IndexMap) -> Iterator[Reduction]:
                 stack += [(node.out, weight, moved, first) for moved in _moved(node, value, places)]
 
 
+def _is_sum(node: Node) -> bool:
+    """Over axes of its operands, not over those of a mesh, which have names."""
+    return node.primitive in ("reduce_sum", "psum") and all(isinstance(axis, numbers.Integral) for axis in node.params["axes"])
+
+
 def _moved(node: Node, value: Value, places: IndexMap) -> Iterator[IndexMap]:
     """Where the elements of `value` are in the node's output, if the node does no arithmetic."""
     if node.primitive == "stack":  # Flax makes one `pmean` of the mean and the mean square
-        operands = enumerate(node.inputs)
-        yield from [places.stacked(node.params["axis"], i, len(node.inputs)) for i, operand in operands if operand is value]
+        axis, count = node.params["axis"], len(node.inputs)
+        yield from [places.stacked(axis, i, count) for i, operand in enumerate(node.inputs) if operand is value]
     elif node.primitive in ("transpose", "slice") or is_reshape(node):
         moved = places.then(node)
         if moved is not None:
@@ -158,7 +163,7 @@ class Moment(NamedTuple):
 
     def of(self, mean, var):
         """In terms of the two statistics that a kernel computes robustly: E[x²] - E[x]² is never evaluated by that subtraction."""
-        value = {Kind.MEAN: lambda: mean, Kind.SQUARES: lambda: var + mean * mean, Kind.VARIANCE: lambda: var}[self.kind]()
+        value = mean if self.kind is Kind.MEAN else var if self.kind is Kind.VARIANCE else var + mean * mean
         return value if self.weight == 1 else value * self.weight
 
 
@@ -235,8 +240,9 @@ class Statistics:
         """What follows from the mean: E[x²] - mean², and E[(x - mean)²]."""
         for squared in [n.out for mean in self.means for n in mean.users if is_square(n, mean)]:
             for node in squared.users:
-                if node.primitive == "sub" and node.inputs[1] is squared and self.known.get(node.inputs[0]) == Moment(Kind.SQUARES):
-                    self._mark(node.out, Moment(Kind.VARIANCE), self.places[node.inputs[0]])
+                left = node.inputs[0]
+                if node.primitive == "sub" and node.inputs[1] is squared and self.known.get(left) == Moment(Kind.SQUARES):
+                    self._mark(node.out, Moment(Kind.VARIANCE), self.places[left])
         for view, layout in self._views:
             for node in view.users:
                 if node.primitive == "sub" and node.inputs[0] is view and self._is_mean(node.inputs[1], view, layout):

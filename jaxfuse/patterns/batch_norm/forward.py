@@ -21,8 +21,9 @@ def anchors(graph: Graph) -> list[Node]:
     sums = [n for n in graph.nodes if n.primitive == "reduce_sum" and n.inputs[0].literal is None]
     squares = {n: square(n.inputs[0]) for n in sums}
     summed = {(of.minuend or of.base, n.params["axes"]) for n, of in squares.items() if of}
-    found = [n for n in sums if n.inputs[0].ndim >= 2 and squares[n] is None and (unmasked(n.inputs[0]), n.params["axes"]) in summed]
-    return list({unmasked(n.inputs[0]): n for n in reversed(found)}.values())
+    found = {unmasked(n.inputs[0]): n for n in reversed(sums)
+             if n.inputs[0].ndim >= 2 and squares[n] is None and (unmasked(n.inputs[0]), n.params["axes"]) in summed}
+    return list(found.values())
 
 
 def match(graph: Graph, node: Node, claimed: set[int], unprofitable) -> Iterator[Match | Refusal]:
@@ -72,7 +73,7 @@ def _statistics(node: Node, x: Value, axis: int) -> Statistics:
     return statistics
 
 
-def _rows(graph: Graph, node: Node, statistics: Statistics, claimed: set[int], unprofitable) -> Iterator[Match | Refusal]:
+def _rows(graph: Graph, node: Node, statistics: Statistics, claimed, unprofitable) -> Iterator[Match | Refusal]:
     """The match, and that of the gradient; what was not taken and why. Raises `Unfit` where nothing normalises x."""
     x = statistics.x
     plain = batch_norm_grad.find(graph, statistics)

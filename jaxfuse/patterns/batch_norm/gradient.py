@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfuse.analysis.canonical import constant, size, unwidened
-from jaxfuse.analysis.forms import Form, Forms, Product, Vector, batch_sum, is_sum_of_gradient, needs_of, tensors_of
+from jaxfuse.analysis.forms import Form, Forms, Vector, batch_sum, is_sum_of_gradient, number
 from jaxfuse.analysis.layout import channels_last, inverse, transposed
 from jaxfuse.analysis.statistics import Statistics
 from jaxfuse.ops.batch_norm_grad import DX, SUMS, GradientConfig
@@ -39,7 +39,7 @@ class Gradient(NamedTuple):
     statistics: Statistics
     forms: Forms
     g: Value
-    sums: list[tuple[Value, Form | Product]]
+    sums: list[tuple[Value, Form]]
     zeros: list[tuple[Value, Form]]
     results: list[tuple[Value, Form]]
     nodes: frozenset[int]
@@ -57,15 +57,15 @@ class Gradient(NamedTuple):
 def find(graph: Graph, statistics: Statistics) -> Gradient | None:
     """The gradient through the batch statistics of x, if the program computes it."""
     x = statistics.x
-    products = [form for _, form in Forms(x, statistics.axis, statistics.means).sums if isinstance(form, Product)]
-    tensors = dict.fromkeys(t for product in products for t in tensors_of(product) if t is not x)
+    products = (product for _, form in Forms(x, statistics.axis, statistics.means).sums if form.degree > 1 for product in form.terms)
+    tensors = dict.fromkeys(tensor for product in products for tensor in product if tensor is not x)
     if not tensors:
         return None
     forms = Forms(x, statistics.axis, statistics.means, sorted(tensors, key=_index))
     sums = _first([(value, form) for value, form in forms.sums if is_sum_of_gradient(form, x)])
     zeros = [(value, form) for value, form in forms.sums
-             if isinstance(form, Form) and set(form.terms) == {x} and value not in statistics.known]
-    cotangents = {t for _, form in sums for t in tensors_of(form) if t is not x}
+             if form.degree == 1 and form.tensors == {x} and value not in statistics.known]
+    cotangents = {t for _, form in sums for t in form.tensors} - {x}
     if len(cotangents) != 1:
         return None
     (g,) = cotangents
@@ -77,8 +77,8 @@ def find(graph: Graph, statistics: Statistics) -> Gradient | None:
 def through_activation(graph: Graph, gradient: Gradient) -> Iterator[Gradient]:
     """The same gradient from the cotangent of an activation's value, where g is that times a function of a value which is
     computed from x, per channel and with other tensors added."""
-    arguments = [value for value, form in gradient.forms.of.items() if isinstance(form, Form) and value.producer
-                 and gradient.statistics.x in form.terms and gradient.g not in form.terms]
+    arguments = [value for value, form in gradient.forms.of.items() if form.degree == 1 and value.producer
+                 and gradient.statistics.x in form.tensors and gradient.g not in form.tensors]
     for z in sorted(arguments, key=_index, reverse=True):
         for slope in activation_grads_at(graph, z, gradient.g):
             fused_away = dead_after(graph, (*gradient.defines, gradient.g), kept=slope.dy)
@@ -90,12 +90,12 @@ def _index(value: Value) -> int:
     return value.producer.index if value.producer else -1
 
 
-def _first(sums: list[tuple[Value, Form | Product]]) -> list[tuple[Value, Form | Product]]:
+def _first(sums: list[tuple[Value, Form]]) -> list[tuple[Value, Form]]:
     """Those that need none of the others: a sum of the result, a bias gradient, is not one of those behind the result."""
     sums = sorted(sums, key=lambda known: known[0].node.index)
-    found: list[tuple[Value, Form | Product]] = []
+    found: list[tuple[Value, Form]] = []
     for value, form in sums:
-        if not found or not depends_on(needs_of(form), {id(v) for v, _ in found}, found[0][0].node.index):
+        if not found or not depends_on([*form.needs], {id(v) for v, _ in found}, found[0][0].node.index):
             found.append((value, form))
     return found
 
@@ -104,7 +104,7 @@ def _results(graph: Graph, forms: Forms, x: Value, g: Value) -> list[tuple[Value
     """Values with g and x in their form that are read by something else than more of it."""
     found: list[tuple[Value, Form]] = []
     for value, form in sorted(forms.of.items(), key=lambda known: _index(known[0])):
-        if isinstance(form, Product) or not {x, g} <= set(form.terms) or value.aval.shape != x.shape or value.dtype != x.dtype:
+        if form.degree > 1 or not {x, g} <= form.tensors or value.aval.shape != x.shape or value.dtype != x.dtype:
             continue
         if value.producer is None or any(known is operand for known, _ in found for operand in value.producer.inputs):
             continue
@@ -141,7 +141,7 @@ def fused(graph: Graph, gradient: Gradient, label: str, anchor, saved: SavedActi
         cost = unprofitable("batch_norm", config, full, "backward", cost=FUSED_BY_XLA)
         config = dataclasses.replace(config, xla_fuses_neighbour=bool(cost))
     require(SUMS, config, (*full, vector, *masks), unprofitable, "batch_norm", config, full, "backward")
-    factors = [need for _, form in gradient.sums for need in needs_of(form)]
+    factors = [need for _, form in gradient.sums for need in form.needs]
 
     def operands(read):
         return read(dy_last), read(x_last), jnp.asarray(read(gradient.mean)).astype(jnp.float32).reshape(-1)
@@ -163,18 +163,20 @@ def fused(graph: Graph, gradient: Gradient, label: str, anchor, saved: SavedActi
 def _zero(statistics: Statistics, value: Value, form: Form) -> Emission:
     """Σ(q·(x - mean) + r) = count·r"""
 
+    offset = form.terms.get((), number(0))
+
     def run(read):
-        total = jnp.float32(0) if form.offset is None else statistics.count * form.offset.of(read)
+        total = statistics.count * offset.of(read)
         yield value, jnp.broadcast_to(total.astype(value.dtype), (size(value),)).reshape(value.shape)
 
-    return Emission(form.offset.needs if form.offset else (), (value,), run)
+    return Emission(offset.needs, (value,), run)
 
 
 def _result(graph, gradient: Gradient, config, operands, full_needs, value: Value, form: Form, gated: bool) -> Emission:
     x, g, axis = gradient.statistics.x, gradient.g, gradient.statistics.axis
     channels, order = x.shape[axis], channels_last(x.ndim, axis)
-    others = [(tensor, coefficient) for tensor, coefficient in form.terms.items() if tensor is not x and tensor is not g]
-    needs = (*full_needs, *[t for t, _ in others], *needs_of(form))
+    others = {tensor: form.terms[tensor,] for tensor in form.tensors - {x, g}}
+    needs = (*full_needs, *others, *form.needs)
     if gated and _is_read(graph, gradient, g):
         sums = {id(v) for v, _ in gradient.sums}
         if not depends_on(list(needs[len(full_needs):]), {id(g)}, g.node.index, behind=sums):
@@ -187,10 +189,10 @@ def _result(graph, gradient: Gradient, config, operands, full_needs, value: Valu
             made = jnp.float32(0) if coefficient is None else coefficient.of(read)
             return jnp.broadcast_to(made.astype(jnp.float32), (channels,))
 
-        a, b, c = map(per_channel, (form.terms.get(g), form.terms.get(x), form.offset))
+        a, b, c = map(per_channel, map(form.terms.get, ((g,), (x,), ())))
         masks = [read(need) for need in full_needs[3:]]
         made = DX(config, *operands(read), a, b, c, *masks)
-        for tensor, coefficient in others:
+        for tensor, coefficient in others.items():
             made[0] = (made[0] + per_channel(coefficient) * jnp.transpose(read(tensor), order)).astype(x.dtype)
         return zip(defines, (*[jnp.transpose(array, inverse(order)) for array in made], *made))
 

@@ -15,6 +15,7 @@ from jaxfuse.ops.batch_norm import OP
 from jaxfuse.ops.batch_norm_config import BatchNormConfig
 from jaxfuse.ops.batch_norm_grad import GradientConfig
 from jaxfuse.patterns.batch_norm import gradient as batch_norm_grad
+from jaxfuse.patterns.batch_norm.gradient import Gradient
 from jaxfuse.patterns.batch_norm.per_channel import cut_out, uses
 from jaxfuse.patterns.kernel import require
 from jaxfuse.patterns.walk import Chain
@@ -35,10 +36,10 @@ def label(chain: Chain) -> str:
 class Site:
     """A value with batch statistics that the sum `node` is one of, and the gradient through them, if the program computes it."""
 
-    def __init__(self, graph: Graph, node: Node, statistics: Statistics, gradient: batch_norm_grad.Gradient | None, unprofitable: Callable):
-        self.graph, self.node, self.statistics, self.gradient, self.unprofitable = graph, node, statistics, gradient, unprofitable
-        self.x, self.axis = statistics.x, statistics.axis
-        # The kernels are channels-last, and so is what the fused ops around it give and take: transposes between them vanish.
+    def __init__(self, graph: Graph, node: Node, statistics: Statistics, gradient: Gradient | None, unprofitable: Callable):
+        self.graph, self.node, self.statistics, self.gradient = graph, node, statistics, gradient
+        self.x, self.axis, self.unprofitable = statistics.x, statistics.axis, unprofitable
+        # The kernels are channels-last, and so is what the fused ops around give and take: transposes between them vanish.
         self.order = channels_last(self.x.ndim, self.axis)
 
     def fused(self, chain: Chain) -> Match:
@@ -47,8 +48,9 @@ class Site:
         program, parameters = cut_out(self.statistics, chain)
         operands = (self.x,) if chain.residual is None else (self.x, chain.residual)
         derivative = self._derivative(chain)
-        config = BatchNormConfig(self.x.ndim - 1, program, True, chain.residual is not None, chain.activation or NO_ACTIVATION,
-                                 derivative is not None, derivative is not None and derivative.masked)
+        config = BatchNormConfig(self.x.ndim - 1, program, has_residual=chain.residual is not None,
+                                 activation=chain.activation or NO_ACTIVATION, saving=derivative is not None,
+                                 keeps_mask=derivative is not None and derivative.masked)
         full = jax.ShapeDtypeStruct([self.x.shape[d] for d in self.order], self.x.dtype)
         types = (*[full] * len(operands), *[jax.ShapeDtypeStruct(v.shape, v.dtype) for v in parameters])
         if _xla_fuses_neighbour(chain, self.axis):
@@ -64,9 +66,11 @@ class Site:
         """Raises `Unfit` for a chain that is no normalisation, or that adds what the kernel cannot."""
         if not any(kind in ("mul", "div") for kind, _ in chain.affine):
             raise Unscaled("it is centered, not scaled")
-        if chain.residual is not None and chain.residual.dtype != self.x.dtype:
+        if chain.residual is None:
+            return
+        if chain.residual.dtype != self.x.dtype:
             raise Unfit(f"residual {chain.residual!r} is of another dtype than {self.x!r}")
-        if chain.residual is not None and uses(self.statistics, chain.residual, tuple(v for n in chain.nodes for v in n.outputs)):
+        if uses(self.statistics, chain.residual, tuple(v for n in chain.nodes for v in n.outputs)):
             raise Unfit("the residual is computed from x's own statistics")
 
     def _emission(self, chain: Chain, config: BatchNormConfig, parameters: list[Value], kept: list[Value]) -> Emission:
@@ -106,7 +110,7 @@ class Site:
             return GradientConfig(0, False, False, chain.activation, chain.residual is not None)
         return GradientConfig(0, True) if batch_norm_grad.mask_of(self.gradient, chain) is not None else None
 
-    def backward(self, gradient: batch_norm_grad.Gradient, forward: Match, chain: Chain) -> Match | Refusal:
+    def backward(self, gradient: Gradient, forward: Match, chain: Chain) -> Match | Refusal:
         """The gradient of what is fused as `forward`."""
         emission, config = forward.emissions[0], self._derivative(chain)
         kept = tuple(v for v in emission.defines if v.producer is None)

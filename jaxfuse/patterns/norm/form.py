@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfuse.analysis.axes import IndexMap, is_long
-from jaxfuse.analysis.layout import Layout
-from jaxfuse.analysis.rows import MEAN, ONE, VAR, Parameters, Rows
+from jaxfuse.analysis.forms import Parameter
+from jaxfuse.analysis.rows import MEAN, ONE, VAR, Rows
 from jaxfuse.analysis.statistics import Statistics
 from jaxfuse.ops.norm_config import NormConfig
 from jaxfuse.program.graph import Node, Value
@@ -35,23 +35,22 @@ class NormForm(NamedTuple):
     first: int
     inner: tuple[int, int, int]
     repeats: int
-    gammas: list[tuple[float, Parameters]]
-    betas: list[tuple[float, Parameters]]
-    parameters: list[Value]
+    gammas: list[tuple[float, tuple[Parameter, ...]]]
+    betas: list[tuple[float, tuple[Parameter, ...]]]
 
     def config(self, rank: int, **options) -> NormConfig:
         return NormConfig(self.inner, rank - self.first, self.root.epsilon, self.repeats,
                           self.root.outside, self.root.centered, **options)
 
     def used(self) -> list[Value]:
-        return list(dict.fromkeys(self.parameters[p.number] for _, product in (*self.gammas, *self.betas) for p in product))
+        return list(dict.fromkeys(p.value for _, product in (*self.gammas, *self.betas) for p in product))
 
     def arrays(self, read):
         """gamma and beta, [groups, length/repeats], from what the program has."""
         groups, length = self.inner[1], self.inner[2] // self.repeats
 
         def spread(parameter):
-            vector = jnp.asarray(read(self.parameters[parameter.number])).astype(jnp.float32).reshape(-1)
+            vector = jnp.asarray(read(parameter.value)).astype(jnp.float32).reshape(-1)
             inside = parameter.stride // self.repeats if parameter.length > 1 else 1
             return jnp.tile(jnp.repeat(vector, inside), groups * length // (inside * parameter.length)).reshape(groups, length)
 
@@ -62,24 +61,24 @@ class NormForm(NamedTuple):
         return total(self.gammas, jnp.float32(1)), total(self.betas, jnp.float32(0))
 
 
-def read_form(x: Value, axes: set[int], same: list[Value], nodes: list[Node], end: Value) -> NormForm:
+def read_form(statistics: Statistics, same: list[Value], nodes: list[Node], end: Value) -> NormForm:
     """The form of `end`. Raises `Unfit` where it has none."""
-    seen = [(value, Layout(x.shape, IndexMap.of(value.shape))) for value in same]
-    rows = Rows(x, Statistics(x, tuple(d for d in range(x.ndim) if d not in axes), seen), same, nodes)
-    known = rows.known.get(end)
-    if known is None or known.places is None or x not in known.form.terms:
+    x = statistics.x
+    known = Rows(statistics, same, nodes).known.get(end)
+    if known is None or known.places is None or x not in known.form.tensors:
         raise Unfit(UNREAD)
     if known.places.flat != IndexMap.of(x.shape).flat:
         raise Unfit(f"{end!r} has the elements of {x!r} in another order")
-    scale, offset = known.form.terms[x], known.form.offset
-    scaled = {key: table for key, table in scale.terms.items() if np.abs(table).max() > 0}
+    scales = {tuple(factor for factor in factors if factor is not x): table for factors, table in known.form.terms.items() if x in factors}
+    offsets = {factors: table for factors, table in known.form.terms.items() if x not in factors}
+    scaled = {key: table for key, table in scales.items() if np.abs(table).max() > 0}
     root = next((_root(table) for table in scaled.values()), None)
     if root is None:
         raise Unfit(UNREAD)
     unit = next(iter(scaled.values())) / root.factor
     gammas, betas = [], []
-    for key in dict.fromkeys((*scale.terms, *offset.terms)):
-        table, rest = scaled.get(key, 0 * ONE), offset.terms.get(key, 0 * ONE)
+    for key in dict.fromkeys((*scales, *offsets)):
+        table, rest = scaled.get(key, 0 * ONE), offsets.get(key, 0 * ONE)
         rest = rest if root.centered else rest - MEAN * table
         factor, shift = (table / unit).mean(), rest.mean()
         if not _equal(table, factor * unit) or not np.allclose(rest, shift, 1e-6, 1e-7 * np.abs(table).max()):
@@ -89,8 +88,8 @@ def read_form(x: Value, axes: set[int], same: list[Value], nodes: list[Node], en
     if gammas == [(1.0, ())] or len(gammas) == 1 and not gammas[0][1] and abs(gammas[0][0] - 1) < 1e-6:
         gammas = []
     used = {p for _, product in (*gammas, *betas) for p in product}
-    view = _view(x, axes, [(p.stride, p.length) for p in used if p.length > 1])
-    return NormForm(root, *view, gammas, betas, rows.parameters)
+    view = _view(x, set(range(x.ndim)) - set(statistics.kept), [(p.stride, p.length) for p in used if p.length > 1])
+    return NormForm(root, *view, gammas, betas)
 
 
 def _equal(a, b) -> bool:

@@ -6,12 +6,12 @@ makes a Match of it.
 """
 
 import dataclasses
+import functools
 
-import numpy as np
-
+from jaxfuse.analysis.axes import IndexMap
 from jaxfuse.analysis.canonical import ADD, CAST, constant, is_float_cast, size, varying_axes
-from jaxfuse.analysis.layout import RESHAPES
-from jaxfuse.analysis.statistics import narrowest, square
+from jaxfuse.analysis.layout import RESHAPES, Layout
+from jaxfuse.analysis.statistics import Statistics, narrowest, square
 from jaxfuse.patterns.dense.forward import is_parameter
 from jaxfuse.patterns.norm.site import add_before, fused
 from jaxfuse.patterns.walk import depends_on
@@ -47,7 +47,7 @@ def match(graph, node: Node, claimed: set[int], unprofitable):
         return
     part = forward(graph)
     norm = _Norm(part, node, x)
-    if norm.end is None or not (norm.centered or norm.has_mean_square()) or any(n.index in claimed for n in norm.nodes):
+    if norm.end is None or not (norm.centered or norm.has_mean()) or any(n.index in claimed for n in norm.nodes):
         return
     name, reason = _name(norm, norm.end, tuple(node.params["axes"]), kept)
     reason = reason or norm.stop_gradient_reason() or norm.read_elsewhere(part) or norm.mismatch
@@ -107,42 +107,36 @@ class _Norm:
         self.same = self._shapes(x)
         self._seed(node, x)
         self._follow()
-        ends = [v for v, step in self.full.items() if step.scaled and self._readers(v, part)]
-        self.end = max(ends, key=lambda v: v.node.index, default=None)
-        if len(ends) == 1:
-            self._leave_after_transpose(*ends)
-        elif ends:
-            self._leave_after_meeting(ends)
+        self.end = self._end([v for v, step in self.full.items() if step.scaled and (self._readers(v) or part.is_returned(v))])
         self.centered = self.end is not None and self.full[self.end].centered
 
-    def _moves(self, value: Value) -> list[Node]:
-        """The casts and the moves of elements that end in the value, last first, as far as they move what is scaled."""
-        moves: list[Node] = []
-        mine = {n.index for n in self.nodes}
-        while (node := value.node).index in mine and node.primitive in SHAPED and self.full[node.inputs[0]].scaled:
-            moves.append(node)
-            value = node.inputs[0]
-        return moves
+    @functools.cached_property
+    def moments(self) -> Statistics:
+        """Those of x that a kernel computes."""
+        seen = [(value, Layout(self.x.shape, IndexMap.of(value.shape))) for value in self.same]
+        return Statistics(self.x, tuple(d for d in range(self.x.ndim) if d not in self.axes), seen)
 
-    def _leave(self, after: list[Node], end: Value):
-        """The norm ends in `end`; the nodes `after` it are no part of it."""
-        self.end = end
+    def _end(self, ends: list[Value]) -> Value | None:
+        """The one of the scaled values, which others read, that the norm ends in: before a transpose in the end, from where the walk
+        goes on; and of what is read here as it is and there in another shape or type, the last that all of these are made of.
+        What follows is no part of it."""
+        paths = [self._path(end) for end in ends]
+        last = max(ends, key=lambda v: v.node.index, default=None)
+        if len(ends) == 1:
+            end = next((before for v, before in reversed([*zip(paths[0], paths[0][1:])]) if v.node.primitive == "transpose"), last)
+        else:
+            end = next((v for v in (paths or [[]])[0] if all(v in path for path in paths)), None)
+        after = [v.node for path in paths if end for v in path[: path.index(end)]]
         self.nodes = [n for n in self.nodes if n not in after]
         self.full = {value: step for value, step in self.full.items() if value.producer not in after}
+        return end or last
 
-    def _leave_after_transpose(self, end: Value):
-        """The result is what is transposed in the end, if it is: the walk goes on from there."""
-        moves = self._moves(end)
-        if first := [i for i, node in enumerate(moves) if node.primitive == "transpose"]:
-            self._leave(moves[: first[-1] + 1], moves[first[-1]].inputs[0])
-
-    def _leave_after_meeting(self, ends: list[Value]):
-        """What is read here as it is and there in another shape or type is the last value that all of these are made of."""
-        moves = [self._moves(end) for end in ends]
-        before = [[end, *[n.inputs[0] for n in of]] for end, of in zip(ends, moves)]
-        common = next((v for v in before[0] if all(v in values for values in before)), None)
-        if common is not None:
-            self._leave([n for of, values in zip(moves, before) for n in of[: values.index(common)]], common)
+    def _path(self, value: Value) -> list[Value]:
+        """The value and what it is a cast or a move of, as far as that is scaled."""
+        path, mine = [value], {n.index for n in self.nodes}
+        while (node := path[-1].node).index in mine and node.primitive in SHAPED and self.full[node.inputs[0]].scaled:
+            path.append(node.inputs[0])
+        return path
 
     def _seed(self, node: Node, x: Value):
         """With the sum of squares, the sum of x over the same axes, x and its other shapes and types."""
@@ -191,11 +185,8 @@ class _Norm:
         """A number, or a parameter: not another full-size value."""
         if value in self.full:
             return False
-        return (
-            constant(value) is not None
-            or len(varying_axes(value)) < self.x.ndim - len(self.axes) + 1
-            and (size(value) < size(self.x) or is_parameter(value))
-        )
+        smaller = len(varying_axes(value)) < self.x.ndim - len(self.axes) + 1 and (size(value) < size(self.x) or is_parameter(value))
+        return smaller or constant(value) is not None
 
     def _step(self, node: Node) -> _Step | None:
         """What the node does to x on its way, None if it is no step of a norm."""
@@ -239,28 +230,18 @@ class _Norm:
         self.unfused = self.unfused or f"+{kind}"
         return False
 
-    def _readers(self, value: Value, part) -> list:
+    def _readers(self, value: Value) -> list[Node]:
         """What reads the value and is not part of the norm."""
         mine = {n.index for n in self.nodes}
-        readers = [n for n in value.users if n.index not in mine]
-        return readers + ["the program's result"] * part.is_returned(value)
+        return [n for n in value.users if n.index not in mine]
 
-    def has_mean_square(self) -> bool:
+    def has_mean(self) -> bool:
         """Whether a sum is divided by its count: what is divided by its length is a vector, not a norm layer."""
-        count = size(self.x) // max(
-            1, np.prod([n for d, n in enumerate(self.x.shape) if d not in self.axes], dtype=int)
-        )
-        divided = [(n, constant(v)) for n in self.nodes if n.primitive in ("div", "mul") for v in n.inputs]
-        return any(
-            c is not None and abs((c if n.primitive == "div" else c * count**2) - count) < 1e-6 * count
-            for n, c in divided
-        )
+        return any(moment.weight == 1 for moment in self.moments.known.values())
 
     def scaled_along(self, kept: list[int]) -> bool:
         """Whether gamma or beta has one number for each channel, not for each place in a row."""
-        return any(
-            v.ndim == self.x.ndim and varying_axes(p) and varying_axes(p) <= set(kept) for p, v in self.parameters
-        )
+        return any(v.ndim == self.x.ndim and varying_axes(p) and varying_axes(p) <= set(kept) for p, v in self.parameters)
 
     def stop_gradient_reason(self) -> str:
         """The op's value is the same, its gradient is not."""
@@ -270,8 +251,8 @@ class _Norm:
     def read_elsewhere(self, part) -> str:
         for value, step in self.full.items():
             if value is not self.end and (step.scaled or step.centered):
-                for reader in self._readers(value, part):
-                    if isinstance(reader, str):
-                        return f"{value!r} is returned by the program"
-                    return f"{value!r} is read by {reader} too"
+                if readers := self._readers(value):
+                    return f"{value!r} is read by {readers[0]} too"
+                if part.is_returned(value):
+                    return f"{value!r} is returned by the program"
         return ""

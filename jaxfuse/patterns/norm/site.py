@@ -27,7 +27,7 @@ def fused(graph, part, node: Node, norm, name: str, claimed: set[int], unprofita
     what it does not."""
     x, before = norm.x, add_before(part, norm.x, claimed)
     chains, _ = Walk(part, norm.end.ndim - 1, claimed, name_activation).chains(norm.end)
-    form = functools.cache(lambda: read_form(x, norm.axes, norm.same, norm.nodes, norm.end))
+    form = functools.cache(lambda: read_form(norm.moments, norm.same, norm.nodes, norm.end))
     dtype = x.dtype if any(chain.end.dtype == x.dtype for chain in chains) else norm.end.dtype
 
     def attempt(chain):
