@@ -1,5 +1,5 @@
 """Spellings made equal: what a value *is*, however it was written. Two questions, answered from the graph alone
-(batch statistics are `moments.py`'s):
+(statistics are `statistics.py`'s):
 
     per_channel(value, like, axis)    is this operand one number for each channel of `like`?   reshapes, broadcasts, casts
     regions(value)                    is what happens to this value one elementwise function?  then `region_table` says which
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfuse.analysis.axes import is_long
 from jaxfuse.analysis.elementwise import POINTS, RULES, is_elementwise, table_of, values_of
 from jaxfuse.analysis.layout import RESHAPES
 from jaxfuse.program.graph import Node, Value
@@ -28,11 +29,6 @@ class NotPerChannel:
 
 def size(value: Value) -> int:
     return math.prod(value.shape)
-
-
-def is_long(n) -> bool:
-    """Whether an axis of this length has more places than one; one of unknown length is taken to."""
-    return n not in (0, 1)
 
 
 def per_channel(value: Value, like: Value, axes: int | tuple[int, ...]) -> Value | NotPerChannel:
