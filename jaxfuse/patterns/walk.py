@@ -82,7 +82,8 @@ class Chain:
     @property
     def after_affine(self) -> tuple[str, ...]:
         """The steps after those per channel, in their order: "add", and the activation's name."""
-        added, activated = ("add",) * (self.residual is not None), (self.activation.name,) if self.activation else ()
+        added = () if self.residual is None else ("add",)
+        activated = (self.activation.name,) if self.activation else ()
         return activated + added if self.residual_last else added + activated
 
     def coefficients(self, vector: Callable[[Value], Any]):
