@@ -82,7 +82,7 @@ def match(graph: Graph, node: Node, claimed: set[int], unprofitable):
         way, result = contractions.first_fused(_ways(site, found), lambda way: _fused(site, way, unprofitable))
         operands = (way.dz, *node.inputs)
         if isinstance(result, Unfit):
-            yield Refusal(way.label(), node, operands, result.reason, "backward")
+            yield Refusal(way.label(), node, operands, result.reason, "backward", covers=way.nodes)
             continue
         yield result
         if way.dx and (add := _residual_add(graph, way.dx)):
