@@ -67,14 +67,17 @@ def _plan(closed: ClosedJaxpr, graph: Graph, unprofitable) -> Plan:
     replacements: dict[Value, Emission] = {}
     partial = [node for node in graph.nodes if any(value.is_partial for value in (*node.inputs, *node.outputs))]
     found: list = [Refusal("program", partial[0], (), PARTIAL)] if partial else []
-    claimed = {node.index for node in partial}
+    claimed, covered = {node.index for node in partial}, set[int]()
     for pattern in patterns.ORDER:
         for anchor in pattern.anchors(graph):
             if anchor.index in claimed:
                 continue
             for result in _matches(pattern, graph, anchor, claimed, unprofitable):
+                if type(result) is Refusal and anchor.index in covered:
+                    continue
                 found.append(result)
                 claimed |= {node.index for node in result.nodes}
+                covered |= {node.index for node in result.covers} if isinstance(result, Refusal) else set()
                 if isinstance(result, Match):
                     claimed |= accept(graph, result)
                     replacements |= {value: emission for emission in result.emissions for value in emission.defines}

@@ -174,6 +174,11 @@ def transposed(graph: Graph, value: Value, order: tuple[int, ...]) -> Value:
     return graph.transposes[key]
 
 
+def is_transposed(graph: Graph, value: Value, order: tuple[int, ...]) -> bool:
+    """Whether a fused op gives the value with its axes in that order, or wants it so."""
+    return (id(value), order) in graph.transposes
+
+
 def to_layout(graph: Graph, value: Value, layout: Layout, permutation) -> tuple[Value, Callable]:
     """(read, made): the value to read, and what makes of its array `value` in the origin's shape, axes in that order."""
     if layout.is_permutation:

@@ -6,6 +6,11 @@ from jaxfuse.program.graph import Emission, Graph, Node, Value
 from jaxfuse.program.site import Match
 
 
+def reader_index(anchor: Node) -> int:
+    """The index that the match at this node has among the readers of a value: that of no node."""
+    return -1 - anchor.index
+
+
 class FusedReader:
     """Stands among the users of a value for the match that needs it. No pattern looks through it."""
 
@@ -14,7 +19,7 @@ class FusedReader:
     inputs = outputs = ()
 
     def __init__(self, match: Match):
-        self.match, self.index = match, -1 - match.anchor.index  # no node of the graph
+        self.match, self.index = match, reader_index(match.anchor)
 
     def __str__(self):
         return f"the fused {self.match.pattern} ({self.match.direction}) at {self.match.anchor.source()}"
