@@ -4,6 +4,7 @@ import enum
 import functools
 import pathlib
 import platform
+import re
 import subprocess
 import sys
 
@@ -179,7 +180,7 @@ def test_policies():
 
 def test_measured_leaves_tiny_convolutions_alone():
     (site,) = jaxfuse.explain(block, X[:1, :4, :4], W, B).skipped
-    assert "too small to gain: 9216 operations, measured faster from 73728" in site.reason
+    assert re.search(r"too small to gain: 9216 operations, measured faster from \d+", site.reason)
     assert jaxfuse.explain(block, jnp.ones((8, 16, 16, 4)), W, B).fused
 
 

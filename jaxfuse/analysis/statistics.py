@@ -176,7 +176,7 @@ class Statistics:
 
     def __init__(self, x: Value, kept: tuple[int, ...], seen: Iterable[tuple[Value, Layout]] = ()):
         self.x, self.kept = x, kept
-        self.count = size(x) // max(1, math.prod(x.shape[axis] for axis in kept))
+        self.count = math.prod(n for axis, n in enumerate(x.shape) if axis not in kept)
         self.known: dict[Value, Moment] = {}
         self.places: dict[Value, IndexMap] = {}
         self.nodes: set[int] = set()
