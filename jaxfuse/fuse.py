@@ -73,7 +73,7 @@ def _plan(closed: ClosedJaxpr, graph: Graph, unprofitable) -> Plan:
             if anchor.index in claimed:
                 continue
             for result in _matches(pattern, graph, anchor, claimed, unprofitable):
-                if type(result) is Refusal and anchor.index in covered:
+                if type(result) is Refusal and result.anchor.index in covered:
                     continue
                 found.append(result)
                 claimed |= {node.index for node in result.nodes}

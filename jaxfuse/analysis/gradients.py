@@ -7,8 +7,7 @@ are compared whatever the order of their additions, and whichever equal nodes of
 
 import collections
 import heapq
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -54,19 +53,16 @@ def gradients(graph: Graph, nodes: list[Node], inputs: list[Value], end: Value, 
     constants = dict.fromkeys(v for n in nodes for v in n.inputs if v.producer is not None and constant(v) is not None)
     numbers = [*fixed, *constants]
     nodes = [n for n in nodes if n.out not in numbers]
-    given = [*inputs, *numbers]
-    traced = _traced(_replayed(nodes, given, end), given, end, _text(nodes, given, end), len(inputs))
-    return _found(_Target(graph, traced, given), end, backward)
+    target = _Target(graph, _traced(nodes, inputs, numbers, end), [*inputs, *numbers])
+    return [_search(target, dy, backward) for dy in target.cotangents(end, backward)]
 
 
 def gradients_of(graph: Graph, node: Node, backward: frozenset[int]) -> list[Gradient]:
     """The same for the operands of one node: a value that it reads twice, as x·xᵀ does, has two gradients."""
-    traced = _traced(lambda *arrays: node.replay(list(arrays))[0], node.inputs, node.out, (node.primitive, str(node.params)))
-    return _found(_Target(graph, traced, node.inputs), node.out, backward)
-
-
-def _found(target: "_Target", end: Value, backward: frozenset[int]) -> list[Gradient]:
-    return [_search(target, dy, backward) for dy in target.cotangents(end, backward)]
+    apart = [Value(v.aval) for v in node.inputs]
+    alone = node.reading(apart)
+    target = _Target(graph, _traced([alone], apart, [], alone.out), node.inputs)
+    return [_search(target, dy, backward) for dy in target.cotangents(node.out, backward)]
 
 
 class _Paths:
@@ -256,38 +252,30 @@ def _plain_params(node: Node) -> list[tuple[str, str]]:
 _gradients: dict[tuple, Graph] = {}
 
 
-def _traced(function: Callable, given: list[Value], end: Value, text: tuple, moving: int | None = None) -> Graph:
-    """JAX's gradient of `function` in its first arguments (in all, without a number) as a program of dy and of what is `given`;
-    the same for all functions of one `text` and such values."""
-    key = (*text, moving, *[(v.aval.str_short(), str(v.aval.sharding)) for v in (*given, end)])
-    if key not in _gradients:
-        if len(_gradients) > 256:
-            _gradients.clear()
-
-        def gradient(dy, *arrays):
-            fixed = arrays[len(given[:moving]) :]
-            return jax.vjp(lambda *of: function(*of, *fixed), *arrays[:moving])[1](dy)
-
-        _gradients[key] = Graph(jax.make_jaxpr(gradient)(end.aval, *[v.aval for v in given]))
-    return _gradients[key]
-
-
-def _text(nodes: list[Node], given: list[Value], end: Value) -> tuple:
-    """What the nodes compute, whatever values they compute it of."""
+def _traced(nodes: list[Node], inputs: list[Value], numbers: list[Value], end: Value) -> Graph:
+    """JAX's gradient of `end` as a program of dy, the inputs and the numbers; the same for all sites that read alike."""
+    given = [*inputs, *numbers]
     names = {v: i for i, v in enumerate(given)}
-    text: list[Any] = []
+    text: list = [len(inputs), *[(v.aval.str_short(), str(v.aval.sharding)) for v in (*given, end)]]
     for node in nodes:
         wiring = [(str(v.literal), str(v.dtype)) if v.literal is not None else names[v] for v in node.inputs]
         names |= {v: len(names) + i for i, v in enumerate(node.outputs)}
         text.append((node.primitive, str(wiring), str(node.params)))
-    return *text, names[end]
+    key = (*text, names[end])
 
-
-def _replayed(nodes: list[Node], given: list[Value], end: Value) -> Callable:
     def value(*arrays):
         made = dict(zip(given, arrays))
         for node in nodes:
             made |= zip(node.outputs, node.replay([v.literal if v.literal is not None else made[v] for v in node.inputs]))
         return made[end]
 
-    return value
+    if key not in _gradients:
+        if len(_gradients) > 256:
+            _gradients.clear()
+
+        def gradient(dy, *arrays):
+            fixed = arrays[len(inputs) :]
+            return jax.vjp(lambda *moving: value(*moving, *fixed), *arrays[: len(inputs)])[1](dy)
+
+        _gradients[key] = Graph(jax.make_jaxpr(gradient)(end.aval, *[v.aval for v in given]))
+    return _gradients[key]

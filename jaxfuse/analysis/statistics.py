@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from jaxfuse.analysis.axes import IndexMap, merged
-from jaxfuse.analysis.canonical import CAST, chosen, constant, is_float_cast, is_square, per_channel, scale_factor, size, unwidened, widens
+from jaxfuse.analysis.canonical import CAST, chosen, constant, is_float_cast, is_square, per_channel, scale_factor, unwidened, widens
 from jaxfuse.analysis.layout import RESHAPES, Layout, is_reshape
 from jaxfuse.program.graph import Node, Value
 

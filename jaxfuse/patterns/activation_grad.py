@@ -37,8 +37,8 @@ LARGEST = 80  # nodes: the activation, its derivative, and their product with dy
 LINEAR = (*ADD, "sub", "neg", "mul", "div", "select_n", CAST)
 
 
-def activation_grad(graph: Graph, preactivation: Value, activated: Activation, claimed: set[int]):
-    """Yields the row of the gradient through `activated`, if the backward pass is in this graph and no other row speaks of it."""
+def activation_grad(graph: Graph, preactivation: Value, activated: Activation):
+    """Yields the row of the gradient through `activated`, if the backward pass is in this graph."""
     back = backward(graph)
     if not back or preactivation.producer is None:
         return
@@ -51,8 +51,7 @@ def activation_grad(graph: Graph, preactivation: Value, activated: Activation, c
         made = {n.out for n in products}
         for last in products[::-1]:
             outside = [n for n in last.out.users if made.isdisjoint(n.outputs)]
-            taken = last.index in graph.fused_away or last.index in claimed
-            if outside and not taken and _is_slope(z, dy, [*functions, *products], last, activated):
+            if outside and last.index not in graph.fused_away and _is_slope(z, dy, [*functions, *products], last, activated):
                 yield _row(z, dy, products, last, outside, activated.name)
                 return
 

@@ -6,7 +6,7 @@ Where they are, `analysis/gradients.py` finds. How an op computes them is said i
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,10 @@ from jaxfuse.analysis.canonical import size
 from jaxfuse.analysis.gradients import CONTRACTIONS, gradients_of
 from jaxfuse.ops.activations import NO_ACTIVATION, Activation
 from jaxfuse.ops.op import FusedOp, Linear
+from jaxfuse.patterns.activation_grad import activation_grad_of
 from jaxfuse.patterns.kernel import require
-from jaxfuse.patterns.walk import depends_on
-from jaxfuse.program.autodiff import backward
+from jaxfuse.patterns.walk import Chain, depends_on
+from jaxfuse.program.autodiff import backward, forward
 from jaxfuse.program.graph import Emission, Graph, Node, Value
 from jaxfuse.program.liveness import dead_after
 from jaxfuse.program.site import Match, Unfit
@@ -32,7 +33,7 @@ class Activated:
     saved: Value
     activation: Activation
     nodes: tuple[Node, ...] = ()  # that multiply by the derivative
-    placed: Callable | None = None  # what lays an array of `saved` as z lies, where it lies otherwise
+    placed: Callable | None = None  # what lays the value at a chain's end as z lies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +70,12 @@ class Gradients:
     @property
     def nodes(self) -> tuple[Node, ...]:
         """What computes them, from the cotangent of the activation's value on."""
-        through = self.through.nodes if self.through else ()
-        return (*through, *[node for value in self.wanted for node in steps_from_contraction(value)])
+        nodes = list(self.through.nodes) if self.through else []
+        for value in self.wanted:
+            nodes.append(value.node)
+            while nodes[-1].primitive not in (*CONTRACTIONS, "reduce_sum"):
+                nodes.append(nodes[-1].inputs[0].node)
+        return tuple(nodes)
 
     def with_bias(self, axes: tuple[int, ...]):
         """With the cotangent's sum over these axes, where the program takes it."""
@@ -78,7 +83,6 @@ class Gradients:
         return dataclasses.replace(self, db=sums[0]) if sums and axes else self
 
 
-G = TypeVar("G", bound=Gradients)
 Types = tuple[jax.ShapeDtypeStruct, ...]
 
 
@@ -97,22 +101,19 @@ def found(graph: Graph, node: Node, claimed: set[int], may_be_alone: Callable[[G
     return pairs or sorted(filter(may_be_alone, ways), key=lambda way: way.dx is None)
 
 
-def steps_from_contraction(value: Value) -> list[Node]:
-    """The nodes that compute a gradient from its cotangent: a contraction, and what moves or casts its result; last first."""
-    nodes = [value.node]
-    while nodes[-1].primitive not in CONTRACTIONS and nodes[-1].primitive != "reduce_sum":
-        nodes.append(nodes[-1].inputs[0].node)
-    return nodes
-
-
-def first_fused(ways: Iterable[G], fused: Callable[[G], Match]) -> tuple[G, Match | Unfit]:
-    """The first way to some gradients that a kernel takes, or the last and why it is refused."""
-    for way in ways:
-        try:
-            return way, fused(way)
-        except Unfit as unfit:
-            refused = way, unfit
-    return refused
+def through_activation(graph: Graph, dz: Value, chains: list[Chain], value: Callable[[Chain], Value],
+                       fits: Callable[[Value], bool]) -> Activated | None:
+    """Looks through dy·act'(z), of the activation in one of these chains of the forward pass, to a dy that `fits`: the longest
+    first, as of hard_sigmoid relu6 is a part. `value` is what is kept of a chain where its activation's value tells the derivative."""
+    part = forward(graph)
+    for chain in reversed(chains):
+        z = part.original(chain.region.start)
+        slope = activation_grad_of(graph, z, dz, chain.activation, fits)
+        if slope and chain.activation.derivative_from_y:
+            return Activated(slope.dy, part.original(value(chain)), chain.activation, tuple(slope.products), chain.as_activated)
+        if slope:
+            return Activated(slope.dy, z, chain.activation, tuple(slope.products))
+    return None
 
 
 def is_read_elsewhere(graph: Graph, dz: Value, defined: Iterable[Value]) -> bool:
@@ -136,6 +137,5 @@ def match(gradients: Gradients, label: str, needs: tuple[Value, ...], defines: t
     node, dz = gradients.node, gradients.dz
     if depends_on(list(needs), set(map(id, defines)), min(v.node.index for v in defines if v.node.index >= 0)):
         raise Unfit("the gradients depend on each other")
-    passes = gradients.has_bias + 2 * (gradients.through is not None)
-    saved = np.dtype(dz.dtype).itemsize * size(dz) * passes
+    saved = np.dtype(dz.dtype).itemsize * size(dz) * (gradients.has_bias + 2 * len(gradients.saved))
     return Match(label, node, (), (Emission(needs, defines, run),), (gradients.dy, *node.inputs), saved, "backward")

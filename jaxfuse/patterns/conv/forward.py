@@ -244,7 +244,8 @@ def _fused(graph, node: Node, head: Head, chain: Chain, unprofitable) -> Match:
     groups = node.params["batch_group_count"]
     spread_x = functools.partial(batch_groups_as_features, groups=groups, spec=config.lhs_spec) if groups > 1 else lambda x: x
     given = x.dtype if all(v.dtype == x.dtype for v in smalls) else jnp.float32
-    types = [jax.eval_shape(spread_x, _plain_type(x)), _plain_type(w)]
+    given_x, given_w = (jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (x, w))
+    types = [jax.eval_shape(spread_x, given_x), given_w]
     types += [jax.ShapeDtypeStruct((head.out.shape[channel_axis],), given) for has in (config.has_scale, config.has_bias) if has]
     full: tuple[Value, ...] = head.operands
     if chain.residual is not None:
@@ -271,7 +272,3 @@ def _fused(graph, node: Node, head: Head, chain: Chain, unprofitable) -> Match:
     ends = (end, channels_last_copy) if channels_last_copy else (end,)
     emission = Emission((*full, *smalls), (*ends, *chain.masks, *saved_z), run)
     return Match(_label(head, chain), node, (node, *head.nodes, *chain.nodes), (emission,), full, saved)
-
-
-def _plain_type(value: Value) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(value.shape, value.dtype)

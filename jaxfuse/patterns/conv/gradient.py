@@ -2,7 +2,7 @@
 scale for each channel lies between it and the cotangent."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -13,7 +13,6 @@ from jaxfuse.analysis.layout import channels_last, in_place, inverse, is_transpo
 from jaxfuse.ops.activations import Activation, named
 from jaxfuse.ops.conv.conv import OP, ConvConfig
 from jaxfuse.patterns import contraction_gradients as contractions
-from jaxfuse.patterns.activation_grad import activation_grad_of
 from jaxfuse.patterns.activations import is_derivative, name_activation
 from jaxfuse.patterns.contraction_gradients import Activated, Gradients
 from jaxfuse.patterns.conv import scaled as conv_scaled
@@ -63,6 +62,7 @@ class Site(NamedTuple):
     node: Node
     config: ConvConfig
     claimed: set[int]
+    unprofitable: Callable
 
 
 def anchors(graph: Graph):
@@ -77,16 +77,24 @@ def match(graph: Graph, node: Node, claimed: set[int], unprofitable):
         return  # the forward pass has a row that says why
     if config.out_dtype or node.params["batch_group_count"] != 1:
         return
-    site = Site(graph, node, config, claimed)
+    site = Site(graph, node, config, claimed, unprofitable)
     for found in contractions.found(graph, node, claimed, _may_be_alone):
-        way, result = contractions.first_fused(_ways(site, found), lambda way: _fused(site, way, unprofitable))
-        operands = (way.dz, *node.inputs)
-        if isinstance(result, Unfit):
-            yield Refusal(way.label(), node, operands, result.reason, "backward", covers=way.nodes)
+        yield from _rows(site, _ways(site, found))
+
+
+def _rows(site: Site, ways: Iterator[ConvGradients]):
+    """The Match of the first way to these gradients that a kernel takes, or why the last is refused."""
+    for way in ways:
+        operands = (way.dz, *site.node.inputs)
+        try:
+            yield _fused(site, way)
+        except Unfit as unfit:
+            refused = Refusal(way.label(), site.node, operands, unfit.reason, "backward", covers=way.nodes)
             continue
-        yield result
-        if way.dx and (add := _residual_add(graph, way.dx)):
-            yield UnfusedStep("conv+residual gradient", node, operands, no_kernel(f"{add} of the input's gradient"), "backward")
+        if way.dx and (add := _residual_add(site.graph, way.dx)):
+            yield UnfusedStep("conv+residual gradient", site.node, operands, no_kernel(f"{add} of the input's gradient"), "backward")
+        return
+    yield refused
 
 
 def _may_be_alone(gradients: Gradients) -> bool:
@@ -150,32 +158,24 @@ def _through_slope(site: Site, dz: Value) -> Activated | None:
     part = forward(site.graph)
     own = part.node_in_subgraph(site.node) if isinstance(part, Subgraph) else None
     chains = Walk(part, site.config.out_spec[1], site.claimed, name_activation).chains(own.out)[0] if own else []
-    for chain in chains[::-1]:  # of hard_sigmoid relu6 is a part
-        if chain.activation is None or chain.region.start.dtype != site.node.out.dtype:
-            continue
-        slope = activation_grad_of(site.graph, part.original(chain.region.start), dz, chain.activation, lambda dy: dy.aval == dz.aval)
-        if slope:
-            y = part.original(chain.region.end)
-            return Activated(slope.dy, y if chain.activation.derivative_from_y else slope.z, chain.activation, tuple(slope.products))
-    return None
+    activated = [chain for chain in chains if chain.activation and chain.region.start.dtype == site.node.out.dtype]
+    return contractions.through_activation(site.graph, dz, activated, lambda chain: chain.region.end, lambda dy: dy.aval == dz.aval)
 
 
 def _regions_of(graph: Graph, mask: Value):
     """The elementwise functions of the value that the mask compares."""
-    value = mask
-    while value.dtype == bool and value.producer is not None:
+    value: Value | None = mask
+    while value and value.dtype == bool and value.producer:
         value = next((v for v in value.producer.inputs if constant(v) is None), None)
-        if value is None:
-            return []
-    return regions(value, graph.is_returned)
+    return regions(value, graph.is_returned) if value else []
 
 
 # --- the whole ---------------------------------------------------------------------------------------------------
 
 
-def _fused(site: Site, gradients: ConvGradients, unprofitable) -> Match:
+def _fused(site: Site, gradients: ConvGradients) -> Match:
     """Raises `Unfit` where no kernel takes them."""
-    (graph, node, config, _), (x, w), scaled = site, site.node.inputs, gradients.scaled
+    graph, node, config, (x, w), scaled = site.graph, site.node, site.config, site.node.inputs, gradients.scaled
     defined = (*gradients.wanted, *gradients.sums)
     with_dz = gradients.through is not None and contractions.is_read_elsewhere(graph, gradients.dz, defined)
     made = (*gradients.wanted, gradients.dz) if with_dz else gradients.wanted
@@ -196,7 +196,7 @@ def _fused(site: Site, gradients: ConvGradients, unprofitable) -> Match:
         types += types_of(gradients.db) if gradients.db else (jax.ShapeDtypeStruct((channels,), jnp.float32),)
     if with_dz:
         types += types_of(to_layout(gradients.dz))
-    linear = contractions.backward_call(OP, gradients, config, types, types_of(*read), unprofitable)
+    linear = contractions.backward_call(OP, gradients, config, types, types_of(*read), site.unprofitable)
 
     def run(reading):
         operands = [*map(reading, read)]

@@ -2,7 +2,7 @@
 
 Layers that read one input are one site: act(x·w₁)·(x·w₂) is a gated layer, equal epilogues are "dense+bias x3" (query, key
 and value). In a differentiated program the row of a layer's activation gradient stands beside it, where no kernel has taken
-it (`activation_grad`, `dense_grad`).
+it (`activation_grad`, `gradient`).
 """
 
 import dataclasses
@@ -81,7 +81,7 @@ def match(graph, node: Node, claimed: set[int], unprofitable):
     layers = [layer_of(part, n, claimed) for n in _siblings(node) if n.index not in claimed]
     activated = [layer for layer in layers if layer.chain.activation]
     for layer in activated:
-        yield from activation_grad(graph, layer.preactivation, layer.chain.activation, claimed)
+        yield from activation_grad(graph, layer.preactivation, layer.chain.activation)
     rows = [_gated(part, layer, layers) for layer in activated]
     rows += [_half_gated(part, layer, layers, claimed) for layer in layers[:] if not layer.chain.activation and layer in layers]
     groups: dict[tuple, list[Layer]] = {}
@@ -188,8 +188,7 @@ def is_product(node: Node) -> bool:
 
 
 def batch_axes(node: Node) -> tuple[int, ...]:
-    _, (batch, _) = node.params["dimension_numbers"]
-    return tuple(batch)
+    return tuple(node.params["dimension_numbers"][1][0])
 
 
 def _siblings(node: Node) -> list[Node]:

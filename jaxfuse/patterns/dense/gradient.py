@@ -9,12 +9,12 @@ import dataclasses
 from jaxfuse.analysis.canonical import CAST
 from jaxfuse.ops.dense import OP
 from jaxfuse.patterns import contraction_gradients as contractions
-from jaxfuse.patterns.activation_grad import activation_grad_of
-from jaxfuse.patterns.contraction_gradients import Activated, Gradients
+from jaxfuse.patterns.contraction_gradients import Gradients
 from jaxfuse.patterns.dense.forward import batch_axes, is_product, layer_of
 from jaxfuse.patterns.dense.site import config_of
 from jaxfuse.patterns.kernel import types_of
-from jaxfuse.program.autodiff import backward, forward
+from jaxfuse.patterns.walk import Chain
+from jaxfuse.program.autodiff import Subgraph, backward, forward
 from jaxfuse.program.graph import Graph, Node, Value
 from jaxfuse.program.site import Match, Refusal, Unfit
 from jaxfuse.runtime.reasons import no_kernel
@@ -36,13 +36,14 @@ def match(graph: Graph, node: Node, claimed: set[int], unprofitable):
         yield _left_over(graph, node, claimed)
         return
     for found in contractions.found(graph, graph.nodes[node.index], claimed, _may_be_alone):
-        gradients = _through_activation(graph, node, found.with_bias(_batch(node)), claimed)
-        _, result = contractions.first_fused([gradients], lambda way: _fused(graph, way, unprofitable))
-        if isinstance(result, Unfit):
+        through = contractions.through_activation(
+            graph, found.dz, _activated(forward(graph), node, claimed), lambda chain: chain.end, lambda dy: dy.shape == found.dz.shape)
+        gradients = dataclasses.replace(found.with_bias(_batch(node)), through=through)
+        try:
+            yield _fused(graph, gradients, unprofitable)
+        except Unfit as unfit:
             operands, nodes = (found.dz, *found.node.inputs), gradients.nodes
-            yield Refusal(_label(gradients), found.node, operands, result.reason, "backward", nodes)
-        else:
-            yield result
+            yield Refusal(_label(gradients), found.node, operands, unfit.reason, "backward", nodes, covers=nodes)
 
 
 # --- the gradients of one product --------------------------------------------------------------------------------
@@ -59,19 +60,10 @@ def _batch(node: Node) -> tuple[int, ...]:
     return () if batch_axes(node) else tuple(range(node.out.ndim - node.inputs[1].ndim + len(contracted)))
 
 
-def _through_activation(graph: Graph, node: Node, gradients: Gradients, claimed: set[int]) -> Gradients:
-    """Looks through the activation's derivative to its value, its argument and dy; `node` is the forward part's."""
-    part, dz = forward(graph), gradients.dz
-    for chain in [] if batch_axes(node) else layer_of(part, node, claimed).chains[::-1]:
-        if chain.activation and chain.end.dtype == node.out.dtype:  # not as a loss may read it, in float32
-            z = part.original(chain.region.start)
-            slope = activation_grad_of(graph, z, dz, chain.activation, lambda dy: dy.shape == dz.shape)
-            if slope:
-                from_y = chain.activation.derivative_from_y
-                through = Activated(slope.dy, part.original(chain.end) if from_y else z, chain.activation, tuple(slope.products),
-                                    chain.as_activated if from_y else None)
-                return dataclasses.replace(gradients, through=through)
-    return gradients
+def _activated(part: Graph | Subgraph, node: Node, claimed: set[int]) -> list[Chain]:
+    """The layer with its activation, as far as its dtype is kept: not as a loss may read it, in float32."""
+    chains = [] if batch_axes(node) else layer_of(part, node, claimed).chains
+    return [chain for chain in chains if chain.activation and chain.end.dtype == node.out.dtype]
 
 
 def _label(gradients: Gradients) -> str:
@@ -87,7 +79,7 @@ def _fused(graph: Graph, gradients: Gradients, unprofitable) -> Match:
     node, dz, through = gradients.node, gradients.dz, gradients.through
     with_dz = through is not None and contractions.is_read_elsewhere(graph, dz, gradients.wanted)
     beside = tuple(v for v in (gradients.db, dz if with_dz else None) if v)
-    made = (*tuple(v for v in (gradients.dx, gradients.dw) if v), *beside)
+    made = (*gradients.wanted, dz) if with_dz else gradients.wanted
     config = OP.for_autodiff(dataclasses.replace(
         config_of(node), has_bias=gradients.has_bias, has_residual=with_dz, activation=gradients.activation))
     like_y = (*gradients.saved, gradients.dy)
