@@ -13,7 +13,7 @@ from jaxfuse.analysis import scan_pairs
 from jaxfuse.jitted import Fused
 from jaxfuse.ops.errors import one_of
 from jaxfuse.program import symbolic, autodiff
-from jaxfuse.program.graph import CUSTOM_DERIVATIVE_CALLS, Emission, Graph, Node, evaluate, inside, programs, retraced, subprograms
+from jaxfuse.program.graph import CUSTOM_DERIVATIVE_CALLS, Emission, Graph, Node, Value, evaluate, inside, programs, retraced, subprograms
 from jaxfuse.program.liveness import accept, circular
 from jaxfuse.program.signature import Traced, is_part_of_a_program, trace
 from jaxfuse.program.site import Match, Refusal, UnfusedStep
@@ -35,7 +35,7 @@ class Plan(NamedTuple):
 
     closed: ClosedJaxpr
     graph: Graph
-    replacements: dict[int, Emission]
+    replacements: dict[Value, Emission]
     found: list
 
     @ours
@@ -64,20 +64,23 @@ def plan(closed: ClosedJaxpr, unprofitable, outer: tuple[Graph, Node] | None = N
 
 
 def _plan(closed: ClosedJaxpr, graph: Graph, unprofitable) -> Plan:
-    replacements: dict[int, Emission] = {}
+    replacements: dict[Value, Emission] = {}
     partial = [node for node in graph.nodes if any(value.is_partial for value in (*node.inputs, *node.outputs))]
     found: list = [Refusal("program", partial[0], (), PARTIAL)] if partial else []
-    claimed = {node.index for node in partial}
+    claimed, covered = {node.index for node in partial}, set[int]()
     for pattern in patterns.ORDER:
         for anchor in pattern.anchors(graph):
             if anchor.index in claimed:
                 continue
             for result in _matches(pattern, graph, anchor, claimed, unprofitable):
+                if type(result) is Refusal and anchor.index in covered:
+                    continue
                 found.append(result)
                 claimed |= {node.index for node in result.nodes}
+                covered |= {node.index for node in result.covers} if isinstance(result, Refusal) else set()
                 if isinstance(result, Match):
                     claimed |= accept(graph, result)
-                    replacements |= {id(value): emission for emission in result.emissions for value in emission.defines}
+                    replacements |= {value: emission for emission in result.emissions for value in emission.defines}
     joined = _joined(graph, claimed, unprofitable)
     at: dict[int, int] = {}
     for node in graph.nodes:
@@ -85,11 +88,11 @@ def _plan(closed: ClosedJaxpr, graph: Graph, unprofitable) -> Plan:
         inner: list = []
         if node.index in joined:
             emissions, inner = joined[node.index]
-            replacements |= {id(value): emission for emission in emissions for value in emission.defines}
+            replacements |= {value: emission for emission in emissions for value in emission.defines}
         elif bodies:
             emission, inner = _enter(graph, node, bodies, unprofitable)
             if emission:
-                replacements |= {id(value): emission for value in node.outputs}
+                replacements |= dict.fromkeys(node.outputs, emission)
         elif node.primitive in CUSTOM_DERIVATIVE_CALLS:
             reason = f"it is inside a {node.primitive}: a function with rules of its own stays as it is"
             for body in programs(node).values():
@@ -99,7 +102,7 @@ def _plan(closed: ClosedJaxpr, graph: Graph, unprofitable) -> Plan:
     while replacements and (waiting := circular(graph, replacements)):
         match = next(result for result in reversed(found) if isinstance(result, Match) and set(result.emissions) & set(waiting))
         for back in (match, *_fed_by(match, found)):
-            replacements = {key: emission for key, emission in replacements.items() if emission not in back.emissions}
+            replacements = {value: emission for value, emission in replacements.items() if emission not in back.emissions}
             found[found.index(back)] = given_up = Refusal(back.pattern, back.anchor, back.operands, CIRCULAR, back.direction)
             at |= {id(given_up): at[id(back)]} if id(back) in at else {}
     return Plan(closed, graph, replacements, _in_order(graph, found, at))
@@ -140,9 +143,9 @@ def _matches(pattern, graph: Graph, anchor: Node, claimed: set[int], unprofitabl
 
 def _fed_by(match: Match, found: list) -> list[Match]:
     """The matches that need what only this one makes: what a forward op saves for its gradient."""
-    saved = {id(v) for emission in match.emissions for v in emission.defines if v.producer is None}
+    saved = {v for emission in match.emissions for v in emission.defines if v.producer is None}
     others = (result for result in found if isinstance(result, Match) and result is not match)
-    return [other for other in others if any(id(v) in saved for emission in other.emissions for v in emission.needs)]
+    return [other for other in others if any(v in saved for emission in other.emissions for v in emission.needs)]
 
 
 def _joined(graph: Graph, claimed: set[int], unprofitable) -> dict[int, tuple]:

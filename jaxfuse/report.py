@@ -149,9 +149,10 @@ def _rows(sites: tuple[Site, ...], columns: tuple[str, ...], cells) -> Table:
     """A row for each site; with modules where one line of the program makes several."""
     modules = {(site.source, site.module) for site in sites}
     scoped = len(modules) > len({site.source for site in sites})
-    table = _table("pattern", "direction", "operands", "source", *["module"] * scoped, *columns)
+    table = _table("pattern", "direction", "operands", "source", *(["module"] if scoped else []), *columns)
     for site in sites:
-        table.add_row(site.pattern, site.direction, _operands(site), site.source, *[site.module] * scoped, *cells(site))
+        module = [site.module] if scoped else []
+        table.add_row(site.pattern, site.direction, _operands(site), site.source, *module, *cells(site))
     return table
 
 

@@ -92,10 +92,15 @@ CASES = {
     "images in a block": Case((7, 9, 8, 18), (3, 3, 18, 33), padding=[(2, 1), (4, 3)], dilation=(1, 2)),
     "NHWC, OIHW": Case((3, 12, 13, 20), (24, 20, 3, 3), strides=2, layout=("NHWC", "OIHW", "NHWC")),
     "grouped, large images": Case((3, 24, 24, 16), (3, 3, 4, 32), padding=(1, 1), groups=4),
+    "Winograd, odd image": Case((3, 15, 13, 40), (3, 3, 40, 48), padding=(1, 1)),
+    "Winograd, uneven padding": Case((2, 19, 17, 33), (3, 3, 33, 35), padding=[(2, 0), (0, 1)]),
+    "Winograd, no padding": Case((2, 20, 20, 64), (3, 3, 64, 96)),
+    "Winograd, OIHW": Case((2, 17, 18, 36), (40, 36, 3, 3), padding=(1, 1), layout=("NHWC", "OIHW", "NHWC")),
     "mixed": Case((14, 64, 2, 9), (3, 64, 3, 32), padding=(1, 1), layout=("HCNW", "HIWO", "NHWC")),
 }
 LONG = {  # sums of so many products that f32 kernels cut them up
     "long sums": Case((2, 9, 8, 128), (3, 3, 128, 128), padding=(1, 1)),
+    "long sums, Winograd": Case((4, 13, 14, 512), (3, 3, 512, 160), padding=(1, 1)),
     "long sums, 1x1": Case((2, 7, 7, 2048), (1, 1, 2048, 1024)),
     "long sums, 1x1 strided": Case((1, 9, 8, 1024), (1, 1, 1024, 40), strides=2),
     "long sums, strided, padded behind": Case((2, 10, 10, 256), (3, 3, 256, 32), strides=2, padding=(0, 1)),

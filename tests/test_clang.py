@@ -25,12 +25,24 @@ OF_A_BUILD = r"fatal error: '(dnnl\.hpp|pybind11/\S+|Python\.h)' file not found"
 pytestmark = pytest.mark.skipif(CLANG is None or platform.machine() not in ("x86_64", "AMD64"), reason="no clang++ for x86")
 
 
-def options(name: str) -> list[str]:
-    """What CMakeLists.txt gives a file of one instruction set."""
-    isa = re.search(r"_(avx2|avx512|portable)\.cc$", name)
-    lists = (ROOT / "CMakeLists.txt").read_text()
-    pattern = rf"SOURCE \$\{{{isa[1].upper()}_SOURCES\}} APPEND PROPERTY\s+COMPILE_OPTIONS ([^)]*)\)" if isa else "()"
-    return re.search(pattern, lists)[1].split()
+def lists() -> str:
+    return (ROOT / "CMakeLists.txt").read_text()
+
+
+LOOPS = re.search(r"set\(LOOPS ([^)]*)\)", lists())[1].split()
+SOURCES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "xla_ext").rglob("*.cc"))
+
+
+def compiled_loops(namespace: str, isa: str) -> str:
+    """The source that CMake makes of them for one instruction set."""
+    text = (ROOT / "xla_ext/loops.cc.in").read_text()
+    for name, value in dict(NAMESPACE=namespace, FILE=namespace.replace("::", "_"), ISA=isa).items():
+        text = text.replace(f"@{name}@", value)
+    return text
+
+
+def options(isa: str) -> list[str]:
+    return re.search(rf"SOURCE \$\{{{isa}_SOURCES\}} APPEND PROPERTY\s+COMPILE_OPTIONS ([^)]*)\)", lists())[1].split()
 
 
 def headers() -> list[str]:
@@ -45,10 +57,22 @@ def headers() -> list[str]:
     return [argument for folder in folders for argument in ("-isystem", folder)]
 
 
-@pytest.mark.parametrize("name", sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "xla_ext").rglob("*.cc")))
-def test_compiles_without_a_warning(name, tmp_path):
-    run = subprocess.run([*CLANG, *FLAGS, *options(name), f"-I{ROOT / 'xla_ext'}", *headers(), "-c", str(ROOT / name), "-o",
-                          str(tmp_path / "object.o")], capture_output=True, text=True)
+def compile_with_clang(source: pathlib.Path, target: pathlib.Path, *more: str) -> None:
+    run = subprocess.run([*CLANG, *FLAGS, *more, f"-I{ROOT / 'xla_ext'}", *headers(), "-c", str(source), "-o", str(target)],
+                         capture_output=True, text=True)
     if missing := re.search(OF_A_BUILD, run.stderr):
         pytest.skip(f"{missing[1]} is not installed")
     assert run.returncode == 0 and "warning:" not in run.stderr, run.stderr[-3000:]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_file(name, tmp_path):
+    compile_with_clang(ROOT / name, tmp_path / "object.o", '-DJAXFUSE_NO_ONEDNN="of a test"')
+
+
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
+@pytest.mark.parametrize("namespace", LOOPS)
+def test_loops(namespace, isa, tmp_path):
+    source = tmp_path / "loops.cc"
+    source.write_text(compiled_loops(namespace, isa))
+    compile_with_clang(source, tmp_path / "object.o", *options(isa))

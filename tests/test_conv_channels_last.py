@@ -37,13 +37,13 @@ def test_two_in_a_row(dtype):
     tolerance = 2e-5 if dtype == "float32" else 4e-2
     for got, expected in zip(compiled(cotangent, *args), jax.jit(lambda *args: value_and_gradients(network, *args))(*wide)):
         np.testing.assert_allclose(got.astype(jnp.float32), expected, rtol=tolerance, atol=tolerance * np.abs(expected).max())
-    if ffi.unavailable("jaxfuse_conv_fwd") is None and dtype == "float32":
+    if ffi.no_onednn() is None and dtype == "float32":
         calls = [line for line in compiled.as_text().splitlines() if "custom_call_target" in line and "jaxfuse_conv" in line]
         assert len(calls) == 4 and all("[2,37,24]" in line and "[2,24,37]" not in line for line in calls)
         assert any(a.split("=")[0].strip() in b for a in calls for b in calls if a is not b)  # the first feeds the second
 
 
-@pytest.mark.skipif(ffi.unavailable("jaxfuse_conv_fwd") is not None, reason="no kernel")
+@pytest.mark.skipif(ffi.no_onednn() is not None, reason=str(ffi.no_onednn()))
 def test_only_depthwise_sequences_in_another_layout():
     def kernels(fn, *shapes):
         return [site.kernel for site in jaxfuse.explain(fn, *map(jnp.zeros, shapes), policy="always").fused]

@@ -59,6 +59,8 @@ PROGRAMS = {
         lambda x, w, b: jnp.tanh(
             jax.lax.dot_general(x, w, (((2,), (0,)), ((), ())), preferred_element_type=jnp.promote_types(x.dtype, jnp.float32)) + b),
         (X, W, B), ["dense+bias+tanh"], ["tanh_grad+dense_grad+bias_grad"]),
+    "with itself": (lambda x, r: (jnp.tanh(jnp.einsum("tk,sk->ts", x[0], x[0])), jnp.einsum("btk,btk->bt", r, r)), (X / 4, R / 4),
+                    ["dense+tanh", "matmul"], ["tanh_grad+dense_grad", "matmul_grad"]),
     "scanned": (
         lambda x, w, b: jax.lax.scan(lambda c, x: (c, jnp.tanh(x @ w + b)), 0.0, x)[1], (X, W, B), ["dense+bias+tanh"], []),
 }  # fmt: skip

@@ -15,7 +15,7 @@ from jax import lax
 import jaxfuse
 from jaxfuse.runtime import ffi
 
-pytestmark = pytest.mark.skipif(ffi.unavailable("jaxfuse_conv_bwd") is not None, reason=str(ffi.unavailable("jaxfuse_conv_bwd")))
+pytestmark = pytest.mark.skipif(ffi.no_onednn() is not None, reason=str(ffi.no_onednn()))
 UNITS = 5  # of float32, 2**-23
 LEVELS = {"avx2": dict(JAXFUSE_SIMD="avx2", ONEDNN_MAX_CPU_ISA="AVX2"), "portable": dict(JAXFUSE_SIMD="portable")}
 

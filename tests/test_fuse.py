@@ -190,6 +190,7 @@ def test_native_kernels_are_there():
     from jaxfuse.runtime import ffi
 
     assert {target: ffi.unavailable(target) for target in ffi.TARGETS} == dict.fromkeys(ffi.TARGETS)
+    assert ffi.no_onednn() is None
 
 
 def test_strict():

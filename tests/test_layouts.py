@@ -301,7 +301,7 @@ def test_a_layout_is_what_it_says(seed):
     layout, array = Layout.of(x.shape), x
     for node in graph.nodes:
         layout = layout.then(node)
-        if layout is None:  # a transpose that takes merged axes apart
+        if layout is None:  # a reshape that tears what a transpose has moved, or axes of x that were merged
             return
         (array,) = node.replay([array])
         np.testing.assert_array_equal(layout.place(x), array)

@@ -15,7 +15,7 @@ from conv_oracle import ALPHA, BF16, CASES, F32, LONG, Case, backward, convolve,
 
 from jaxfuse.runtime import ffi
 
-pytestmark = pytest.mark.skipif(ffi.unavailable("jaxfuse_conv_fwd") is not None, reason=str(ffi.unavailable("jaxfuse_conv_fwd")))
+pytestmark = pytest.mark.skipif(ffi.no_onednn() is not None, reason=str(ffi.no_onednn()))
 
 DTYPES = [F32, BF16]
 VALUES = {

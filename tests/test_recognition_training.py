@@ -45,6 +45,26 @@ def convolved(x, w):
     return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
+PRECISE = dict(precision="TF32_TF32_F32")
+# (the program, its arguments, its rows, the reason that each row gives)
+REFUSED = {
+    "dense": (lambda x, w, b: jax.nn.relu(jnp.matmul(x, w, **PRECISE) + b), (X, W, B),
+              ["dense+bias+relu", "backward relu_grad+dense_grad+bias_grad"], "precision"),
+    "matmul": (lambda x: jnp.einsum("btk,bsk->bts", x, x, **PRECISE), (X,), ["matmul", "backward matmul_grad"], "precision"),
+    "convolution": (
+        lambda x, w, b: jax.nn.relu(lax.conv_general_dilated(
+            x, w, (1, 1), ((-1, 1), (0, 0)), dimension_numbers=("NHWC", "HWIO", "NHWC")) + b), IMAGES,
+        ["conv+bias+relu", "backward conv+bias"], "negative padding"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_gradient_that_no_kernel_takes_is_one_row(name):
+    fn, args, expected, why = REFUSED[name]
+    found = [row for row in rows(jax.grad(scalar(fn), tuple(range(len(args)))), *args) if row[1] != FUSED]
+    assert [pattern for pattern, _ in found] == expected and all(why in reason for _, reason in found)
+
+
 CHAINS = {
     "residual": (lambda x, w, b: jax.nn.silu(convolved(x, w) + b + x), ["backward conv+bias+add+silu", "conv+bias+add+silu"]),
     "residual last": (lambda x, w, b: x + jax.nn.silu(convolved(x, w) + b), ["backward conv+bias+silu", "conv+bias+silu+add"]),

@@ -134,7 +134,7 @@ PROGRAM = """
     def steps(x):
         return jax.lax.fori_loop(0, 300, lambda i, x: f(x), x)
 
-    conv = not jaxfuse.runtime.ffi.unavailable("jaxfuse_conv_fwd")
+    conv = not jaxfuse.runtime.ffi.no_onednn()
     expected = np.asarray(f(x))
 """
 

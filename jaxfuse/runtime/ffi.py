@@ -87,6 +87,19 @@ def libraries(run: Any, *types: jax.ShapeDtypeStruct) -> set[str]:
     return found
 
 
+def no_onednn() -> str | None:
+    """None if oneDNN computes here, else why not: most convolutions are XLA's then."""
+    module = native()
+    return _NOT_BUILT if module is None else module.info().get("no_onednn")
+
+
+def refused_without_onednn(run: Any, *types: jax.ShapeDtypeStruct) -> str | None:
+    """Why the calls that `run` makes of arrays of these types cannot be computed here for want of oneDNN. None: it is here, or our
+    own loops compute them."""
+    reason = no_onednn()
+    return f"the native module has no such kernel: {reason}" if reason and "onednn" in libraries(run, *types) else None
+
+
 def _libraries(target: str, out_types: Any, operands: tuple, attrs: dict) -> list[str]:
     results = out_types if isinstance(out_types, (list, tuple)) else [out_types]
     described = [[(str(a.dtype), tuple(map(private.known, a.shape))) for a in arrays] for arrays in (operands, results)]
@@ -146,8 +159,6 @@ def unavailable(target: str) -> str | None:
         return _NOT_BUILT
     if target in _registered(module):
         return None
-    if target in TARGETS and "no_onednn" in module.info():
-        return f"the native module has no such kernel: {module.info()['no_onednn']}"
     return f"the native module has no such kernel, it comes from another version of jaxfuse; {REINSTALL}"
 
 

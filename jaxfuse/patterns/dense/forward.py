@@ -64,9 +64,7 @@ class DenseWalk(Walk):
         if node.primitive in ADD and len(self.channel_axes) > 1 and varying_axes(other) <= self.channel_axes:
             small = per_channel(other, chain.end, tuple(sorted(self.channel_axes)))
             small = other if isinstance(small, NotPerChannel) else small
-            return dataclasses.replace(
-                chain, end=node.out, nodes=(*chain.nodes, node), affine=(*chain.affine, ("add", small))
-            )
+            return dataclasses.replace(chain, end=node.out, nodes=(*chain.nodes, node), affine=(*chain.affine, ("add", small)))
         if node.primitive == "mul" and other.shape == chain.end.shape and varying_axes(other) > self.channel_axes:
             return WalkEnd(f"{node} multiplies by another full-size value")  # a gate, a mask: not a missed scale
         return step
@@ -79,20 +77,16 @@ def anchors(graph):
 
 def match(graph, node: Node, claimed: set[int], unprofitable):
     """Yields the rows of all layers that read this one's input, one for each group."""
-    if node.index in claimed:
-        return
     part = forward(graph)
     layers = [layer_of(part, n, claimed) for n in _siblings(node) if n.index not in claimed]
     activated = [layer for layer in layers if layer.chain.activation]
     for layer in activated:
-        yield from activation_grad(graph, layer.preactivation, layer.chain.activation)
+        yield from activation_grad(graph, layer.preactivation, layer.chain.activation, claimed)
     rows = [_gated(part, layer, layers) for layer in activated]
     rows += [_half_gated(part, layer, layers, claimed) for layer in layers[:] if not layer.chain.activation and layer in layers]
     groups: dict[tuple, list[Layer]] = {}
     for layer in layers:  # a query's scale is no reason to compute it apart from key and value
-        groups.setdefault((layer.label.removesuffix("+scale"), layer.stop if layer.stop.unfused else None), []).append(
-            layer
-        )
+        groups.setdefault((layer.label.removesuffix("+scale"), layer.stop if layer.stop.unfused else None), []).append(layer)
     rows += [_row(sorted(group, key=lambda layer: len(layer.label))) for group in groups.values()]
     for row in filter(None, rows):
         yield from dense_site.found(graph, part, row, unprofitable)
@@ -202,14 +196,8 @@ def _siblings(node: Node) -> list[Node]:
     """The layers that contract the same axes of the same input, in program order."""
     side = int(_weight_is_left(node, _transposed(node)[1]))
     contracted = node.params["dimension_numbers"][0]
-    return [
-        n
-        for n in node.inputs[side].users
-        if is_product(n)
-        and not batch_axes(n)
-        and n.inputs[side] is node.inputs[side]
-        and n.params["dimension_numbers"][0][side] == contracted[side]
-    ]
+    return [n for n in node.inputs[side].users if is_product(n) and not batch_axes(n) and n.inputs[side] is node.inputs[side]
+            and n.params["dimension_numbers"][0][side] == contracted[side]]
 
 
 # --- gates -------------------------------------------------------------------------------------------------------
@@ -243,9 +231,7 @@ def _half_gated(part, layer: Layer, layers: list[Layer], claimed: set[int]) -> R
                     return _gated_row([layer], f"+{ends[-1].activation.name}", reason, (users[0], *ends[-1].nodes, product))
     for product in [n for n in users if n.primitive == "mul"]:
         gate = next((v.producer for v in product.inputs if v is not layer.chain.end), None)
-        source = next(
-            (s for s in layers if s is not layer and gate in s.chain.end.users and len(gate.inputs) == 1), None
-        )
+        source = next((s for s in layers if s is not layer and gate in s.chain.end.users and len(gate.inputs) == 1), None)
         if source:
             layers.remove(layer)
             layers.remove(source)
