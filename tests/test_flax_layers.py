@@ -145,6 +145,40 @@ def test_a_kernel_computes_it(name):
     assert len(sites) == 1 and sites[0].pattern.endswith(option.epilogue), sites
 
 
+STRICT = ["conv add relu", "conv depthwise", "transpose strides relu", "dense gelu", "batch norm add relu", "batch norm running",
+          "layer norm options", "rms norm options", "group norm"]
+
+
+@pytest.mark.parametrize("half", ["linen", "nnx"])
+@pytest.mark.parametrize("name", STRICT)
+def test_without_promotion(half, name):
+    """The drop-ins promote no dtype and no rank of their own."""
+    option = GRID[name]
+    x = jax.random.normal(jax.random.key(0), option.shape)
+    if half == "linen":
+        _, layer, _, adds = linen_layers(option)
+    else:
+        _, layer, _, adds = nnx_layers(option)
+
+    def run():
+        if half == "linen":
+            rest = {"residual": residual} if adds else {}
+            variables = layer.init(jax.random.key(3), x, **rest)
+            y, pull = jax.vjp(lambda params, x: layer.apply(variables | params, x, mutable=["batch_stats"], **rest)[0], variables, x)
+            return y, pull(y)
+        graphdef, state = nnx.split(layer)
+        rest = {"residual": residual} if adds else {}
+        y, pull = jax.vjp(lambda state, x: nnx.merge(graphdef, state)(x, **rest), state, x)
+        return y, pull(y)
+
+    features = option.features or option.shape[-1]
+    residual = jax.random.normal(jax.random.key(1), (*option.shape[:-1], features))
+    expected = run()
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        found = run()
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
 def sequence(module, name):
     """(parameters, other state, function of both and x) of a row of SEQUENCES, in a half of Flax or of ours."""
     row = SEQUENCES[name]
