@@ -25,7 +25,7 @@ struct Forward {
 Forward bare(const Forward& f, const Tensor& y);
 
 // Whether oneDNN can apply it inside a convolution.
-bool has_post_ops(Activation activation, const Parameters& parameters);
+bool has_post_ops(Activation activation, const Parameters& parameters, DType dtype);
 
 // All of f but z, into y, whose long sums are cut into slices. False, and nothing done, where oneDNN has no fast code.
 bool run_by_onednn(const Forward& f, void* y);
