@@ -110,26 +110,7 @@ void run_apart(const Forward& f) {
 
 // Whether the activation is better applied by us than inside oneDNN's convolution.
 bool better_apart(const Forward& f) {
-  const bool f32 = f.y.dtype == DType::F32;
-  switch (f.activation) {
-    case Activation::none: return true;
-    case Activation::elu:
-    case Activation::selu:
-    case Activation::celu:
-    case Activation::gelu:
-    case Activation::mish:
-    case Activation::softplus:  // oneDNN is off by 1e-6, which is all of a small value, but does not show in bf16
-      return f32;
-    case Activation::piecewise_linear:
-    case Activation::piecewise_gate: return !onednn::has_post_ops(f.activation, f.parameters);
-    case Activation::relu:
-    case Activation::sigmoid:
-    case Activation::tanh:
-    case Activation::silu:
-    case Activation::gelu_tanh:
-    case Activation::relu_squared: break;
-  }
-  return false;
+  return f.activation == Activation::none || !onednn::has_post_ops(f.activation, f.parameters, f.y.dtype);
 }
 
 void run_fused(const Forward& f) {

@@ -98,7 +98,7 @@ def _cuda_library() -> list[tuple[str, str]]:
             return [("CUDA library", f"absent: {cuda.why_absent()}")]
     except RuntimeError as error:
         return [("CUDA library", f"broken: {error}")]
-    info = cuda.info()
+    info = {key: value for key, value in cuda.info().items() if key != "activations"}
     built = f"{cuda.path()}\nnvcc {info.pop('nvcc')} for sm_{info.pop('architectures')}, XLA FFI {info.pop('ffi_api')}"
     rows = [("CUDA library", built), _cuda_devices(), _cudnn(), *info.items()]
     return [*rows, ("CUDA kernels", ", ".join(sorted(cuda.targets())))]

@@ -13,7 +13,7 @@ bool has_avx512() { return false; }
 bool has_bf16() { return false; }
 int64_t images_per_sum(const conv::Geometry&, const Tensor&, const Tensor&) { return 0; }
 
-bool has_post_ops(Activation, const Parameters&) { return false; }
+bool has_post_ops(Activation, const Parameters&, DType) { return false; }
 bool convolve(const conv::Forward&, void*) { return require(), false; }
 void convolve(const conv::Geometry&, const Tensor&, const Tensor&, const Tensor&) { require(); }
 void data_gradient(const conv::Geometry&, const Tensor&, const Tensor&, const Tensor&) { require(); }

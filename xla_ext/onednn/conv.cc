@@ -47,50 +47,37 @@ void append(dnnl::post_ops& ops, const Clip& clip) {
   ops.append_eltwise(algorithm::eltwise_clip, clip.low, clip.high);
 }
 
-// The activation as oneDNN's post-ops. False, and nothing appended, where it has none for these parameters.
-bool append(dnnl::post_ops& ops, Activation activation, const Parameters& p) {
-  const auto eltwise = [&](algorithm kind, float alpha = 0, float beta = 0) { ops.append_eltwise(kind, alpha, beta); };
-  switch (activation) {
-    case Activation::none: break;
-    case Activation::relu: eltwise(algorithm::eltwise_relu); break;
-    case Activation::piecewise_linear:
-      if (const auto slope = as_leaky_relu(p.pieces)) {
-        eltwise(algorithm::eltwise_relu, *slope);
-      } else if (const auto clip = as_clip(p.pieces)) {
-        append(ops, *clip);
-      } else {
-        return false;
-      }
-      break;
-    case Activation::piecewise_gate: {
-      const auto clip = as_clip(p.pieces);
-      if (!clip || clip->low != 0 || clip->high != 1) return false;
-      eltwise(algorithm::eltwise_hardswish, clip->slope, clip->shift);
-      break;
-    }
-    case Activation::elu: eltwise(algorithm::eltwise_elu, p.alpha); break;
-    case Activation::selu:
-      eltwise(algorithm::eltwise_elu, 1.67326324f);
-      eltwise(algorithm::eltwise_linear, 1.05070099f);
-      break;
-    case Activation::celu:
-      eltwise(algorithm::eltwise_linear, 1 / p.alpha);
-      eltwise(algorithm::eltwise_elu, 1);
-      eltwise(algorithm::eltwise_linear, p.alpha);
-      break;
-    case Activation::sigmoid: eltwise(algorithm::eltwise_logistic); break;
-    case Activation::tanh: eltwise(algorithm::eltwise_tanh); break;
-    case Activation::silu: eltwise(algorithm::eltwise_swish, 1); break;
-    case Activation::gelu: eltwise(algorithm::eltwise_gelu_erf); break;
-    case Activation::gelu_tanh: eltwise(algorithm::eltwise_gelu_tanh); break;
-    case Activation::mish: eltwise(algorithm::eltwise_mish); break;
-    case Activation::softplus: eltwise(algorithm::eltwise_soft_relu, 1); break;
-    case Activation::relu_squared:
-      eltwise(algorithm::eltwise_relu);
-      eltwise(algorithm::eltwise_square);
-      break;
+bool append_linear(dnnl::post_ops& ops, const Piecewise& f) {
+  const auto slope = as_leaky_relu(f);
+  const auto clip = as_clip(f);
+  if (slope) {
+    ops.append_eltwise(algorithm::eltwise_relu, *slope, 0);
+  } else if (clip) {
+    append(ops, *clip);
   }
-  return true;
+  return slope || clip;
+}
+
+bool append_gate(dnnl::post_ops& ops, const Piecewise& f) {
+  const auto clip = as_clip(f);
+  const bool is_hardswish = clip && clip->low == 0 && clip->high == 1;
+  if (is_hardswish) ops.append_eltwise(algorithm::eltwise_hardswish, clip->slope, clip->shift);
+  return is_hardswish;
+}
+
+// The activation as oneDNN's post-ops. False, and nothing appended, where it has none for these parameters, or none that is
+// exact enough for y's dtype.
+bool append(dnnl::post_ops& ops, Activation activation, const Parameters& p, DType dtype) {
+  const bool f32 = dtype == DType::F32;
+  const auto eltwise = [&](algorithm kind, float alpha = 0, float beta = 0) {
+    ops.append_eltwise(kind, alpha, beta);
+    return true;
+  };
+#define JAXFUSE_ROW(name, numbers, told_by, appended) \
+  case Activation::name: return appended;
+  switch (activation) { JAXFUSE_ACTIVATIONS(JAXFUSE_ROW) }
+#undef JAXFUSE_ROW
+  return false;
 }
 
 constexpr int post_op(int i) { return DNNL_ARG_ATTR_MULTIPLE_POST_OP(i) | DNNL_ARG_SRC_1; }
@@ -126,7 +113,7 @@ Request request(const Forward& f, ElementType type) {
     inputs.emplace_back(DNNL_ARG_BIAS, dnnl::memory::desc({f.bias->shape[0]}, given, dnnl::memory::format_tag::a));
   }
   if (f.residual && !f.residual_last) binary(algorithm::binary_add, y, channels_last(y, type));
-  append(ops, f.activation, f.parameters);
+  append(ops, f.activation, f.parameters, f.y.dtype);
   if (f.residual && f.residual_last) binary(algorithm::binary_add, y, channels_last(y, type));
   dnnl::primitive_attr attr = attributes();
   attr.set_post_ops(ops);
@@ -154,9 +141,10 @@ bool takes_in_a_neighbour(const Forward& f, const Request& request) {
 
 bool is_slice(const Forward& f) { return f.geometry.filter_features > 0; }
 
-// Null where post-ops leave oneDNN with nothing but its reference code, which is slow without bounds, and where a slice
-// is not for its matrix kernels.
+// Null where oneDNN lacks the activation, where post-ops leave it with nothing but its reference code, which is slow without
+// bounds, and where a slice is not for its matrix kernels.
 SharedPrimitive make(const Forward& f) {
+  if (!has_post_ops(f.activation, f.parameters, f.y.dtype)) return nullptr;
   Request r = request(f, element_type(f.x.dtype));
   if (takes_in_a_neighbour(f, r)) r = request(f, ElementType::f32);
   const std::string implementation = r.descriptor.impl_info_str();
@@ -187,7 +175,7 @@ void run(const Primitive& primitive, const Forward& f, void* y) {
   if (f.bias) buffers.emplace_back(f.scale ? post_op(op++) : DNNL_ARG_BIAS, f.bias->data);
   if (f.residual_last) {
     dnnl::post_ops before;
-    append(before, f.activation, f.parameters);
+    append(before, f.activation, f.parameters, f.y.dtype);
     op += before.len();
   }
   if (f.residual) buffers.emplace_back(post_op(op), f.residual->data);
@@ -218,9 +206,9 @@ bool run_sliced(const Forward& f, void* y) {
 
 }  // namespace
 
-bool has_post_ops(Activation activation, const Parameters& parameters) {
+bool has_post_ops(Activation activation, const Parameters& parameters, DType dtype) {
   dnnl::post_ops ops;
-  return append(ops, activation, parameters);
+  return append(ops, activation, parameters, dtype);
 }
 
 bool convolve(const Forward& f, void* y) {

@@ -31,7 +31,7 @@ bool has_bf16();
 // ---- What follows needs the library.
 
 // Whether oneDNN can apply it inside a convolution.
-bool has_post_ops(Activation activation, const Parameters& parameters);
+bool has_post_ops(Activation activation, const Parameters& parameters, DType dtype);
 
 // All of f but z, into y, whose long sums are cut into slices. False, and nothing done, where oneDNN has no fast code.
 bool convolve(const conv::Forward& f, void* y);
