@@ -9,10 +9,11 @@ import pytest
 from flax import nnx
 from jax import lax
 
+from compare import jit, same
 from jaxfuse.patterns.recurrent.forward import ONE_STEP, Differentiated
 from layers import randn
-from recognition import NO_KERNEL, correct, correct_with_gradients, rows, scalar
-from spellings.recurrent import NATIVE, SEQUENCE, XS, C, H, U, W, X, gru, gru_resets_first, lstm, sequence
+from recognition import NO_KERNEL, fuse, rows, scalar
+from spellings.recurrent import NATIVE, SEQUENCE, XS, C, H, U, W, X, gru, gru_resets_first, lstm, same_with_gradients, sequence
 
 keras = pytest.importorskip("keras")
 KEY = jax.random.key(0)
@@ -107,7 +108,7 @@ def test_no_cell(name):
 def test_a_scan_over_a_cell_is_a_sequence():
     for cell, name in ((lstm, "lstm"), (lambda x, h, c, w, u: (gru(x, h, w, u), c), "gru")):
         assert recognised(sequence(cell), XS, H, C, W, U) == [name]
-        correct_with_gradients(sequence(cell), XS, H, C, W, U)
+        same_with_gradients(sequence(cell), XS, H, C, W, U)
 
 
 def test_stacked_cells_in_one_scan():
@@ -118,7 +119,7 @@ def test_stacked_cells_in_one_scan():
 
     found = rows(sequence(two), XS, (H, H), (C, C), W, U)
     assert found == ([("lstm+lstm", "fused")] if NATIVE else [("lstm", SEQUENCE)] * 2)
-    correct_with_gradients(sequence(two), XS, (H, H), (C, C), W, U)
+    same_with_gradients(sequence(two), XS, (H, H), (C, C), W, U)
 
 
 def test_sequence_near_misses():
@@ -135,7 +136,7 @@ def test_sequence_in_a_differentiated_program(name):
     step, args = jax.value_and_grad(scalar(sequence(cell)), (0, 1, 3, 4)), (XS, H, C, W, U)
     if NATIVE:
         assert rows(step, *args) == [(name, "fused"), (f"backward {name}", "fused")]
-    correct(step, *args)
+    same(jit(fuse(step))(*args)[1], jit(step)(*args)[1], times=2.5)
 
 
 @pytest.mark.parametrize("change", [lambda dh: jnp.clip(dh, -1, 1), lambda dh: dh + dh])
@@ -208,7 +209,7 @@ def test_sequence_of_a_framework(name):
     """One row; a dense layer of all steps at once, before the loop, is a row of its own (Keras's GRU)."""
     apply, weights = FRAMEWORKS[name]()
     found = recognised(apply, weights, XS)
-    correct_with_gradients(apply, weights, XS)
+    same_with_gradients(apply, weights, XS)
     assert [row for row in found if not row.startswith("dense")] == [name.split(",")[0]]
     assert len(found) == 1 or "keras" in name and "dense+bias" in found
 
@@ -221,7 +222,7 @@ def test_train_step_of_a_framework(name):
     step, kind = jax.value_and_grad(scalar(apply), (0, 1)), name.split(",")[0]
     found = [row for row in rows(step, weights, XS) if "dense" not in row[0]]
     assert found == [(kind, "fused"), (f"backward {kind}", "fused")]
-    correct(step, weights, XS)
+    same(jit(fuse(step))(weights, XS)[1], jit(step)(weights, XS)[1], times=2.5)
 
 
 def test_keras_hard_sigmoid_is_a_near_miss():

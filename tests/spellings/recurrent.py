@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from compare import jit, same
 from jaxfuse.runtime import ffi
 from layers import randn
+from recognition import differentiated, fuse, narrowest, same_as_unfused
 
 X, XS, H, C = randn(2, 4), randn(2, 6, 4), randn(2, 3), randn(2, 3, seed=1)
 W, U = randn(4, 12), randn(3, 12)
@@ -36,3 +38,15 @@ def sequence(cell, carry_on=lambda state: state):
         return lax.scan(lambda state, x: (carry_on(cell(x, *state, w, u)), None), (h, c), xs.swapaxes(0, 1))
 
     return fn
+
+
+# Roundings that add up over the steps: of values, and of gradients.
+OVER_STEPS = dict(float32=(0.5, 2.5), bfloat16=(5, 12.5))
+
+
+def same_with_gradients(fn, *args):
+    """The fused program gives what the program gives, and so do the gradients through it."""
+    values, gradients = OVER_STEPS[narrowest(fn, *args)]
+    same_as_unfused(fn, *args, times=values)
+    made, known = (jit(differentiated(f, *args))(*args)[1] for f in (fuse(fn), fn))
+    same(made, known, narrowest=narrowest(fn, *args), times=gradients)
