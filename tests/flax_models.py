@@ -43,4 +43,4 @@ def close(mine, theirs, name=""):
     if name in BF16 or "bf16" in name:
         same(mine, theirs, narrowest="bfloat16", times=12)
     else:
-        same(mine, theirs, times=5, floor=0.01)
+        same(mine, theirs, times=15, floor=0.01)

@@ -42,7 +42,7 @@ def test_activation_behind_batch_norm_in_a_train_step(name, index, residual):
     report = explain(step, *args)
     label = f"bn{'+add' * residual}+{name}"
     assert sites(report, "forward") == sites(report, "backward") == {label: 1} and not report.skipped
-    same_as_unfused(step, *args)
+    same_as_unfused(step, *args, times=25)  # of sums whose mean is taken off
 
 
 def test_another_derivative_behind_batch_norm_is_not_the_activations():
