@@ -33,7 +33,7 @@ def test_gradients_that_are_left(name):
     function, reason = BACKWARD[name]
     step = jax.grad(scalar(function), (0, 1, 2))
     assert reason in dict(rows(step, Q, K, V))["attention"]
-    correct(step, Q, K, V, times=2)
+    correct(step, Q, K, V, times=5)  # more than before: a softmax that is differentiated twice
 
 
 def test_some_gradients_only():
