@@ -88,6 +88,13 @@ def test_scripts_import_what_there_is():
         assert hasattr(importlib.import_module(module), name), f"{script}: from {module} import {name}"
 
 
+def test_no_test_imports_a_test():
+    """What tests share is in files of other names: to run a test is then to import it alone."""
+    imports = re.compile(r"^\s*(?:from|import) (?:tests\.)?(test_\w+|conftest)", re.MULTILINE)
+    found = {str(path.relative_to(ROOT)): imports.findall(path.read_text()) for path in ROOT.glob("tests/**/*.py")}
+    assert len(found) > 100 and not {path: names for path, names in found.items() if names}
+
+
 def test_an_op_has_one_name_on_every_level():
     """Its pattern, its op, its rules and its handlers are files or folders of one name."""
     patterns, ops, rules, handlers = (
@@ -97,7 +104,7 @@ def test_an_op_has_one_name_on_every_level():
         assert op in patterns & ops & rules & handlers
 
 
-@pytest.mark.parametrize("pattern", ["jaxfuse/**/*.py", "xla_ext/*", "xla_ext/onednn/*", "cuda/*", "tests/*.py", "benchmarks/*.py"])
+@pytest.mark.parametrize("pattern", ["jaxfuse/**/*.py", "xla_ext/*", "xla_ext/onednn/*", "cuda/*", "tests/**/*.py", "benchmarks/*.py"])
 def test_files_are_small(pattern):
     long = {str(p.relative_to(ROOT)): n for p in ROOT.glob(pattern) if p.is_file() and (n := len(p.read_text().splitlines())) > 350}
     assert not long

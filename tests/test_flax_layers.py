@@ -11,8 +11,9 @@ from flax import nnx
 
 import jaxfuse.flax.linen as fused_linen
 import jaxfuse.flax.nnx as fused_nnx
-from compare import distance, jit
-from flax_grid import BF16, FUSED, GRID, SEQUENCES, Option
+from compare import jit
+from flax_grid import FUSED, GRID, SEQUENCES, Option
+from flax_models import close
 
 TOKENS = jax.random.normal(jax.random.key(0), (2, 5, 8))
 ACTIVATIONS = {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "silu": jax.nn.silu}
@@ -28,20 +29,6 @@ def epilogue(option: Option):
         return activation(y) if activation else y
 
     return {"activation": activation} if activation else {}, finish, "add" in steps
-
-
-def close(mine, theirs, name):
-    """Within rounding of the largest number of each array, or, where what is summed to it cancels, of all arrays."""
-    assert jax.tree.structure(mine) == jax.tree.structure(theirs)
-    largest = max(np.abs(np.asarray(leaf, np.float64)).max(initial=1e-3) for leaf in jax.tree.leaves(theirs))
-    for ours, flax in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs)):
-        assert ours.shape == flax.shape and ours.dtype == flax.dtype
-        ours, flax = np.asarray(ours, np.float64), np.asarray(flax, np.float64)
-        if name in BF16 or "bf16" in name:  # where a sum is rounded once or three times, single elements cross an activation's kink
-            assert distance(ours, flax) < 0.05
-        else:
-            scale = np.abs(flax).max(initial=0.01 * largest)
-            np.testing.assert_allclose(ours / scale, flax / scale, atol=3e-5, rtol=3e-5)
 
 
 def inputs(option: Option, out):

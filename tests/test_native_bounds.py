@@ -96,7 +96,7 @@ def test_nothing_is_read_outside(level):
     assert json.loads(run.stdout) == 2 * len([*LONG, *ODD, *MANY_PIXELS, *NARROW, *DTYPES * len([*PRODUCTS, *NORMS])])
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of Linux")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="this system is not Linux")
 def test_the_pages_are_forbidden():
     program = "import sys, test_native_bounds as t, ctypes; x = t.guarded(t.np.ones(16, 'float32'), True); " \
         "ctypes.c_float.from_address(x.unsafe_buffer_pointer() + 64 * int(sys.argv[1])).value"

@@ -110,8 +110,9 @@ def test_a_build_without_onednn_has_all_that_is_asked_of_it(tmp_path):
     header = re.sub(r"//.*", "", (folder / "onednn.h").read_text())
     declared = re.findall(r"^[\w:* ]+?\b(\w+)\([^{}]*?\);", header, re.M)
     generated(tmp_path)
-    subprocess.run([COMPILER, *FLAGS, f"-I{ROOT / 'xla_ext'}", f"-I{tmp_path}", f"-I{jax.ffi.include_dir()}", '-DJAXFUSE_NO_ONEDNN="of a test"', "-c",
-                    str(folder / "absent.cc"), "-o", str(target)], check=True)
+    includes = [f"-I{folder}" for folder in (ROOT / "xla_ext", tmp_path, jax.ffi.include_dir())]
+    subprocess.run([COMPILER, *FLAGS, *includes, '-DJAXFUSE_NO_ONEDNN="of a test"', "-c", str(folder / "absent.cc"), "-o", str(target)],
+                   check=True)
     symbols = subprocess.run(["nm", "-C", str(target)], capture_output=True, text=True, check=True).stdout
     assert sorted(declared) == sorted(re.findall(r" T jaxfuse::onednn::(\w+)\(", symbols)) and len(declared) > 10
 
