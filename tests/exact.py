@@ -41,6 +41,9 @@ def _evaluate(jaxpr, consts, args):
             outputs = _body(eqn.params.get("jaxpr") or eqn.params["call_jaxpr"], inputs)
         elif eqn.primitive.name == "scan":
             outputs = _scan(inputs, **params_of(eqn))
+        elif eqn.primitive.name == "cond":
+            branches = [functools.partial(lambda branch, *operands: _body(branch, operands), b) for b in eqn.params["branches"]]
+            outputs = lax.switch(inputs[0], branches, *inputs[1:])
         else:
             params = {name: _widened(value) for name, value in eqn.params.items()}
             outputs = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(params))

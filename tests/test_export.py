@@ -84,12 +84,18 @@ def norm(x, w):
     return (x - mean) * jax.lax.rsqrt(var + 1e-5) * w
 
 
+def group_norm(x, w):
+    y = x.reshape(*x.shape[:-1], 4, 4)
+    return ((y - y.mean((1, 2, 4), keepdims=True)) * jax.lax.rsqrt(y.var((1, 2, 4), keepdims=True) + 1e-5)).reshape(x.shape) * w
+
+
 SYMBOLIC = {
     "dense": (dense, (16,), (16, 8)),
     "dense of sequences": (dense, (5, 16), (16, 8)),
     "conv": (conv, (6, 6, 8), (3, 3, 8, 8)),
     "max pool": (pool, (6, 6, 8), (8,)),
     "norm": (norm, (6, 8), (8,)),
+    "group norm": (group_norm, (6, 5, 16), (16,)),
 }
 
 
@@ -136,17 +142,11 @@ def gru(x, w):
     return jax.lax.scan(step, jnp.zeros((x.shape[0], 16)), x.swapaxes(0, 1))[1]
 
 
-def group_norm(x, w):
-    y = x.reshape(*x.shape[:-1], 4, 4)
-    return ((y - y.mean((1, 2, 4), keepdims=True)) * jax.lax.rsqrt(y.var((1, 2, 4), keepdims=True) + 1e-5)).reshape(x.shape) * w
-
-
 # what a whole layer is fused as where the batch is known, and left of it where it is not
 KNOWN_ONLY = {
     "attention": (attention, (6, 16), (16, 16), "attention"),
     "lstm": (lstm, (5, 16), (32, 64), "lstm"),
     "gru": (gru, (5, 16), (32, 48), "gru"),
-    "group norm": (group_norm, (6, 5, 16), (16,), "group_norm"),
 }
 
 

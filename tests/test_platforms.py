@@ -128,7 +128,6 @@ def test_float16_on_cuda_has_kernels_of_its_own(monkeypatch):
     monkeypatch.setattr(cuda, "unavailable", lambda target: None)
     x, w, *vectors = (jax.ShapeDtypeStruct(a.shape, jnp.float16) for a in arguments((64, *LARGE[1:])))
     assert sites(jaxfuse.explain(layer, x, w, *vectors, platform="cuda"))[0] == ("bn+relu", "native", "")
-    assert "float16" in sites(jaxfuse.explain(layer, x, w, *vectors, platform="cpu"))[0][2]
 
 
 @pytest.mark.parametrize("platform", ["tpu", "rocm"])

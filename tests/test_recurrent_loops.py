@@ -117,7 +117,7 @@ def test_short_loops_are_left_to_xla():
         return lax.scan(lambda h, x: (gru(x, h, w, u), None), h, xs.swapaxes(0, 1))[0]
 
     found = jaxfuse.explain(loop, XS, H, W, U)
-    assert not NATIVE or found.skipped[0].reason == "too small to gain: 6 steps, measured faster from 64, the largest measured"
+    assert not NATIVE or found.skipped[0].reason.startswith(("too small to gain: 6 steps", "slower than XLA at every size"))
 
 
 def split_before(x, h, c, w, u):
