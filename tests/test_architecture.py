@@ -25,7 +25,7 @@ ALLOWED = {
     "fuse": {"analysis", "jitted", "ops", "patterns", "program", "report", "runtime", "tuning"},
     "__init__": {"fuse", "ops", "report", "runtime"},
     "flax": {"fuse", "program", "report"},
-    "commands": {"__init__", "fuse", "runtime", "tuning"},
+    "commands": {"__init__", "fuse", "report", "runtime", "tuning"},
     "__main__": {"commands", "runtime"},
 }
 
