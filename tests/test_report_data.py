@@ -210,17 +210,18 @@ def test_changes_are_named_one_by_one():
 
 
 def test_every_site_is_measured_alone():
-    def fn(x, w, b):
-        x = jax.nn.relu(conv(x, w) + b)
-        return jax.nn.relu(conv(x, w) + b)
+    def fn(x, *layers):
+        for w, b in layers:
+            x = jax.nn.relu(conv(x, w) + b)
+        return x
 
-    report = jaxfuse.explain(fn, X, W, B, policy="always", measure=True)
+    report = jaxfuse.explain(fn, X, (W, B), (W, B), policy="always", measure=True)
     for site in (*report.fused, *report.skipped):
         assert site.times.unfused > 0, site.times
         assert site.times.fused > 0 if site.kernel else site.times.fused is None and "not fused" in site.times.why
     first, second = (*report.fused, *report.skipped)
     assert first.times == second.times  # equal programs are measured once
-    assert "ms unfused" in report.table() and "ms unfused" not in jaxfuse.explain(fn, X, W, B).table()
+    assert "ms unfused" in report.table() and "ms unfused" not in jaxfuse.explain(fn, X, (W, B)).table()
     assert report.to_dict()["fused" if report.fused else "skipped"][0]["times"]["unfused"] == first.times.unfused
 
 

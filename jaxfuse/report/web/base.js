@@ -6,6 +6,10 @@ const equations = data.equations.map(([primitive, inputs, outputs, bytes, reads,
   source: data.strings[source], scope: data.strings[scope], direction: data.strings[direction], parent, readers: [],
 }));
 equations.forEach((equation, i) => equation.reads.forEach(from => equations[from].readers.push(i)));
+for (const equation of equations) { // those of numbers, and of other constants alone
+  equation.isConstant = equation.reads.every(from => equations[from].isConstant)
+    && (equation.inputs.length === equation.reads.length || equation.inputs.every(type => type.endsWith("[]")));
+}
 const states = { fused: "fused", skipped: "left to XLA", step: "step outside" };
 
 function element(name, attributes = {}, ...children) {

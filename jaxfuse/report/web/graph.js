@@ -54,9 +54,16 @@ function openTo(isWanted) {
   draw();
 }
 
+// As high as what it shows, within limits; it does not shrink under the pointer.
+function grow() {
+  const wanted = Math.min(Math.max(root.h * view.scale + 28, 260), 0.72 * innerHeight);
+  if (wanted > graph.clientHeight) graph.style.height = `${wanted + 2}px`;
+}
+
 function draw() {
   layOut(root);
   canvasOf.replaceChildren(...picture(root));
+  grow();
   place();
 }
 
@@ -149,18 +156,21 @@ function reveal(box) {
   chosenBox = box;
   draw();
   view.scale = Math.max(view.scale, 0.8);
-  const { x, y } = onScreen(box), { width, height } = graph.getBoundingClientRect();
-  const covered = detail.hidden || innerWidth <= 900 ? 0 : detail.offsetWidth;
-  view.x += (width - covered) / 2 - x - box.w * view.scale / 2;
-  view.y += height / 2 - y - box.h * view.scale / 2;
+  const { x, y } = onScreen(box), { left, top, right, bottom } = graph.getBoundingClientRect();
+  const cover = detail.hidden ? { left: right, top: bottom } : detail.getBoundingClientRect(), isBelow = cover.left <= left;
+  const width = (isBelow ? right : Math.min(right, cover.left)) - left, height = (isBelow ? Math.min(bottom, cover.top) : bottom) - top;
+  view.x += width / 2 - x - box.w * view.scale / 2;
+  view.y += (height > 60 ? height : bottom - top) / 2 - y - box.h * view.scale / 2;
   place();
 }
 
 function fit(least = 0.66) {
-  const { width, height } = graph.getBoundingClientRect();
+  const width = graph.clientWidth, height = 0.72 * innerHeight;
   view.scale = Math.max(least, Math.min(1.2, (width - 24) / root.w, (height - 24) / root.h));
   view.x = Math.max(12, (width - root.w * view.scale) / 2);
   view.y = 14;
+  graph.style.height = "0";
+  grow();
   place();
 }
 

@@ -24,9 +24,8 @@ function index(box) {
 // An arrow between two equations is one between the boxes that contain them and lie in the same box. Constants have none: one that
 // many read would cross everything.
 function lift() {
-  const isConstant = equation => !equation.reads.length && equation.inputs.every(type => type.endsWith("[]"));
   equations.forEach((equation, to) => equation.reads.forEach(from => {
-    if (isConstant(equations[from])) return;
+    if (equations[from].isConstant) return;
     let a = leafOf.get(from), b = leafOf.get(to);
     if (!a || !b) return;
     while (a.depth > b.depth) a = a.parent;
