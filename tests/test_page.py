@@ -132,7 +132,8 @@ def test_the_table_filters_and_sorts(browser, report):
     assert shown(browser) == everything
     search = browser.find_element("id", "search")
     search.send_keys("residual_1 conv")
-    found = [i for i, site in enumerate(report.sites) if "residual_1" in site.module.lower() and "conv" in f"{site.pattern}{site.module}".lower()]
+    texts = [f"{site.pattern} {site.module} {site.kernel}{site.reason}".lower() for site in report.sites]
+    found = [i for i, text in enumerate(texts) if "residual_1" in text and "conv" in text]
     assert shown(browser) == found and 0 < len(found) < len(everything)
     assert browser.find_element("id", "count").text == f"{len(found)} of {len(everything)} sites"
     search.clear()

@@ -43,7 +43,11 @@ def test_a_page_is_written(name, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("target, options, rows", [
-    ("{}:Trainer.step", [], 64), ("{}.py:layer", [], 64), ("{}:layer", ["--arguments", "by_name"], 32), ("{}:layer", ["--arguments", "{}:by_name"], 32)])
+    ("{}:Trainer.step", [], 64),
+    ("{}.py:layer", [], 64),
+    ("{}:layer", ["--arguments", "by_name"], 32),
+    ("{}:layer", ["--arguments", "{}:by_name"], 32),
+])
 def test_functions_and_arguments_are_found(name, tmp_path, target, options, rows):
     options = [option.format(name) for option in options]
     assert cli.main(["explain", target.format(name), "--out", "found.json", "--policy", "always", *options]) == 0

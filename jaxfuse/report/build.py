@@ -37,4 +37,4 @@ def _report(plan: Plan, sites: list[Site]) -> FusionReport:
     found: dict[type, list[Site]] = {Match: [], Refusal: [], UnfusedStep: []}
     for row, described in zip(plan.found, sites):
         found[type(row)].append(described)
-    return FusionReport(*map(tuple, found.values()))
+    return FusionReport(tuple(found[Match]), tuple(found[Refusal]), tuple(found[UnfusedStep]))

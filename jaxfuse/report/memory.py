@@ -70,7 +70,8 @@ def _steps(plan: Plan, replacements: dict[int, Emission]) -> Iterator[Step]:
     done: set[int] = set()
     for node in graph.nodes:
         emissions = [replacements[id(value)] for value in node.outputs if id(value) in replacements]
-        for work in (*(emission for emission in emissions if ends[id(emission)] == node.index), node):
+        works: list[Emission | Node] = [*(emission for emission in emissions if ends[id(emission)] == node.index), node]
+        for work in works:
             if id(work) in needed:
                 yield from _run(plan, replacements, work, node.index, done)
 

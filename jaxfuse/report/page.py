@@ -10,9 +10,9 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from jaxfuse.report import html, text
+from jaxfuse.report import html
 from jaxfuse.report.program import Equation, Program
-from jaxfuse.report.site import Rows, Site
+from jaxfuse.report.site import Rows, Site, Times
 from jaxfuse.report.tree import Branch, tree
 from jaxfuse.runtime.reasons import heading
 
@@ -30,7 +30,7 @@ def page(rows: Rows, program: Program | None) -> str:
         "about": escape(f"jaxfuse · platform {program.platform} · policy {program.policy}" if program else "jaxfuse"),
         "hash": f"sha256-{digest}",
         "style": _file("page.css"),
-        "cards": "".join(f"<div><b>{escape(number)}</b><span class=\"quiet\">{escape(words)}</span></div>" for number, words in _cards(rows, program)),
+        "cards": "".join(map(_card, *zip(*_cards(rows, program)))),
         "summary": html.tables(rows),
         "data": _embedded(_data(rows, program)),
         "script": script,
@@ -48,6 +48,10 @@ def _embedded(data: Any) -> str:
     return found.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
+def _card(number: str, words: str) -> str:
+    return f'<div><b>{escape(number)}</b><span class="quiet">{escape(words)}</span></div>'
+
+
 def _cards(rows: Rows, program: Program | None) -> list[tuple[str, str]]:
     """The numbers at the top: (number, what it is)."""
     sites = len(rows.fused) + len(rows.skipped)
@@ -58,7 +62,8 @@ def _cards(rows: Rows, program: Program | None) -> list[tuple[str, str]]:
         found.append((f"{_bytes(before)} → {_bytes(after)}", "peak of live values, by estimate"))
     times = [site.times for site in rows.fused if site.times and site.times.fused and site.times.unfused]
     if times:
-        found.append((f"{sum(t.unfused or 0 for t in times):.1f} → {sum(t.fused or 0 for t in times):.1f} ms", f"{len(times)} fused sites, each alone"))
+        unfused, fused = sum(t.unfused or 0 for t in times), sum(t.fused or 0 for t in times)
+        found.append((f"{unfused:.1f} → {fused:.1f} ms", f"{len(times)} fused sites, each alone"))
     elif program:
         found.append((str(len(program.equations)), "equations"))
     return found
@@ -94,12 +99,13 @@ def _data(rows: Rows, program: Program | None) -> dict[str, Any]:
 
 
 def _site(site: Site, state: str) -> dict[str, Any]:
-    times = site.times
+    times = site.times or Times(None, None)
     return {
         "state": state, "pattern": site.pattern, "direction": site.direction, "source": site.source, "module": site.module,
         "operands": site.operands, "types": [f"{d}[{','.join(map(str, s))}]" for d, s in zip(site.dtypes, site.shapes)],
-        "kernel": site.kernel, "bytes_saved": site.bytes_saved, "reason": site.reason, "heading": heading(site.reason) if site.reason else "",
-        "equations": site.equations, "fused_ms": times and times.fused, "unfused_ms": times and times.unfused, "why": times.why if times else "",
+        "kernel": site.kernel, "bytes_saved": site.bytes_saved, "reason": site.reason,
+        "heading": heading(site.reason) if site.reason else "", "equations": site.equations,
+        "fused_ms": times.fused, "unfused_ms": times.unfused, "why": times.why,
     }
 
 

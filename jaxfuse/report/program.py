@@ -113,7 +113,10 @@ def _alive(plan: Plan) -> list[Node]:
 
 
 def _types(values: Sequence[Value]) -> tuple[str, ...]:
-    return tuple(f"{value.dtype}[{','.join(map(str, value.shape))}]" if hasattr(value.aval, "shape") else str(value.aval) for value in values)
+    def text(value: Value) -> str:
+        return f"{value.dtype}[{','.join(map(str, value.shape))}]" if hasattr(value.aval, "shape") else str(value.aval)
+
+    return tuple(map(text, values))
 
 
 def _is_among(emission: Emission, emissions: Iterable[Emission]) -> bool:

@@ -7,7 +7,7 @@ from jaxfuse.report.program import Program
 from jaxfuse.report.site import Rows
 from jaxfuse.report.tree import Branch, tree
 
-WIDTH, GAP, PAD, CHIP, LINE = 330, 24, 8, 20, 18
+WIDTH, GAP, PAD, CHIP, LINE = 380, 24, 8, 20, 18
 COLORS = {"fused": ("#d5efe9", "#0f766e"), "skipped": ("#fdebc8", "#b45309"), "step": ("#e9e3f8", "#6d28d9")}
 LEGEND = {"fused": "fused", "skipped": "left to XLA", "step": "step outside of a fused site"}
 STYLE = """text{font:11px Helvetica,Arial,sans-serif;fill:#1f2933}.t{font-size:15px;font-weight:bold}.m{font-weight:bold}.n{fill:#6b7680}
@@ -27,7 +27,7 @@ def svg(rows: Rows, program: Program | None) -> str:
     width, height = max(x, 640), bottom + GAP
     drawing.text(GAP, 28, program.name if program else "", "t")
     drawing.text(GAP, 48, text.headline(rows), "n")
-    drawing.legend(GAP, 56)
+    drawing.legend(GAP, 56, {drawing.state(site) for site in _sites(root)})
     body = "\n".join(drawing.parts)
     return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}">\n'
             f"<style>{STYLE}</style>\n<rect width=\"100%\" height=\"100%\" fill=\"#fff\"/>\n{body}\n</svg>\n")
@@ -42,9 +42,12 @@ class _Drawing:
     def text(self, x: float, y: float, words: str, kind: str = "") -> None:
         self.parts.append(f'<text x="{x:g}" y="{y:g}" class="{kind}">{escape(words)}</text>')
 
-    def legend(self, x: float, y: float) -> None:
+    def state(self, branch: Branch) -> str:
+        return self._states[branch.site] if branch.site is not None else "fused"
+
+    def legend(self, x: float, y: float, states: set[str]) -> None:
         for state, words in LEGEND.items():
-            if state in self._states.values():
+            if state in states:
                 self._chip(x, y, 14, 12, state)
                 self.text(x + 19, y + 10, words, "n")
                 x += 19 + _width(words) + 22
@@ -54,30 +57,27 @@ class _Drawing:
         if branch.kind == "pass":
             self.text(x, y + 14, branch.label, "m")
             y += 22
-        return self._inside(branch, x, y, WIDTH)
+        y = self._inside(branch, x, y, WIDTH)
+        others = _equations(branch)
+        self.text(x + 2, y + 12, f"{others} equation{'s' * (others != 1)} outside of sites", "n")
+        return y + LINE
 
     def _inside(self, branch: Branch, x: float, y: float, width: float) -> float:
-        """The sites side by side, the modules below each other, the other equations counted."""
-        at, others = x, 0
-        row_used = False
+        """The sites side by side, the modules with several below each other."""
+        at, row_used = x, False
         for child in branch.children:
-            if child.site is not None:
-                size = min(_width(child.label) + 14, width)
+            sites = _sites(child)
+            if len(sites) == 1:
+                size = min(_width(sites[0].label) + 14, width)
                 if row_used and at + size > x + width:
                     at, y = x, y + CHIP + 4
-                self._site(child, at, y, size)
+                self._site(sites[0], at, y, size)
                 at, row_used = at + size + 5, True
-            elif _has_sites(child):
+            elif sites:
                 if row_used:
                     at, y, row_used = x, y + CHIP + 6, False
                 y = self._module(child, x, y, width)
-            else:
-                others += _equations(child)
-        y += CHIP + 4 if row_used else 0
-        if others:
-            self.text(x + 2, y + 11, f"{others} other equation{'s' * (others > 1)}", "n")
-            y += LINE
-        return y
+        return y + (CHIP + 4) * row_used
 
     def _module(self, branch: Branch, x: float, y: float, width: float) -> float:
         at = len(self.parts)
@@ -87,8 +87,7 @@ class _Drawing:
         return bottom + 6
 
     def _site(self, branch: Branch, x: float, y: float, width: float) -> None:
-        state = self._states[branch.site] if branch.site is not None else "fused"
-        self._chip(x, y, width, CHIP, state, f"{branch.label} · {branch.note}" if branch.note else branch.label)
+        self._chip(x, y, width, CHIP, self.state(branch), f"{branch.label} · {branch.note}" if branch.note else branch.label)
         self.text(x + 7, y + 14, branch.label)
 
     def _chip(self, x: float, y: float, width: float, height: float, state: str, title: str = "") -> None:
@@ -101,12 +100,15 @@ class _Drawing:
 
 def _width(words: str) -> float:
     """Of the words as they are drawn, about."""
-    return 5.9 * len(words)
+    return 6.1 * len(words)
 
 
-def _has_sites(branch: Branch) -> bool:
-    return branch.site is not None or any(map(_has_sites, branch.children))
+def _sites(branch: Branch) -> list[Branch]:
+    return [branch] if branch.site is not None else [site for child in branch.children for site in _sites(child)]
 
 
 def _equations(branch: Branch) -> int:
-    return sum(map(_equations, branch.children)) or 1
+    """Of the branch, those of its sites aside."""
+    if branch.site is not None:
+        return 0
+    return sum(map(_equations, branch.children)) if branch.children else int(branch.equation is not None)

@@ -32,19 +32,19 @@ def tree(rows: Rows, program: Program) -> Branch:
     """The boxes of a program in its order. An equation is in one box: that of the first site that speaks of it, or its module's."""
     planted = _Tree(program)
     free = set(range(len(program.equations)))
-    items: list[tuple[tuple[int, ...], int | None, list[int]]] = []
-    for number, site in enumerate((*rows.fused, *rows.skipped, *rows.unfused_steps)):
+    sites = (*rows.fused, *rows.skipped, *rows.unfused_steps)
+    owned: dict[int, tuple[int, list[int]]] = {}  # by the first equation of a site: its number, its equations
+    for number, site in enumerate(sites):
         own = [index for index in site.equations if index in free]
         if own:
             free -= set(own)
-            items.append((planted.order(own[0]), number, own))
-    items += [(planted.order(index), None, [index]) for index in free]
-    sites = (*rows.fused, *rows.skipped, *rows.unfused_steps)
-    for _, number, own in sorted(items):
-        if number is None:
-            planted.add_equation(own[0])
-        else:
+            owned[own[0]] = number, own
+    for index in sorted([*owned, *free], key=planted.order):
+        if index in owned:
+            number, own = owned[index]
             planted.add_site(number, sites[number], own)
+        else:
+            planted.add_equation(index)
     return _simplified(planted.root, lambda index: planted.order(index)[0], program)
 
 
@@ -54,8 +54,8 @@ class _Tree:
         self.root = Branch("root", program.name)
         self._at: dict[tuple[Key, ...], Branch] = {(): self.root}
         self._bodies = {equation.parent for equation in self.equations}
-        starts = [index for index, e in enumerate(self.equations) if e.direction == "backward" and e.parent is None]
-        self._backward_from = min(starts, default=None)
+        starts = (index for index, e in enumerate(self.equations) if e.direction == "backward" and e.parent is None)
+        self._backward_from = next(starts, None)
 
     def order(self, index: int) -> tuple[int, ...]:
         """Equations in a body are where the loop is."""

@@ -67,4 +67,5 @@ def heading(reason: str) -> str:
 
 def kinds() -> dict[str, type[Reason]]:
     """The types of reasons by name."""
-    return {kind.__name__: kind for kind in (Reason, *Reason.__subclasses__())}
+    found: list[type[Reason]] = [Reason, *Reason.__subclasses__()]
+    return {kind.__name__: kind for kind in found}

@@ -7,11 +7,11 @@ data.sites.forEach((site, i) => site.equations.forEach(equation => { if (!siteOf
 function choose({ site = null, equation = null }) {
   const box = site === null ? leafOf.get(equation) : boxOf.get(site) || leafOf.get(data.sites[site].equations[0]);
   rowOf.forEach((row, i) => row.classList.toggle("chosen", i === site));
-  detail.hidden = false;
-  if (box && data.equations.length) reveal(box);
   const button = element("button", { class: "button close", onclick: unchoose, "aria-label": "Close" }, "✕");
   detail.replaceChildren(button, ...(site === null ? equationShown(equation) : siteShown(site)));
+  detail.hidden = false;
   detail.scrollTop = 0;
+  if (box && data.equations.length) reveal(box);
 }
 
 function unchoose() {
