@@ -23,7 +23,8 @@ function unchoose() {
 
 function siteShown(i) {
   const site = data.sites[i];
-  const neighbours = key => [...new Set(site.equations.flatMap(e => equations[e][key]))].filter(e => !site.equations.includes(e));
+  const own = new Set(site.equations);
+  const neighbours = (key, isInOrder) => [...new Set(site.equations.flatMap(e => equations[e][key]))].filter(e => !own.has(e) && isInOrder(data.sites[siteOf.get(e)]));
   return [
     element("h2", {}, site.pattern),
     element("p", {}, element("span", { class: `badge ${site.state}` }, states[site.state]), ` ${site.direction}`),
@@ -32,8 +33,9 @@ function siteShown(i) {
       ["unfused", time(site.unfused_ms)], ["fused", time(site.fused_ms)], ["not measured", site.why]]),
     ...section("Operands", typesShown(site.types)),
     ...code(site.source),
-    ...section("Reads from", links(neighbours("reads"))),
-    ...section("Read by", links(neighbours("readers"))),
+    // a backward site takes equations of the forward pass over: then it seems to be read before it runs
+    ...section("Reads from", links(neighbours("reads", other => !other || other.direction === "forward" || site.direction === "backward"))),
+    ...section("Read by", links(neighbours("readers", other => !other || other.direction === "backward" || site.direction === "forward"))),
     ...section(`${site.equations.length} equation${site.equations.length === 1 ? "" : "s"}`, equationList(site.equations)),
   ];
 }
