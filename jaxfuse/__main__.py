@@ -1,4 +1,4 @@
-"""python -m jaxfuse demo | run | bench | doctor"""
+"""python -m jaxfuse demo | run | explain | bench | doctor"""
 
 import argparse
 import importlib.util
@@ -48,6 +48,17 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("script")
     run.add_argument("rest", nargs=argparse.REMAINDER, metavar="args")
     run.set_defaults(run=_run)
+
+    text = "what becomes of a function when it is fused: an overview here, and a page"
+    more = " `module:example_arguments`, a tuple or a dict or a function that returns one, has its arguments; --arguments names another."
+    explain = commands.add_parser("explain", help=text, description=f"{text.capitalize()}.{more}")
+    explain.add_argument("target", metavar="module:function", help="or file.py:function")
+    explain.add_argument("--arguments", default="", metavar="NAME", help="where the arguments are (default: example_arguments)")
+    explain.add_argument("--out", type=Path, metavar="FILE", help=".html, .svg or .json (default: function.html)")
+    explain.add_argument("--policy", default="measured", help='"measured", "always" or "never"')
+    explain.add_argument("--platform", help='"cpu", "cuda", "rocm" or "tpu" (default: that of this machine)')
+    explain.add_argument("--measure", action="store_true", help="also the milliseconds of every site, fused and unfused")
+    explain.set_defaults(run=_explain)
 
     # No option of its own but --tune, not even --help: whatever follows is the benchmark's. Hence a prefix that no argument has.
     text = "measure ops and models against XLA and PyTorch; what follows goes to python -m benchmarks. --tune: from which size on " \
@@ -108,6 +119,16 @@ def _doctor(arguments) -> int:
 
     print(doctor.doctor(arguments.rules).rstrip())
     return 0
+
+
+def _explain(arguments) -> int:
+    from jaxfuse.commands import explain
+
+    given = {name: value for name, value in vars(arguments).items() if name != "run"}
+    try:
+        return explain.run(**given)
+    except (explain.Unusable, ValueError) as error:
+        return _fail(f"explain: {error}")
 
 
 def _fail(sentence: str) -> int:

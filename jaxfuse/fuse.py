@@ -3,51 +3,34 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr
 
-from jaxfuse import patterns, report as reports
+from jaxfuse import patterns
 from jaxfuse.analysis import scan_pairs
 from jaxfuse.jitted import Fused
 from jaxfuse.ops.errors import one_of
 from jaxfuse.program import symbolic, autodiff
-from jaxfuse.program.graph import CUSTOM_DERIVATIVE_CALLS, Emission, Graph, Node, Value, evaluate, inside, programs, retraced, subprograms
+from jaxfuse.program.graph import CUSTOM_DERIVATIVE_CALLS, Emission, Graph, Node, Value, inside, programs, retraced, subprograms
 from jaxfuse.program.liveness import accept, circular
+from jaxfuse.program.plan import Plan
 from jaxfuse.program.signature import Traced, is_part_of_a_program, trace
 from jaxfuse.program.site import Match, Refusal, UnfusedStep
 from jaxfuse.program.source import raising_line
+from jaxfuse.report import FusionError, FusionReport, build, log
+from jaxfuse.report.site import site
 from jaxfuse.runtime import platforms, private, versions
-from jaxfuse.runtime.reasons import Untraced, asks_nothing
-from jaxfuse.runtime.settings import ours, unwatched
+from jaxfuse.runtime.reasons import asks_nothing
+from jaxfuse.runtime.settings import unwatched
 from jaxfuse.tuning import policy as policies
 
 P = ParamSpec("P")
 R = TypeVar("R")
 PARTIAL = "a sum over mesh axes is still to be taken of its values or of their gradients: no kernel can follow"
 CIRCULAR = "what it needs is computed from what it gives by another fused site"
-private.hide_frames("fuse", "jitted", "program.graph", "program.signature", "runtime.settings")
-
-
-class Plan(NamedTuple):
-    """What is to be done to a program: which values are computed otherwise, and the sites that led to it."""
-
-    closed: ClosedJaxpr
-    graph: Graph
-    replacements: dict[Value, Emission]
-    found: list
-
-    @ours
-    def __call__(self, arguments: list) -> list:
-        if not self.replacements:  # with its nested jits, which need not be traced and compiled anew
-            return jaxpr_as_fun(self.closed)(*arguments)
-        try:
-            return evaluate(self.graph, arguments, self.replacements)
-        except Exception:
-            if not self.graph.is_symbolic:
-                raise
-            return jaxpr_as_fun(self.closed)(*arguments)  # whether all of it can be written for unknown sizes is seen by trying
+private.hide_frames("fuse", "jitted", "program.graph", "program.plan", "program.signature", "runtime.settings")
 
 
 @unwatched
@@ -60,11 +43,12 @@ def plan(closed: ClosedJaxpr, unprofitable, outer: tuple[Graph, Node] | None = N
     try:
         return _plan(closed, graph, symbolic.unprofitable(unprofitable))
     except Exception as error:
-        return Plan(closed, graph, {}, [Refusal("program", graph.nodes[0], (), symbolic.cannot_be_told(error))])
+        return Plan(closed, graph, {}, found=[Refusal("program", graph.nodes[0], (), symbolic.cannot_be_told(error))])
 
 
 def _plan(closed: ClosedJaxpr, graph: Graph, unprofitable) -> Plan:
     replacements: dict[Value, Emission] = {}
+    owners: dict[int, Emission] = {}
     partial = [node for node in graph.nodes if any(value.is_partial for value in (*node.inputs, *node.outputs))]
     found: list = [Refusal("program", partial[0], (), PARTIAL)] if partial else []
     claimed, covered = {node.index for node in partial}, set[int]()
@@ -79,24 +63,29 @@ def _plan(closed: ClosedJaxpr, graph: Graph, unprofitable) -> Plan:
                 claimed |= {node.index for node in result.nodes}
                 covered |= {node.index for node in result.covers} if isinstance(result, Refusal) else set()
                 if isinstance(result, Match):
-                    claimed |= accept(graph, result)
+                    gone = accept(graph, result)
+                    claimed |= gone
                     replacements |= {value: emission for emission in result.emissions for value in emission.defines}
+                    owners = dict.fromkeys((*gone, *(node.index for node in result.nodes)), result.emissions[0]) | owners
     joined = _joined(graph, claimed, unprofitable)
     at: dict[int, int] = {}
+    plans: dict[int, list[Plan]] = {}
     for node in graph.nodes:
         bodies = {} if node.index in graph.fused_away else subprograms(node)
         inner: list = []
         if node.index in joined:
-            emissions, inner = joined[node.index]
+            emissions, plans[node.index] = joined[node.index]
+            inner = _rows(plans[node.index])
             replacements |= {value: emission for emission in emissions for value in emission.defines}
         elif bodies:
-            emission, inner = _enter(graph, node, bodies, unprofitable)
+            emission, inner, plans[node.index] = _enter(graph, node, bodies, unprofitable)
             if emission:
                 replacements |= dict.fromkeys(node.outputs, emission)
         elif node.primitive in CUSTOM_DERIVATIVE_CALLS:
             reason = f"it is inside a {node.primitive}: a function with rules of its own stays as it is"
-            for body in programs(node).values():
-                inner += _refused(reason, plan(_closed(body), unprofitable).found)
+            bodies_plans = [plan(_closed(body), unprofitable) for body in programs(node).values()]
+            inner = _refused(reason, _rows(bodies_plans))
+            plans |= {node.index: bodies_plans} if inner else {}
         found += inner
         at |= {id(row): node.index for row in inner}
     while replacements and (waiting := circular(graph, replacements)):
@@ -105,7 +94,11 @@ def _plan(closed: ClosedJaxpr, graph: Graph, unprofitable) -> Plan:
             replacements = {value: emission for value, emission in replacements.items() if emission not in back.emissions}
             found[found.index(back)] = given_up = Refusal(back.pattern, back.anchor, back.operands, CIRCULAR, back.direction)
             at |= {id(given_up): at[id(back)]} if id(back) in at else {}
-    return Plan(closed, graph, replacements, _in_order(graph, found, at))
+    return Plan(closed, graph, replacements, _in_order(graph, found, at), plans, owners)
+
+
+def _rows(plans: list[Plan]) -> list:
+    return [row for inner in plans for row in inner.found]
 
 
 def _in_order(graph: Graph, found: list, at: dict[int, int]) -> list:
@@ -154,20 +147,20 @@ def _joined(graph: Graph, claimed: set[int], unprofitable) -> dict[int, tuple]:
     for first, second in scan_pairs.pairs(graph, autodiff.backward(graph), lambda node: node.index not in claimed | graph.fused_away):
         result = scan_pairs.joined(graph, first, second, lambda closed: plan(closed, unprofitable))
         if result:
-            results |= {first.node.index: result, second.node.index: ((), [])}
+            results |= {first.node.index: (result[0], [result[1]]), second.node.index: ((), [])}
     return results
 
 
-def _enter(graph: Graph, node: Node, bodies: dict, unprofitable) -> tuple[Emission | None, list]:
-    """The same control-flow node over rewritten bodies; None where nothing in them is rewritten."""
-    found: list = []
+def _enter(graph: Graph, node: Node, bodies: dict, unprofitable) -> tuple[Emission | None, list, list[Plan]]:
+    """The same control-flow node over rewritten bodies, None where nothing in them is rewritten; its rows; the bodies' plans."""
+    plans: list[Plan] = []
 
     def rewritten(body):
         if isinstance(body, tuple):
             return tuple(map(rewritten, body))
         known = scan_pairs.Loop(node).body_with_numbers() if node.primitive == "scan" else _closed(body)
         inner = plan(known, unprofitable, (graph, node))
-        found.extend(inner.found)
+        plans.append(inner)
         if not inner.replacements:
             return body
 
@@ -180,15 +173,15 @@ def _enter(graph: Graph, node: Node, bodies: dict, unprofitable) -> tuple[Emissi
     try:
         params = inside(node, lambda: {name: rewritten(body) for name, body in bodies.items()})
     except (TypeError, ValueError) as error:  # JAX finds the rewritten body unfit where the user's own was not
-        return None, _refused(f"the body of {node} cannot be rewritten: {error}".splitlines()[0], found)
+        return None, _refused(f"the body of {node} cannot be rewritten: {error}".splitlines()[0], _rows(plans)), plans
     if all(params[name] is body for name, body in bodies.items()):
-        return None, found
+        return None, _rows(plans), plans
     changed = Node(private.with_params(node.eqn, params), node.index, [], node.name_stack)
 
     def run(read):
         return zip(node.outputs, changed.replay([read(v) for v in node.inputs]))
 
-    return Emission(tuple(node.inputs), tuple(node.outputs), run), found
+    return Emission(tuple(node.inputs), tuple(node.outputs), run), _rows(plans), plans
 
 
 def _refused(reason: str, found: list) -> list:
@@ -248,19 +241,30 @@ def inline(fn: Callable[P, R], *, policy: str = "measured") -> Callable[P, R]:
         try:
             traced = trace(fn, args, kwargs)
         except Exception as failure:  # fn itself says what is wrong
-            if reports.is_logged():
-                reports.log(_untraceable(failure))
+            if log.is_logged():
+                log.log(_untraceable(failure))
             return fn(*args, **kwargs)
         return _rewritten(traced, unprofitable, False)
 
     return call
 
 
-def explain(fn: Callable, *args, policy: str = "measured", platform: str | None = None, **kwargs) -> reports.FusionReport:
-    """The sites that `fuse(fn, policy=policy)` finds for these arguments; nothing is compiled or run.
+def explain(fn: Callable, *args, policy: str = "measured", platform: str | None = None, measure: bool = False, **kwargs) -> FusionReport:
+    """The sites that `fuse(fn, policy=policy)` finds for these arguments; unless they are measured nothing is compiled or run.
 
-    Arguments may be `jax.ShapeDtypeStruct`s. `platform` is "cpu", "cuda", "rocm" or "tpu", whether or not this machine has
-    it; by default that of the arguments, or of JAX's default device. Raises ValueError for an unknown policy or platform.
+    Args:
+      fn: any function that `fuse` takes.
+      args, kwargs: its arguments. They may be `jax.ShapeDtypeStruct`s.
+      policy: as of `fuse`.
+      platform: "cpu", "cuda", "rocm" or "tpu", whether or not this machine has it; by default that of the arguments, or of JAX's
+        default device.
+      measure: time every site alone, fused and unfused: its own program is compiled and run on random inputs of its shapes. In
+        the whole program XLA may fuse its neighbours too. A site that cannot run alone says why. Takes about a second for each
+        kind of site.
+
+    Returns: a `FusionReport`: print it, or `save` it as a page.
+
+    Raises: ValueError for an unknown policy or platform.
     """
     unprofitable = policies.unprofitable(policy)
     if platform is not None:
@@ -272,7 +276,7 @@ def explain(fn: Callable, *args, policy: str = "measured", platform: str | None 
             except Exception as error:
                 failure = error
             else:
-                return _report(plan(closed, unprofitable))
+                return build.whole(plan(closed, unprofitable), getattr(fn, "__qualname__", type(fn).__name__), policy, measure)
         return _untraceable(failure)
 
 
@@ -283,22 +287,14 @@ def _run(unprofitable, strict: bool, fn, args, kwargs):
 
 def _rewritten(traced: Traced, unprofitable, strict: bool):
     program = plan(traced.closed, unprofitable)
-    if reports.is_logged():
-        reports.log(_report(program))
-    unfused = [reports.site(found) for found in program.found if type(found) is Refusal and not asks_nothing(found.reason)]
+    if log.is_logged():
+        log.log(build.rows(program))
+    unfused = [site(found) for found in program.found if type(found) is Refusal and not asks_nothing(found.reason)]
     if strict and unfused:
-        raise reports.FusionError(f"{len(unfused)} sites stay unfused\n" + "\n".join(map(str, unfused)))
+        raise FusionError(f"{len(unfused)} sites stay unfused\n" + "\n".join(map(str, unfused)))
     return jax.tree.unflatten(traced.out_tree, program(traced.leaves))
 
 
-def _untraceable(failure: Exception) -> reports.FusionReport:
+def _untraceable(failure: Exception) -> FusionReport:
     words = f"the function cannot be traced for these arguments: {type(failure).__name__}: {failure}".splitlines()[0]
-    site = reports.Site("program", "forward", (), (), raising_line(failure), reason=Untraced(words))
-    return reports.FusionReport((), (site,))
-
-
-def _report(program: Plan) -> reports.FusionReport:
-    rows: dict[type, list] = {Match: [], Refusal: [], UnfusedStep: []}
-    for found in program.found:
-        rows[type(found)].append(reports.site(found))
-    return reports.FusionReport(*map(tuple, rows.values()))
+    return build.untraceable(words, raising_line(failure))

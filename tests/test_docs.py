@@ -27,7 +27,8 @@ def test_pages_with_snippets_are_found():
 
 
 @pytest.mark.parametrize("page", [page for page, snippets in PAGES.items() if snippets])
-def test_snippets(page):
+def test_snippets(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # for the files that they write
     module = types.ModuleType("snippets")
     namespace = vars(module) | ANY | {"model": nnx.Conv(3, 3, (3, 3), rngs=nnx.Rngs(0))}
     for snippet in PAGES[page]:

@@ -8,6 +8,7 @@ first scan computes what it always gave, and saves what the second meets of it, 
 
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
@@ -96,8 +97,8 @@ class ScanPair:
         return jax.make_jaxpr(joint)(*types)
 
 
-def joined(graph: Graph, first: Loop, second: Loop, plan) -> tuple[list[Emission], list] | None:
-    """(the two scans over rewritten bodies, the sites found in them), or None: nothing is rewritten, or not in two, or it would
+def joined(graph: Graph, first: Loop, second: Loop, plan) -> tuple[list[Emission], Any] | None:
+    """(the two scans over rewritten bodies, the plan of both as one program), or None: nothing is rewritten, or not in two, or it would
     have to save much more than before. `plan(closed)` rewrites a program."""
     joint = ScanPair(graph, first, second)
     inner = plan(joint.program())
@@ -107,7 +108,7 @@ def joined(graph: Graph, first: Loop, second: Loop, plan) -> tuple[list[Emission
     if parts.reads_second or parts.too_large:
         return None
     try:
-        return parts.emissions(), inner.found
+        return parts.emissions(), inner
     except (TypeError, ValueError):  # JAX finds a body unfit: a carry of another type
         return None
 

@@ -6,7 +6,6 @@ that what a call costs does not hide what an op costs. "backward" is forward and
 
 import functools
 import math
-import time
 from datetime import UTC, datetime
 from typing import NamedTuple
 
@@ -18,6 +17,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from jaxfuse.fuse import explain, fuse, plan
+from jaxfuse.runtime.turns import in_turns
 from jaxfuse.tuning import tuned
 from jaxfuse.tuning.policy import unprofitable
 from jaxfuse.tuning.rules import TABLE
@@ -87,7 +87,7 @@ def _points(op: str, size_sweep: SizeSweep, dtype: str, effort: Effort) -> tuple
             found.append((size, direction))
             for way in (size_sweep.program, fuse(size_sweep.program, policy="always")):
                 calls.append(functools.partial(_chain(way, direction), *operands))
-    times = [round(1e6 * seconds / LENGTH, 2) for seconds in _in_turns(calls, effort)]
+    times = [round(1e6 * seconds / LENGTH, 2) for seconds in in_turns(calls, effort.rounds, effort.seconds)]
     points = (Point(size, xla, fused, direction) for (size, direction), xla, fused in zip(found, times[::2], times[1::2]))
     return tuple(points), onednn
 
@@ -129,22 +129,6 @@ def _chain(function, direction: str):
         return y, pullback(x)
 
     return jax.jit(forward if direction == "forward" else backward)
-
-
-def _in_turns(calls, effort: Effort) -> list[float]:
-    """Seconds of each in its fastest turn. Turns of one call lie apart: what disturbs the machine does not meet them all."""
-    for call in calls:
-        jax.block_until_ready(call())  # compiles
-    counts = [max(1, round(effort.seconds / _seconds(call, 2))) for call in calls]
-    turns = [[_seconds(call, count) for call, count in zip(calls, counts)] for _ in range(effort.rounds)]
-    return [min(times) for times in zip(*turns)]
-
-
-def _seconds(call, count: int) -> float:
-    start = time.perf_counter()
-    for _ in range(count):
-        jax.block_until_ready(call())
-    return (time.perf_counter() - start) / count
 
 
 def _table(found: dict[str, tuple[Rule, ...]]) -> Table:

@@ -10,9 +10,12 @@ _assumed = jax.make_user_context(None)
 
 
 def current() -> str:
-    """That of the enclosing `assumed`, else that of JAX's default device."""
-    if _assumed.value:
-        return _assumed.value
+    """That of the enclosing `assumed`, else `here`."""
+    return _assumed.value or here()
+
+
+def here() -> str:
+    """That of JAX's default device."""
     device = jax.config.jax_default_device  # type: ignore[attr-defined]
     if device is None or isinstance(device, str):
         return _named(device or jax.default_backend(), lambda: jax.local_devices(backend=device)[0])

@@ -63,3 +63,9 @@ def asks_nothing(reason: str) -> bool:
 def heading(reason: str) -> str:
     """Under which heading a report counts it."""
     return (reason if isinstance(reason, Reason) else Reason).heading
+
+
+def kinds() -> dict[str, type[Reason]]:
+    """The types of reasons by name."""
+    found: list[type[Reason]] = [Reason, *Reason.__subclasses__()]
+    return {kind.__name__: kind for kind in found}

@@ -1,0 +1,70 @@
+"""python -m jaxfuse explain."""
+
+import pytest
+
+from jaxfuse import __main__ as cli
+from jaxfuse.report import FusionReport
+
+PROGRAM = '''
+import jax, jax.numpy as jnp
+
+class Trainer:
+    @staticmethod
+    def step(x, w):
+        return jax.nn.relu(x @ w)
+
+def layer(x, w):
+    return jax.nn.relu(x @ w)
+
+example_arguments = (jnp.ones((64, 64)), jax.ShapeDtypeStruct((64, 64), jnp.float32))
+
+def by_name():
+    return dict(x=jnp.ones((32, 64)), w=jnp.ones((64, 64)))
+
+wrong = 3
+'''
+
+
+@pytest.fixture
+def name(tmp_path, monkeypatch, request):
+    """A module of its own for each test, in the folder that the command runs in."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    name = f"program_{abs(hash(request.node.name))}"
+    (tmp_path / f"{name}.py").write_text(PROGRAM)
+    return name
+
+
+def test_a_page_is_written(name, tmp_path, capsys):
+    assert cli.main(["explain", f"{name}:layer"]) == 0
+    out = capsys.readouterr().out
+    assert "sites fused" in out and "layer.html is written" in out
+    assert "jax.nn.relu(x @ w)" in (tmp_path / "layer.html").read_text()
+
+
+@pytest.mark.parametrize("target, options, rows", [
+    ("{}:Trainer.step", [], 64),
+    ("{}.py:layer", [], 64),
+    ("{}:layer", ["--arguments", "by_name"], 32),
+    ("{}:layer", ["--arguments", "{}:by_name"], 32),
+])
+def test_functions_and_arguments_are_found(name, tmp_path, target, options, rows):
+    options = [option.format(name) for option in options]
+    assert cli.main(["explain", target.format(name), "--out", "found.json", "--policy", "always", *options]) == 0
+    report = FusionReport.from_json((tmp_path / "found.json").read_text())
+    (site,) = (*report.fused, *report.skipped)
+    assert site.shapes[0] == (rows, 64) and report.program.policy == "always"
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["layer"], "names no function"),
+    (["{}:missing"], "has no missing"),
+    (["no_such_module_here:f"], "there is no module no_such_module_here"),
+    (["nowhere.py:f"], "there is no file nowhere.py"),
+    (["{}:layer", "--arguments", "wrong"], "is a int: expected a tuple"),
+    (["{}:layer", "--out", "x.pdf"], "a report is saved as .html, .svg, .json"),
+    (["{}:layer", "--platform", "abacus"], "abacus"),
+])
+def test_what_is_wrong_is_said(name, capsys, arguments, words):
+    assert cli.main(["explain", *(argument.format(name) for argument in arguments)]) == 1
+    assert words in capsys.readouterr().err
