@@ -1,4 +1,4 @@
-"""A headless Chromium that opens a file, by selenium; None of this is needed where a test of the page may be skipped."""
+"""A headless Chromium that opens a file, by selenium."""
 
 import importlib.util
 import shutil
