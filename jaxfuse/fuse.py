@@ -13,7 +13,7 @@ from jaxfuse.analysis import scan_pairs
 from jaxfuse.jitted import Fused
 from jaxfuse.ops.errors import one_of
 from jaxfuse.program import symbolic, autodiff
-from jaxfuse.program.graph import CUSTOM_DERIVATIVE_CALLS, Emission, Graph, Node, inside, programs, retraced, subprograms
+from jaxfuse.program.graph import CUSTOM_DERIVATIVE_CALLS, Emission, Graph, Node, Value, inside, programs, retraced, subprograms
 from jaxfuse.program.liveness import accept, circular
 from jaxfuse.program.plan import Plan
 from jaxfuse.program.signature import Traced, is_part_of_a_program, trace
@@ -47,22 +47,25 @@ def plan(closed: ClosedJaxpr, unprofitable, outer: tuple[Graph, Node] | None = N
 
 
 def _plan(closed: ClosedJaxpr, graph: Graph, unprofitable) -> Plan:
-    replacements: dict[int, Emission] = {}
+    replacements: dict[Value, Emission] = {}
     owners: dict[int, Emission] = {}
     partial = [node for node in graph.nodes if any(value.is_partial for value in (*node.inputs, *node.outputs))]
     found: list = [Refusal("program", partial[0], (), PARTIAL)] if partial else []
-    claimed = {node.index for node in partial}
+    claimed, covered = {node.index for node in partial}, set[int]()
     for pattern in patterns.ORDER:
         for anchor in pattern.anchors(graph):
             if anchor.index in claimed:
                 continue
             for result in _matches(pattern, graph, anchor, claimed, unprofitable):
+                if type(result) is Refusal and result.anchor.index in covered:
+                    continue
                 found.append(result)
                 claimed |= {node.index for node in result.nodes}
+                covered |= {node.index for node in result.covers} if isinstance(result, Refusal) else set()
                 if isinstance(result, Match):
                     gone = accept(graph, result)
                     claimed |= gone
-                    replacements |= {id(value): emission for emission in result.emissions for value in emission.defines}
+                    replacements |= {value: emission for emission in result.emissions for value in emission.defines}
                     owners = dict.fromkeys((*gone, *(node.index for node in result.nodes)), result.emissions[0]) | owners
     joined = _joined(graph, claimed, unprofitable)
     at: dict[int, int] = {}
@@ -73,11 +76,11 @@ def _plan(closed: ClosedJaxpr, graph: Graph, unprofitable) -> Plan:
         if node.index in joined:
             emissions, plans[node.index] = joined[node.index]
             inner = _rows(plans[node.index])
-            replacements |= {id(value): emission for emission in emissions for value in emission.defines}
+            replacements |= {value: emission for emission in emissions for value in emission.defines}
         elif bodies:
             emission, inner, plans[node.index] = _enter(graph, node, bodies, unprofitable)
             if emission:
-                replacements |= {id(value): emission for value in node.outputs}
+                replacements |= dict.fromkeys(node.outputs, emission)
         elif node.primitive in CUSTOM_DERIVATIVE_CALLS:
             reason = f"it is inside a {node.primitive}: a function with rules of its own stays as it is"
             bodies_plans = [plan(_closed(body), unprofitable) for body in programs(node).values()]
@@ -88,7 +91,7 @@ def _plan(closed: ClosedJaxpr, graph: Graph, unprofitable) -> Plan:
     while replacements and (waiting := circular(graph, replacements)):
         match = next(result for result in reversed(found) if isinstance(result, Match) and set(result.emissions) & set(waiting))
         for back in (match, *_fed_by(match, found)):
-            replacements = {key: emission for key, emission in replacements.items() if emission not in back.emissions}
+            replacements = {value: emission for value, emission in replacements.items() if emission not in back.emissions}
             found[found.index(back)] = given_up = Refusal(back.pattern, back.anchor, back.operands, CIRCULAR, back.direction)
             at |= {id(given_up): at[id(back)]} if id(back) in at else {}
     return Plan(closed, graph, replacements, _in_order(graph, found, at), plans, owners)
@@ -133,9 +136,9 @@ def _matches(pattern, graph: Graph, anchor: Node, claimed: set[int], unprofitabl
 
 def _fed_by(match: Match, found: list) -> list[Match]:
     """The matches that need what only this one makes: what a forward op saves for its gradient."""
-    saved = {id(v) for emission in match.emissions for v in emission.defines if v.producer is None}
+    saved = {v for emission in match.emissions for v in emission.defines if v.producer is None}
     others = (result for result in found if isinstance(result, Match) and result is not match)
-    return [other for other in others if any(id(v) in saved for emission in other.emissions for v in emission.needs)]
+    return [other for other in others if any(v in saved for emission in other.emissions for v in emission.needs)]
 
 
 def _joined(graph: Graph, claimed: set[int], unprofitable) -> dict[int, tuple]:

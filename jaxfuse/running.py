@@ -29,8 +29,8 @@ def kernels(emissions: Iterable[Emission]) -> str:
 def _program(emission: Emission) -> Jaxpr:
     """As on one device: what shardings would add to it are no calls."""
     def run(*arrays):
-        given = dict(zip(map(id, emission.needs), arrays))
-        return [array for _, array in emission.run(lambda value: value.literal if value.literal is not None else given[id(value)])]
+        given = dict(zip(emission.needs, arrays))
+        return [array for _, array in emission.run(lambda value: value.literal if value.literal is not None else given[value])]
 
     return jax.make_jaxpr(run)(*[jax.ShapeDtypeStruct(value.shape, value.dtype) for value in emission.needs]).jaxpr
 

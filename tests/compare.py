@@ -1,4 +1,4 @@
-"""How results are compared, and with what."""
+"""How results are compared, and with what: one rule of tolerance for each type of number."""
 
 import functools
 
@@ -6,9 +6,49 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+# Root mean square of what the roundings of a result's own type may do to it, relative to its size.
+ROUNDING = dict(float64=1e-12, float32=1e-6, bfloat16=2e-3, float16=3e-4)
 
 # Compiles in half the time; what runs is tiny.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def as_near_to_the_truth(made, plain, exact, *, narrowest=None, times=1.0):
+    """No array of `made` is further from `exact` than half as far again as the one of `plain`, and a rounding.
+
+    `narrowest`: the type that a program computes in where that is narrower than what it returns.
+    """
+    for path, value, unfused_value, true in leaves(made, plain, exact):
+        assert value.dtype == unfused_value.dtype, path
+        rounding = max(ROUNDING[jnp.dtype(dtype).name] for dtype in (value.dtype, narrowest or value.dtype))
+        error, allowed = distance(value, true), 1.5 * distance(unfused_value, true) + times * rounding
+        assert error <= allowed, f"{path}: off by {error:.2g}, allowed {allowed:.2g}"
+
+
+def same(made, plain, *, narrowest=None, times=1.0, floor=0.0):
+    """Two computations of the same numbers: each array within twice a rounding of the other.
+
+    `floor`: the part of the largest array's size that counts as an array's own size at least, where what is summed cancels.
+    """
+    pairs_of = list(leaves(made, plain))
+    largest = max((size(known) for *_, known in pairs_of), default=0)
+    for path, value, known in pairs_of:
+        assert value.dtype == known.dtype, path
+        rounding = max(ROUNDING[jnp.dtype(dtype).name] for dtype in (value.dtype, narrowest or value.dtype))
+        error, allowed = distance(value, known, floor * largest), 2 * times * rounding
+        assert error <= allowed, f"{path}: off by {error:.2g}, allowed {allowed:.2g}"
+
+
+def leaves(first, *others):
+    """(path, leaf of each) of trees of one structure; integers and the like have to be equal, and are left out."""
+    paths, structure = jax.tree_util.tree_flatten_with_path(first)
+    assert all(jax.tree.structure(other) == structure for other in others)
+    for (path, leaf), *rest in zip(paths, *map(jax.tree.leaves, others), strict=True):
+        if jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.floating):
+            yield jax.tree_util.keystr(path), jnp.asarray(leaf), *rest
+        else:
+            for other in rest:
+                np.testing.assert_array_equal(leaf, other)
 
 
 def value_and_gradients(function, arrays, cotangents):
@@ -47,8 +87,13 @@ def pairs(*trees):
     return zip(*map(jax.tree.leaves, trees), strict=True)
 
 
-def distance(value, exact):
-    """Root mean square error, relative to the root mean square of `exact`."""
+def size(array):
+    """Root mean square."""
+    array = np.asarray(array, np.float64)
+    return np.sqrt(np.mean(array**2)) if array.size else 0.0
+
+
+def distance(value, exact, least=0.0):
+    """Root mean square error, relative to the root mean square of `exact`, or to `least` where that is more."""
     assert value.shape == exact.shape
-    value, exact = np.asarray(value, np.float64), np.asarray(exact, np.float64)
-    return np.sqrt(np.mean((value - exact) ** 2) / (np.mean(exact**2) + 1e-30))
+    return size(np.asarray(value, np.float64) - np.asarray(exact, np.float64)) / max(size(exact), least, 1e-15)

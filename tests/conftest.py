@@ -4,6 +4,7 @@
 import collections
 import os
 import pathlib
+import re
 import subprocess
 import zlib
 
@@ -19,11 +20,13 @@ from jaxfuse.tuning import tuned
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=1 " + os.environ.get("XLA_FLAGS", "")
 
 MANY, VERY_MANY = 12, 24  # cases of one test
+NOT_INSTALLABLE = re.compile(r"this (CPU|machine|system|jax) (has|is)")  # how a skip says what no installation would bring
 
 
 def pytest_addoption(parser):
     parser.addoption("--complete", action="store_true", help="all cases of every test")
     parser.addoption("--share", action="store_true", help="a share of the cases also where files are named")
+    parser.addoption("--no-skips", action="store_true", help="a skip is an error, but for what the machine itself lacks")
     parser.addoption("--salt", default=commit(), help="chooses which share of the cases is taken; default: the commit")
 
 
@@ -49,6 +52,23 @@ def pytest_configure_node(node):
     node.workerinput |= {"shared": shared(node.config), "salt": node.config.option.salt}
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    return without_skip((yield), item.config)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    return without_skip((yield), collector.config)
+
+
+def without_skip(report, config):
+    """With --no-skips a skip fails: where everything is installed, a test that does not run tests nothing unseen."""
+    if report.skipped and config.option.no_skips and not hasattr(report, "wasxfail") and not NOT_INSTALLABLE.search(report.longrepr[2]):
+        report.outcome, report.longrepr = "failed", f"--no-skips: {':'.join(map(str, report.longrepr[:2]))}: {report.longrepr[2]}"
+    return report
+
+
 def pytest_report_header(config):
     shares = f"a third of the cases of tests with more than {MANY}, a sixth with more than {VERY_MANY}"
     return f"{shares}, those of --salt {config.option.salt!r}; all: --complete" if shared(config) else "all cases"
@@ -58,9 +78,16 @@ def pytest_collection_modifyitems(config, items):
     """By the checksum of their names and the salt: spread over what the cases differ in, and over time all of them."""
     if shared(config):
         salt = getattr(config, "workerinput", {}).get("salt", config.option.salt)
-        cases = collections.Counter(item.nodeid.split("[")[0] for item in items)
-        of = {name: 1 if n <= MANY else 3 if n <= VERY_MANY else 6 for name, n in cases.items()}
-        items[:] = [i for i in items if zlib.crc32((salt + i.nodeid).encode()) % of[i.nodeid.split("[")[0]] == 0]
+        cases = collections.Counter(map(table_of, items))
+        of = {table: 1 if n <= MANY else 3 if n <= VERY_MANY else 6 for table, n in cases.items()}
+        items[:] = [i for i in items if zlib.crc32((salt + i.nodeid).encode()) % of[table_of(i)] == 0]
+
+
+def table_of(item) -> str:
+    """The test, and of one that takes several tables the table: "test_patterns.py::test_hit[conv" of "…[conv: conv+bias]"."""
+    test, _, case = item.nodeid.partition("[")
+    table, colon, _ = case.partition(": ")
+    return test + ("[" + table) * bool(colon)
 
 
 @pytest.fixture(autouse=True, scope="session")

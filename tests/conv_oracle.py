@@ -92,10 +92,15 @@ CASES = {
     "images in a block": Case((7, 9, 8, 18), (3, 3, 18, 33), padding=[(2, 1), (4, 3)], dilation=(1, 2)),
     "NHWC, OIHW": Case((3, 12, 13, 20), (24, 20, 3, 3), strides=2, layout=("NHWC", "OIHW", "NHWC")),
     "grouped, large images": Case((3, 24, 24, 16), (3, 3, 4, 32), padding=(1, 1), groups=4),
+    "Winograd, odd image": Case((3, 15, 13, 40), (3, 3, 40, 48), padding=(1, 1)),
+    "Winograd, uneven padding": Case((2, 19, 17, 33), (3, 3, 33, 35), padding=[(2, 0), (0, 1)]),
+    "Winograd, no padding": Case((2, 20, 20, 64), (3, 3, 64, 96)),
+    "Winograd, OIHW": Case((2, 17, 18, 36), (40, 36, 3, 3), padding=(1, 1), layout=("NHWC", "OIHW", "NHWC")),
     "mixed": Case((14, 64, 2, 9), (3, 64, 3, 32), padding=(1, 1), layout=("HCNW", "HIWO", "NHWC")),
 }
 LONG = {  # sums of so many products that f32 kernels cut them up
     "long sums": Case((2, 9, 8, 128), (3, 3, 128, 128), padding=(1, 1)),
+    "long sums, Winograd": Case((4, 13, 14, 512), (3, 3, 512, 160), padding=(1, 1)),
     "long sums, 1x1": Case((2, 7, 7, 2048), (1, 1, 2048, 1024)),
     "long sums, 1x1 strided": Case((1, 9, 8, 1024), (1, 1, 1024, 40), strides=2),
     "long sums, strided, padded behind": Case((2, 10, 10, 256), (3, 3, 256, 32), strides=2, padding=(0, 1)),
@@ -135,6 +140,18 @@ MANY_PIXELS = {  # images so large that no sum of a filter's gradient takes in a
     "3-D, depthwise": Case((1, 13, 12, 21, 10), (3, 3, 3, 1, 10), padding=(1, 1), groups=10),
 }
 ALPHA = 0.125
+SLOPES = {  # of y
+    "none": lambda y, a: 1,
+    "relu": lambda y, a: y > 0,
+    "leaky_relu": lambda y, a: np.where(y > 0, 1, a),
+    "elu": lambda y, a: np.where(y > 0, 1, y + a),
+    "sigmoid": lambda y, a: y * (1 - y),
+    "tanh": lambda y, a: 1 - y * y,
+    "selu": lambda y, a: np.where(y > 0, 1.0507009873554805, y + 1.0507009873554805 * 1.6732632423543772),
+    "celu": lambda y, a: np.where(y > 0, 1, y / a + 1),
+    "hard_sigmoid": lambda y, a: ((y > 0) & (y < 1)) / 6,
+    "softplus": lambda y, a: -np.expm1(-y),
+}
 
 
 def taps(case, x):
@@ -216,3 +233,42 @@ def backward(case, x, w, dy, y, activation, want=("dx", "dw", "db", "dresidual")
         **{"want_" + name: name in want for name in types}, **attributes(activation, ALPHA), **case.attrs,
     )  # fmt: skip
     return dict(zip(want, found))
+
+
+def assert_close(got, want):
+    """Within one rounding of each value to the dtype of `got`, and the rounding of f32 sums."""
+    want, rounding = np.float64(want), 2.0**-8 if got.dtype == BF16 else 2.0**-23
+    error = np.abs(np.float64(got) - want)
+    allowed = rounding * np.abs(want) + 2e-6 * (1 + np.abs(want).max(initial=0))
+    assert got.shape == want.shape and np.all(error <= allowed), f"off by {np.max(error / allowed)} times what is allowed"
+
+
+def check_forward(case, dtype):
+    x, w, residual = random(case.x, dtype), random_filter(case, dtype), random(case.y, dtype, 2)
+    features = case.y[case.specs.out_spec[1]]
+    scale, bias = random(features, seed=3), random(features, dtype, 4)
+    z = convolve(case, x, w)
+    assert_close(forward(case, x, w), z)
+    z += case.per_feature(bias)
+    assert_close(forward(case, x, w, bias=bias, activation="relu"), np.maximum(z, 0))
+    assert_close(forward(case, x, w, bias=bias, residual=residual, activation="relu"), np.maximum(z + residual, 0))
+    z = case.per_feature(scale) * (z - case.per_feature(bias)) + case.per_feature(bias) + np.float64(residual)
+    assert_close(forward(case, x, w, scale, bias, residual, "relu6"), np.clip(z, 0, 6))
+    assert_close(forward(case, x, w, scale, bias.astype(F32), residual), z)
+
+
+def check_backward(case, dtype):
+    x, w, dy = random(case.x, dtype), random_filter(case, dtype), random(case.y, dtype, 2)
+    feature_last = [i for i in range(len(case.y)) if i != case.specs.out_spec[1]]
+    for activation in ("none", "relu"):
+        y = forward(case, x, w, activation=activation)
+        g = np.float64(dy) * SLOPES[activation](np.float64(y), ALPHA)
+        dx, dw = gradients(case, x, w, g)
+        found = backward(case, x, w, dy, y, activation)
+        assert_close(found["dx"], dx)
+        assert_close(found["dw"], dw)
+        assert_close(found["db"], g.sum(tuple(feature_last)))
+        np.testing.assert_array_equal(np.float64(found["dresidual"]), g)
+        rounded = backward(case, x, w, dy, y, activation, ("dw", "db"), dtype, dtype)
+        assert_close(rounded["dw"], dw)
+        assert_close(rounded["db"], g.sum(tuple(feature_last)))

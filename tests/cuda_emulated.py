@@ -6,6 +6,7 @@ import functools
 import pathlib
 import shutil
 import subprocess
+import sys
 
 import jax
 
@@ -22,8 +23,10 @@ def compiler() -> str | None:
     return shutil.which("g++") or shutil.which("clang++")
 
 
-def includes() -> list[str]:
-    folders = (HERE / "cuda", HERE.parent / "cuda", HERE.parent / "xla_ext")
+def includes(generated: pathlib.Path) -> list[str]:
+    """`generated` is a folder that the C++ of tables is written to."""
+    subprocess.run([sys.executable, str(HERE.parent / "xla_ext" / "activations.py"), str(generated)], check=True)
+    folders = (HERE / "cuda", HERE.parent / "cuda", HERE.parent / "xla_ext", generated)
     return [*(f"-I{folder}" for folder in folders), "-isystem", jax.ffi.include_dir()]
 
 
@@ -31,7 +34,8 @@ def build(folder: pathlib.Path) -> pathlib.Path:
     """The library, built in `folder`: each file by a compiler of its own, at the same time."""
     sources = [*(HERE.parent / "cuda" / name for name in SOURCES), HERE.parent / "xla_ext" / "activation_attr.cc"]
     objects = [folder / f"{source.name}.o" for source in sources]
-    runs = [subprocess.Popen([compiler(), *FLAGS, *includes(), "-x", "c++", "-c", str(source), "-o", str(target)])
+    flags = [*FLAGS, *includes(folder)]
+    runs = [subprocess.Popen([compiler(), *flags, "-x", "c++", "-c", str(source), "-o", str(target)])
             for source, target in zip(sources, objects)]
     assert [run.wait() for run in runs] == [0] * len(runs)
     library = folder / "emulated.so"

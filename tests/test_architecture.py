@@ -74,12 +74,25 @@ def test_private_jax_lives_in_one_file():
     assert users == {"runtime.private"}
 
 
+def test_onednn_lives_in_one_folder():
+    sources = [path for path in (ROOT / "xla_ext").rglob("*.*") if path.suffix in (".h", ".cc", ".in")]
+    users = {path.parent.name for path in sources if "dnnl" in path.read_text()}
+    assert users == {"onednn"}
+
+
 def test_scripts_import_what_there_is():
     imports = re.compile(r"from (jaxfuse[\w.]*) import (\w+)")
     found = [(path.name, *match) for path in ROOT.glob("*/*.sh") for match in imports.findall(path.read_text())]
     assert found
     for script, module, name in found:
         assert hasattr(importlib.import_module(module), name), f"{script}: from {module} import {name}"
+
+
+def test_no_test_imports_a_test():
+    """What tests share is in files of other names: to run a test is then to import it alone."""
+    imports = re.compile(r"^\s*(?:from|import) (?:tests\.)?(test_\w+|conftest)", re.MULTILINE)
+    found = {str(path.relative_to(ROOT)): imports.findall(path.read_text()) for path in ROOT.glob("tests/**/*.py")}
+    assert len(found) > 100 and not {path: names for path, names in found.items() if names}
 
 
 def test_an_op_has_one_name_on_every_level():
@@ -91,7 +104,8 @@ def test_an_op_has_one_name_on_every_level():
         assert op in patterns & ops & rules & handlers
 
 
-@pytest.mark.parametrize("pattern", ["jaxfuse/**/*.py", "jaxfuse/report/web/*", "xla_ext/*", "cuda/*", "tests/*.py", "benchmarks/*.py"])
+@pytest.mark.parametrize("pattern", [
+    "jaxfuse/**/*.py", "jaxfuse/report/web/*", "xla_ext/*", "xla_ext/onednn/*", "cuda/*", "tests/**/*.py", "benchmarks/*.py"])
 def test_files_are_small(pattern):
     long = {str(p.relative_to(ROOT)): n for p in ROOT.glob(pattern) if p.is_file() and (n := len(p.read_text().splitlines())) > 350}
     assert not long

@@ -2,12 +2,12 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 
-import jaxfuse
-from test_patterns import GAMMA, B, R, W, X, check_values, patterns
+from compare import jit, same
+from layers import GAMMA, B, R, W, X
+from recognition import correct, correct_with_gradients, directions, explain, fuse, patterns
 
 ORDERS = {"HWNC": (1, 2, 0, 3), "CHWN": (3, 1, 2, 0)}
 GEOMETRIES = {"plain": {}, "strided": dict(window_strides=(2, 1)), "grouped": dict(feature_group_count=2),
@@ -33,32 +33,27 @@ def test_hit(order, geometry):
     fn, args = layer(order, **GEOMETRIES[geometry])
     label = "conv+bn+relu" if geometry == "strided" else "conv+bn+add+relu"
     assert patterns(fn, *args) == ([label], [])
-    made, known = (jax.jit(f)(*args) for f in (jaxfuse.fuse(fn, policy="always"), fn))
-    np.testing.assert_allclose(made, known, rtol=1e-4, atol=1e-4)
+    correct(fn, *args)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_gradient_of_the_fused_layer(order):
     fn, args = layer(order, jnp.tanh)
-    check_values(fn, *args, tolerance=1e-4)
+    correct_with_gradients(fn, *args)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_in_a_train_step(order):
     fn, args = layer(order, jax.nn.silu)
     step = jax.grad(lambda *args: jnp.sum(jnp.sin(fn(*args))), (0, 1, 2, 3))
-    report = jaxfuse.explain(step, *args, policy="always")
-    assert sorted((site.direction, site.pattern) for site in report.fused) == [
-        ("backward", "conv+bn+add+silu"), ("forward", "conv+bn+add+silu")] and not report.skipped
-    made, known = jaxfuse.fuse(step, policy="always")(*args), jax.jit(step)(*args)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), made, known)
+    assert directions(step, *args) == ["backward conv+bn+add+silu", "conv+bn+add+silu"] and not explain(step, *args).skipped
+    correct(step, *args)
 
 
 def test_vmap():
     fn, args = layer("HWNC")
-    fused = jaxfuse.fuse(fn, policy="always")
     many = jnp.stack([args[0], 2 * args[0]])
-    np.testing.assert_allclose(jax.vmap(lambda x: fused(x, *args[1:]))(many), jax.vmap(lambda x: fn(x, *args[1:]))(many), 1e-4, 1e-4)
+    same(*(jit(jax.vmap(lambda x: f(x, *args[1:])))(many) for f in (fuse(fn), fn)))
 
 
 def weight_gradient(x, dy):

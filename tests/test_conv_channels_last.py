@@ -1,14 +1,17 @@
 """Depthwise convolutions of sequences, channels first: run channels last, with no transposes between them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 
 import jaxfuse
+from compare import as_near_to_the_truth, jit
+from exact import in_float64
 from jaxfuse.runtime import ffi
-from recognition import randn
+from layers import randn
 
 NAMES = ("NCW", "OIW", "NCW")
 
@@ -32,18 +35,16 @@ def test_two_in_a_row(dtype):
     shapes = (2, 24, 37), (24, 1, 5), (24, 1, 3), (24,), (2, 24, 37)
     args = [randn(*shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes)]
     fused, cotangent = jaxfuse.fuse(network, policy="always"), randn(2, 24, 37, seed=9, dtype=dtype)
-    compiled = jax.jit(lambda *args: value_and_gradients(fused, *args)).lower(cotangent, *args).compile()
-    wide = [a.astype(jnp.float32) for a in (cotangent, *args)]
-    tolerance = 2e-5 if dtype == "float32" else 4e-2
-    for got, expected in zip(compiled(cotangent, *args), jax.jit(lambda *args: value_and_gradients(network, *args))(*wide)):
-        np.testing.assert_allclose(got.astype(jnp.float32), expected, rtol=tolerance, atol=tolerance * np.abs(expected).max())
-    if ffi.unavailable("jaxfuse_conv_fwd") is None and dtype == "float32":
+    compiled = jit(lambda *args: value_and_gradients(fused, *args)).lower(cotangent, *args).compile()
+    plain = functools.partial(value_and_gradients, network)
+    as_near_to_the_truth(compiled(cotangent, *args), jit(plain)(cotangent, *args), in_float64(plain, cotangent, *args))
+    if ffi.no_onednn() is None and dtype == "float32":
         calls = [line for line in compiled.as_text().splitlines() if "custom_call_target" in line and "jaxfuse_conv" in line]
         assert len(calls) == 4 and all("[2,37,24]" in line and "[2,24,37]" not in line for line in calls)
         assert any(a.split("=")[0].strip() in b for a in calls for b in calls if a is not b)  # the first feeds the second
 
 
-@pytest.mark.skipif(ffi.unavailable("jaxfuse_conv_fwd") is not None, reason="no kernel")
+@pytest.mark.skipif(ffi.no_onednn() is not None, reason=str(ffi.no_onednn()))
 def test_only_depthwise_sequences_in_another_layout():
     def kernels(fn, *shapes):
         return [site.kernel for site in jaxfuse.explain(fn, *map(jnp.zeros, shapes), policy="always").fused]

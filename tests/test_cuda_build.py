@@ -31,10 +31,11 @@ def tool(package: str, name: str) -> str | None:
 def compiled(arch: str, source: str) -> tuple[dict[str, tuple[int, int]], str]:
     """({kernel: (registers, bytes of stack and spills)}, SASS or "")."""
     with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([sys.executable, str(ROOT / "xla_ext/activations.py"), folder], check=True)
         cubin = f"{folder}/{source}.cubin"
         run = subprocess.run(
             [tool("nvidia-cuda-nvcc", "nvcc"), "-cubin", f"-arch=sm_{arch}", "-std=c++17", "-O3", "-fmad=false", "-Xptxas", "-v",
-             "-I", str(ROOT / "xla_ext"), str(ROOT / "cuda" / f"{source}.cu"), "-o", cubin],
+             "-I", str(ROOT / "xla_ext"), "-I", folder, str(ROOT / "cuda" / f"{source}.cu"), "-o", cubin],
             capture_output=True, text=True)
         assert run.returncode == 0, run.stderr
         sass = ""

@@ -19,7 +19,7 @@ from jaxfuse.ops.norm import OP as NORM
 from jaxfuse.ops.op import Linear
 from jaxfuse.runtime import cuda, ffi
 from attributes import attributes
-from jaxfuse.ops.activations import named
+from jaxfuse.ops.activations import TABLE as ACTIVATIONS, named
 from jaxfuse.ops.norm_config import NormConfig
 
 pytestmark = pytest.mark.skipif(cuda_emulated.compiler() is None, reason="no g++ or clang++ to compile the kernels for the CPU")
@@ -63,7 +63,7 @@ def on_cuda(emulated, monkeypatch):
 def test_headers_against_float64(tmp_path):
     """Rounding, the dealing of rows (more than 2³¹ of them too) and moments, by a program of their own."""
     program = tmp_path / "fuzz"
-    command = [cuda_emulated.compiler(), "-std=c++17", "-O1", "-ffp-contract=off", *cuda_emulated.includes()]
+    command = [cuda_emulated.compiler(), "-std=c++17", "-O1", "-ffp-contract=off", *cuda_emulated.includes(tmp_path)]
     subprocess.run([*command, str(cuda_emulated.HERE / "cuda" / "fuzz.cc"), "-o", str(program)], check=True)
     done = subprocess.run([str(program)], capture_output=True, text=True)
     assert done.stdout == "0 failures\n"
@@ -116,10 +116,6 @@ def test_batch_norm(emulated, dtype, shape):
     backward = dict(**forward, deriv="mask", has_residual=False)
     both(emulated, "jaxfuse_batch_norm_bwd_stats", dtype, [vector] * 2, dy, x, mean, bits, **backward)
     both(emulated, "jaxfuse_batch_norm_bwd_apply", dtype, [x, x], dy, x, mean, *affine, bits, want_dresidual=True, **backward)
-
-
-ACTIVATIONS = ["none", "relu", "maximum0", "relu6", "clip6", "clip", "leaky_relu", "elu", "selu", "celu", "sigmoid", "tanh", "silu",
-               "gelu", "gelu_tanh", "mish", "hard_swish", "hard_sigmoid", "hard_tanh", "softplus", "relu_squared"]
 
 
 @pytest.mark.parametrize("activation, channels, has_residual",

@@ -182,7 +182,7 @@ def test_photo_is_normalised():
     assert abs(image.mean()) < 1 and 0.5 < image.std() < 2
 
 
-@pytest.mark.skipif(ffi.unavailable("jaxfuse_conv_fwd") is not None, reason="nothing is fused without the native kernels")
+@pytest.mark.skipif(ffi.no_onednn() is not None, reason="nothing is fused without the native kernels")
 def test_every_convolution_of_resnet50_is_fused():
     image = jax.ShapeDtypeStruct((1, 224, 224, 3), np.float32)
     model = photo.MODEL

@@ -8,7 +8,8 @@ import pytest
 from jax import lax
 
 from compare import jit
-from recognition import FUSED, randn, rows
+from layers import randn
+from recognition import FUSED, rows
 
 import jaxfuse
 

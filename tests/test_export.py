@@ -21,7 +21,7 @@ from jaxfuse.runtime import ffi
 EACH = {CASES[name].op: CASES[name] for name in reversed(CORE)}  # one case of each op
 PROMISE = json.loads(pathlib.Path(__file__).with_name("exported_targets.json").read_text())
 ATTRIBUTES = re.compile(r"stablehlo\.custom_call @(jaxfuse_\w+)\(.*?mhlo\.backend_config = \{(.*?)\}, ", re.DOTALL)
-native = pytest.mark.skipif(any(ffi.unavailable(target) for target in ffi.TARGETS), reason="not every kernel is built")
+native = pytest.mark.skipif(ffi.no_onednn() is not None, reason="not every kernel is built")
 
 
 def forward_and_gradients(case):
@@ -108,6 +108,63 @@ def test_of_any_batch(name):
         x, w = (rng.normal(size=shape).astype("float32") for shape in ((batch, *x_shape), w_shape))
         for value, wanted in pairs(program.call(x, w), jax.jit(both)(x, w)):
             assert distance(value, wanted) < 1e-5
+
+
+def attention(x, w):
+    q, k = (v.reshape(*x.shape[:-1], 2, 8) for v in (x @ w, x))
+    return jax.nn.dot_product_attention(q, k, k)
+
+
+def lstm(x, w):
+    def step(state, row):
+        i, f, g, o = jnp.split(jnp.concatenate([row, state[0]], -1) @ w, 4, -1)
+        c = jax.nn.sigmoid(f) * state[1] + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+        return (h, c), h
+
+    zeros = jnp.zeros((x.shape[0], 16))
+    return jax.lax.scan(step, (zeros, zeros), x.swapaxes(0, 1))[1]
+
+
+def gru(x, w):
+    def step(h, row):
+        (r, z, n), (rh, zh, nh) = jnp.split(row @ w[:16], 3, -1), jnp.split(h @ w[16:], 3, -1)
+        r, z = jax.nn.sigmoid(r + rh), jax.nn.sigmoid(z + zh)
+        h = (1 - z) * jnp.tanh(n + r * nh) + z * h
+        return h, h
+
+    return jax.lax.scan(step, jnp.zeros((x.shape[0], 16)), x.swapaxes(0, 1))[1]
+
+
+def group_norm(x, w):
+    y = x.reshape(*x.shape[:-1], 4, 4)
+    return ((y - y.mean((1, 2, 4), keepdims=True)) * jax.lax.rsqrt(y.var((1, 2, 4), keepdims=True) + 1e-5)).reshape(x.shape) * w
+
+
+# what a whole layer is fused as where the batch is known, and left of it where it is not
+KNOWN_ONLY = {
+    "attention": (attention, (6, 16), (16, 16), "attention"),
+    "lstm": (lstm, (5, 16), (32, 64), "lstm"),
+    "gru": (gru, (5, 16), (32, 48), "gru"),
+    "group norm": (group_norm, (6, 5, 16), (16,), "group_norm"),
+}
+
+
+@native
+@pytest.mark.parametrize("name", KNOWN_ONLY)
+def test_what_must_know_the_batch(name):
+    """Not fused as a whole, with the reason; the products in it may be."""
+    function, x_shape, w_shape, pattern = KNOWN_ONLY[name]
+    (batch,) = jax.export.symbolic_shape("b")
+    known, unknown = ([jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((n, *x_shape), w_shape)] for n in (3, batch))
+    assert pattern in {site.pattern for site in jaxfuse.explain(function, *known, policy="always").fused}
+    report = jaxfuse.explain(function, *unknown, policy="always")
+    assert pattern not in {site.pattern for site in report.fused}
+    assert any("symbolic shape" in site.reason for site in report.skipped)
+    program, rng = exported(jaxfuse.fuse(function, policy="always"), *unknown), np.random.default_rng(0)
+    for batch in (1, 5):
+        x, w = (rng.normal(size=shape).astype("float32") / 2 for shape in ((batch, *x_shape), w_shape))
+        assert distance(program.call(x, w), jax.jit(function)(x, w)) < 1e-5
 
 
 def test_for_several_platforms():

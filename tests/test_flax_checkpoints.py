@@ -9,8 +9,7 @@ from flax import nnx
 
 import jaxfuse.flax.linen as fused_linen
 import jaxfuse.flax.nnx as fused_nnx
-from test_flax_layers import close
-from test_flax_models import Net, X, equal
+from flax_models import Net, X, close, equal
 
 CELLS = ("LSTMCell", "OptimizedLSTMCell", "GRUCell")
 

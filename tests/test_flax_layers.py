@@ -11,8 +11,9 @@ from flax import nnx
 
 import jaxfuse.flax.linen as fused_linen
 import jaxfuse.flax.nnx as fused_nnx
-from compare import distance, jit
-from flax_grid import BF16, FUSED, GRID, SEQUENCES, Option
+from compare import jit
+from flax_grid import FUSED, GRID, SEQUENCES, Option
+from flax_models import close
 
 TOKENS = jax.random.normal(jax.random.key(0), (2, 5, 8))
 ACTIVATIONS = {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "silu": jax.nn.silu}
@@ -28,20 +29,6 @@ def epilogue(option: Option):
         return activation(y) if activation else y
 
     return {"activation": activation} if activation else {}, finish, "add" in steps
-
-
-def close(mine, theirs, name):
-    """Within rounding of the largest number of each array, or, where what is summed to it cancels, of all arrays."""
-    assert jax.tree.structure(mine) == jax.tree.structure(theirs)
-    largest = max(np.abs(np.asarray(leaf, np.float64)).max(initial=1e-3) for leaf in jax.tree.leaves(theirs))
-    for ours, flax in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs)):
-        assert ours.shape == flax.shape and ours.dtype == flax.dtype
-        ours, flax = np.asarray(ours, np.float64), np.asarray(flax, np.float64)
-        if name in BF16 or "bf16" in name:  # where a sum is rounded once or three times, single elements cross an activation's kink
-            assert distance(ours, flax) < 0.05
-        else:
-            scale = np.abs(flax).max(initial=0.01 * largest)
-            np.testing.assert_allclose(ours / scale, flax / scale, atol=3e-5, rtol=3e-5)
 
 
 def inputs(option: Option, out):
@@ -143,6 +130,40 @@ def test_a_kernel_computes_it(name):
     residual = {"residual": jnp.zeros_like(jax.eval_shape(lambda: nnx.clone(ours)(x)))} if adds else {}
     sites = fused_nnx.explain(ours, x, policy="always", **residual).fused
     assert len(sites) == 1 and sites[0].pattern.endswith(option.epilogue), sites
+
+
+STRICT = ["conv add relu", "conv depthwise", "transpose strides relu", "dense gelu", "batch norm add relu", "batch norm running",
+          "layer norm options", "rms norm options", "group norm"]
+
+
+@pytest.mark.parametrize("half", ["linen", "nnx"])
+@pytest.mark.parametrize("name", STRICT)
+def test_without_promotion(half, name):
+    """The drop-ins promote no dtype and no rank of their own."""
+    option = GRID[name]
+    x = jax.random.normal(jax.random.key(0), option.shape)
+    if half == "linen":
+        _, layer, _, adds = linen_layers(option)
+    else:
+        _, layer, _, adds = nnx_layers(option)
+
+    def run():
+        if half == "linen":
+            rest = {"residual": residual} if adds else {}
+            variables = layer.init(jax.random.key(3), x, **rest)
+            y, pull = jax.vjp(lambda params, x: layer.apply(variables | params, x, mutable=["batch_stats"], **rest)[0], variables, x)
+            return y, pull(y)
+        graphdef, state = nnx.split(layer)
+        rest = {"residual": residual} if adds else {}
+        y, pull = jax.vjp(lambda state, x: nnx.merge(graphdef, state)(x, **rest), state, x)
+        return y, pull(y)
+
+    features = option.features or option.shape[-1]
+    residual = jax.random.normal(jax.random.key(1), (*option.shape[:-1], features))
+    expected = run()
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        found = run()
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def sequence(module, name):

@@ -15,37 +15,11 @@ import jaxfuse
 import jaxfuse.flax.linen as fused_linen
 import jaxfuse.flax.nnx as fused_nnx
 from compare import jit
-from test_flax_layers import close
-from test_networks import SmallNet
-from test_patterns import patterns
+from flax_models import Net, Own, X, close, equal
+from layers import SmallNet
+from recognition import patterns_of
 
-X = jax.random.normal(jax.random.key(0), (4, 16, 16, 3))
 MESH = jax.make_mesh((1,), ("model",), (jax.sharding.AxisType.Auto,))
-
-
-class Own(nnx.BatchNorm):
-    """A user's own variant of a layer."""
-
-
-class Net(nnx.Module):
-    def __init__(self, rngs):
-        self.stem = nnx.Conv(3, 16, (3, 3), rngs=rngs)
-        self.layers = nnx.List([nnx.Conv(16, 16, (3, 3), use_bias=False, rngs=rngs), nnx.BatchNorm(16, rngs=rngs)])
-        self.own = Own(16, rngs=rngs)
-        self.again = self.layers[0]  # shared
-        self.dropout = nnx.Dropout(0.5, rngs=rngs)
-        self.head = nnx.Linear(16, 10, rngs=rngs)
-
-    def __call__(self, x):
-        x = nnx.relu(self.stem(x))
-        y = self.layers[1](self.layers[0](x))
-        x = nnx.relu(y + x)
-        x = nnx.relu(self.own(self.again(x)))
-        return self.head(self.dropout(x.mean((1, 2))))
-
-
-def equal(a, b):
-    jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
 def linen_loss(model, params, state, x):
@@ -62,7 +36,7 @@ def test_linen_model_made_in_compact_methods():
                     for m in (flax, ours))
     close(mine, theirs, "f32")
     loss = functools.partial(linen_loss, flax)
-    assert patterns(jaxfuse.explain(functools.partial(linen_loss, ours), variables["params"], state, X)) == patterns(
+    assert patterns_of(jaxfuse.explain(functools.partial(linen_loss, ours), variables["params"], state, X)) == patterns_of(
         jaxfuse.explain(loss, variables["params"], state, X))
     assert isinstance(ours, SmallNet) and fused_linen.replace(ours).__class__ is ours.__class__
 
@@ -151,7 +125,7 @@ def test_nnx_report_is_that_of_the_function():
     model = Net(nnx.Rngs(0))
     graphdef, state = nnx.split(model)
     plain = jaxfuse.explain(lambda state, x: nnx.merge(graphdef, state)(x), state, X, policy="always")
-    assert patterns(fused_nnx.explain(fused_nnx.replace(model), X, policy="always")) == patterns(plain)
+    assert patterns_of(fused_nnx.explain(fused_nnx.replace(model), X, policy="always")) == patterns_of(plain)
 
 
 def test_nnx_trains_with_an_optimizer():

@@ -4,6 +4,7 @@ import enum
 import functools
 import pathlib
 import platform
+import re
 import subprocess
 import sys
 
@@ -179,17 +180,18 @@ def test_policies():
 
 def test_measured_leaves_tiny_convolutions_alone():
     (site,) = jaxfuse.explain(block, X[:1, :4, :4], W, B).skipped
-    assert "too small to gain: 9216 operations, measured faster from 73728" in site.reason
+    assert re.search(r"too small to gain: 9216 operations, measured faster from \d+", site.reason)
     assert jaxfuse.explain(block, jnp.ones((8, 16, 16, 4)), W, B).fused
 
 
 def test_native_kernels_are_there():
     """Where the package brings them, nothing else in these tests may pass for want of them."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
-        pytest.skip("the native convolution kernels exist for Linux on x86-64")
+        pytest.skip(f"this machine is {sys.platform} on {platform.machine()}; the native convolution kernels are for Linux on x86-64")
     from jaxfuse.runtime import ffi
 
     assert {target: ffi.unavailable(target) for target in ffi.TARGETS} == dict.fromkeys(ffi.TARGETS)
+    assert ffi.no_onednn() is None
 
 
 def test_strict():

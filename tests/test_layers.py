@@ -13,7 +13,7 @@ import keras
 import pytest
 from flax import nnx
 
-from test_patterns import patterns
+from recognition import patterns
 
 X = jnp.ones((4, 8, 8, 16))
 FIRST = jnp.ones((4, 16, 8, 8))

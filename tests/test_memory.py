@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from jaxfuse.runtime import memory
+from jaxfuse.runtime import ffi, memory
 
-pytestmark = pytest.mark.skipif(not memory._is_glibc(), reason="these are settings of glibc's malloc")
+pytestmark = pytest.mark.skipif(not memory._is_glibc(), reason="this system has no glibc, whose malloc's settings these are")
 
 # Temporaries of more than 32 MB, which glibc maps anew at every call; prints the page faults of ten calls, once the arena has its size.
 FAULTS = """
@@ -85,3 +85,30 @@ def test_importing_starts_no_threads():
     code = "import threading, jaxfuse, os; print(jaxfuse.runtime.memory.arenas(), len(os.listdir('/proc/self/task')))"
     arenas, threads = python("-c", code).stdout.split()
     assert (arenas, int(threads) <= 2) == ("1", True)
+
+
+IDLE = """
+import time
+import jax, jax.numpy as jnp
+from jaxfuse import ops
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 / 1e6
+
+x, w = jnp.ones((16, 32, 128, 128)), jnp.ones((32, 32, 3, 3))
+run = jax.jit(lambda x: ops.conv(x, w, dimension_numbers=("NCHW", "OIHW", "NCHW")).sum())
+run(x).block_until_ready()
+used = resident()
+time.sleep(1)
+kept, limit = resident(), time.monotonic() + 40
+while resident() > used - 50 and time.monotonic() < limit:
+    time.sleep(0.5)
+print(used - kept < 50, used - resident() > 50)
+"""
+
+
+@pytest.mark.skipif(ffi.unavailable("jaxfuse_conv_fwd") is not None, reason=str(ffi.unavailable("jaxfuse_conv_fwd")))
+def test_idle_scratch_goes_back():
+    """67 MB for a convolution's x and y, channels last: kept for the next call, and given back when none comes for some seconds."""
+    done = python("-c", IDLE)
+    assert done.stdout == "True True\n", done.stderr

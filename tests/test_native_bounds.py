@@ -1,4 +1,4 @@
-"""Kernels read and write nothing outside of their buffers: forbidden pages lie right before them, then right behind."""
+"""Kernels read and write nothing outside of their buffers, in any dtype: forbidden pages lie right before them, then right behind."""
 
 import ctypes
 import json
@@ -8,15 +8,22 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from conv_oracle import CASES, LONG, MANY_PIXELS, backward, forward, random, random_filter
-from jaxfuse.ops import dense
+from jaxfuse.ops import dense, group_norm, layer_norm, rms_norm
 from jaxfuse.runtime import ffi
 
 ODD = ["3x3", "1x1 strided", "depthwise", "stem", "NCHW", "grouped"]  # not sliced
 PRODUCTS = [(16, 5, 16), (7, 16, 48), (32, 33, 16), (13, 272, 16), (1, 64, 208), (80, 48, 1)]  # with every tail of a packed panel
+NARROW = [*(CASES[name] for name in [*ODD, "1x1", "1x1, odd"]), MANY_PIXELS["stem"], MANY_PIXELS["groups"]]  # in bfloat16
+# (norm, shape, options): rows of every tail, and groups over places, channels last and first
+NORMS = [(layer_norm, (7, 45), {}), (layer_norm, (3, 1027), {}), (layer_norm, (2300, 6), {}), (rms_norm, (5, 33), {}),
+         (group_norm, (2, 5, 7, 15), dict(groups=3)), (group_norm, (2, 19, 3, 7), dict(groups=19, axis=1)),
+         (group_norm, (1, 9, 9, 64), dict(groups=4))]
+DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 PAGE = mmap.PAGESIZE
 PROT_NONE = 0
 _mappings = []  # they live as long as the process
@@ -34,20 +41,27 @@ def guarded(array, behind: bool) -> jax.Array:
     offset = PAGE + ((pages - array.nbytes) // 64 * 64 if behind else 0)
     copy = np.frombuffer(memory, array.dtype, array.size, offset).reshape(array.shape)
     copy[...] = array
-    found = jax.dlpack.from_dlpack(copy)
+    found = jax.device_put(copy, may_alias=True)
     assert found.unsafe_buffer_pointer() == start + offset
     return found
 
 
-def run_convolution(case, behind):
-    x, w, dy = (guarded(v, behind) for v in (random(case.x), random_filter(case), random(case.y, seed=2)))
+def run_convolution(case, behind, dtype=jnp.float32):
+    x, w, dy = (guarded(v, behind) for v in (random(case.x, dtype), random_filter(case, dtype), random(case.y, dtype, 2)))
     forward(case, x, w).block_until_ready()
     jax.block_until_ready(backward(case, x, w, dy, dy, "none"))
 
 
-def run_product(m, k, n, behind):
-    x, w = (guarded(random(shape), behind) for shape in ((m, k), (k, n)))
+def run_product(m, k, n, behind, dtype):
+    x, w = (guarded(random(shape, dtype), behind) for shape in ((m, k), (k, n)))
     y, pullback = jax.vjp(jax.jit(dense), x, w)
+    jax.block_until_ready(pullback(guarded(y, behind)))
+
+
+def run_norm(norm, shape, options, behind, dtype):
+    x, vector = guarded(random(shape, dtype), behind), guarded(random((shape[options.get("axis", -1)],)), behind)
+    run = jax.jit(lambda x, *vectors: norm(x, *vectors, **options))
+    y, pullback = jax.vjp(run, x, *[vector] * (2 - (norm is rms_norm)))
     jax.block_until_ready(pullback(guarded(y, behind)))
 
 
@@ -57,9 +71,16 @@ def run_all() -> int:
         for case in [*(CASES[name] for name in [*LONG, *ODD]), *MANY_PIXELS.values()]:
             run_convolution(case, behind)
             count += 1
-        for sizes in PRODUCTS:
-            run_product(*sizes, behind)
+        for case in NARROW:
+            run_convolution(case, behind, jnp.bfloat16)
             count += 1
+        for dtype in DTYPES:
+            for sizes in PRODUCTS:
+                run_product(*sizes, behind, dtype)
+                count += 1
+            for row in NORMS:
+                run_norm(*row, behind, dtype)
+                count += 1
     return count
 
 
@@ -67,15 +88,15 @@ def environment(**more):
     return os.environ | dict(PYTHONPATH=os.pathsep.join(sys.path), JAX_PLATFORMS="cpu") | more
 
 
-@pytest.mark.skipif(ffi.unavailable("jaxfuse_conv_fwd") is not None, reason=str(ffi.unavailable("jaxfuse_conv_fwd")))
+@pytest.mark.skipif(ffi.no_onednn() is not None, reason=str(ffi.no_onednn()))
 @pytest.mark.parametrize("level", [{}, dict(JAXFUSE_SIMD="avx2", ONEDNN_MAX_CPU_ISA="AVX2")], ids=["highest", "avx2"])
 def test_nothing_is_read_outside(level):
     run = subprocess.run([sys.executable, __file__], env=environment(**level), capture_output=True, text=True, timeout=500)
     assert run.returncode == 0, run.stderr[-2000:]
-    assert json.loads(run.stdout) == 2 * len([*LONG, *ODD, *MANY_PIXELS, *PRODUCTS])
+    assert json.loads(run.stdout) == 2 * len([*LONG, *ODD, *MANY_PIXELS, *NARROW, *DTYPES * len([*PRODUCTS, *NORMS])])
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of Linux")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="this system is not Linux")
 def test_the_pages_are_forbidden():
     program = "import sys, test_native_bounds as t, ctypes; x = t.guarded(t.np.ones(16, 'float32'), True); " \
         "ctypes.c_float.from_address(x.unsafe_buffer_pointer() + 64 * int(sys.argv[1])).value"

@@ -5,8 +5,13 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 
+import jax
 import pytest
+
+from jaxfuse.ops.activations import KINDS
+from jaxfuse.runtime import ffi
 
 ROOT = pathlib.Path(__file__).parent.parent
 COMPILER = shutil.which("g++") or shutil.which("clang++")
@@ -16,40 +21,65 @@ needs_x86 = pytest.mark.skipif(COMPILER is None or platform.machine() not in ("x
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 
+def loops() -> list[str]:
+    """The namespaces whose loops are compiled for every instruction set."""
+    return re.search(r"set\(LOOPS ([^)]*)\)", (ROOT / "CMakeLists.txt").read_text())[1].split()
+
+
+def compiled_loops(namespace: str, isa: str) -> str:
+    """The source that CMake makes of them for one."""
+    text = (ROOT / "xla_ext/loops.cc.in").read_text()
+    for name, value in dict(NAMESPACE=namespace, FILE=namespace.replace("::", "_"), ISA=isa).items():
+        text = text.replace(f"@{name}@", value)
+    return text
+
+
 def sources():
-    return [path for folder in ("xla_ext", "cuda") for path in (ROOT / folder).iterdir() if path.suffix in (".h", ".cc", ".cu", ".cuh")]
+    return [path for folder in ("xla_ext", "xla_ext/onednn", "cuda") for path in (ROOT / folder).iterdir()
+            if path.suffix in (".h", ".cc", ".cu", ".cuh")]
 
 
-def switches(text: str) -> list[str]:
-    """The bodies of the switches in C++ code, whose closing braces stand below the `switch`."""
-    return [found[2] for found in re.finditer(r"^( *)switch \([^\n]*\n(.*?)^\1\}", text, re.M | re.S)]
+def generated(folder: pathlib.Path, more: str = "") -> subprocess.CompletedProcess:
+    """Writes the C++ of the table of activations, with more rows, to `folder`."""
+    for name in ("xla_ext/activations.py", "jaxfuse/ops/activations.py"):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text((ROOT / name).read_text().replace('    "relu": Kind(', more + '    "relu": Kind('))
+    return subprocess.run([sys.executable, str(folder / "xla_ext/activations.py"), str(folder)], capture_output=True, text=True)
 
 
-def test_a_switch_over_activations_has_no_default():
-    """So that -Werror=switch finds the one that a new activation is missing from."""
-    found = {path.name: [body for body in switches(path.read_text()) if "case Activation::" in body] for path in sources()}
-    assert sum(len(bodies) > 0 for bodies in found.values()) >= 4
-    assert not [name for name, bodies in found.items() for body in bodies if "default:" in body]
-    for lists in ("CMakeLists.txt", "cuda/CMakeLists.txt"):
-        assert re.search(r"target_compile_options\(.*-Werror=switch", (ROOT / lists).read_text())
+def test_activations_are_listed_in_one_table():
+    """No other file has a list of them that a new one could be missing from."""
+    known = re.compile(r"Activation::(\w+)|\bcase (\w+):")
+    named = {path.name: {name for names in known.findall(path.read_text()) for name in names} & {*KINDS} for path in sources()}
+    # As such, or for its speed, or for its parameters: what is asked there is not asked of another activation.
+    assert {name for names in named.values() for name in names} == {"none", "relu", "piecewise_linear"}
+    assert not [path.name for path in sources() if re.search(r"case Activation::(?!name\b)", path.read_text())]
 
 
 @needs_compiler
-def test_the_compiler_names_what_a_new_activation_lacks(tmp_path):
-    for path in [*(ROOT / "xla_ext").glob("*.h"), ROOT / "xla_ext/dense_portable.cc"]:
-        shutil.copy(path, tmp_path)
-    activation = tmp_path / "activation.h"
-    activation.write_text(activation.read_text().replace("ROW(none, 0, y)", "ROW(none, 0, y) ROW(another, 0, y)"))
-    run = subprocess.run([COMPILER, *FLAGS, "-c", "-o", "/dev/null", str(tmp_path / "dense_portable.cc")], capture_output=True, text=True)
-    places = re.findall(r"([\w.]+):(\d+):\d+: warning: [^\n]*\[-W(?:switch|return-type)\]", run.stderr)
-    functions = {function_at((tmp_path / name).read_text().splitlines()[: int(line)]) for name, line in places}
-    assert run.returncode == 0
-    assert functions == {"activated", "pulled_back", "pulled_back_by_value"}
+def test_a_row_is_all_that_a_new_activation_needs(tmp_path):
+    """Without one of its formulas, or with one that is no C++, nothing is built."""
+    for name, row, message in [
+        ("whole", 'Kind(value=Both(lambda x, _: x, "tanh(z) * z"), pullback="const N t = tanh(z); return g * t;")', ""),
+        ("no_pullback", 'Kind(value=Both(lambda x, _: x, "z"))', "another lacks pullback"),
+        ("no_value", 'Kind(pullback="g")', "another lacks value"),
+        ("unknown", 'Kind(value=Both(lambda x, _: x, "sine(z)"), pullback="g")', "sine"),
+    ]:
+        run = generated(tmp_path / name, f'    "another": {row},\n')
+        if run.returncode == 0:
+            source = tmp_path / name / "dense_portable.cc"
+            source.write_text(compiled_loops("dense", "portable"))
+            includes = [f"-I{tmp_path / name}", f"-I{ROOT / 'xla_ext'}"]
+            run = subprocess.run([COMPILER, *FLAGS, "-Werror", "-fsyntax-only", *includes, str(source)], capture_output=True, text=True)
+        assert (run.returncode != 0, message in run.stderr) == (message != "", True), run.stderr
 
 
-def function_at(lines: list[str]) -> str:
-    """The function that the last of these lines is in."""
-    return next(found[1] for line in reversed(lines) if (found := re.match(r"\S.*?\b(\w+)\(.*\{$", line)))
+@pytest.mark.skipif(ffi.native() is None, reason="no native module")
+def test_a_library_of_another_table_is_not_used():
+    info = ffi.native().info()
+    assert [row.split()[0] for row in info["activations"].split(", ")[:-1]] == [*KINDS]
+    with pytest.raises(RuntimeError, match="_native.so was built from another table of activations; reinstall jaxfuse"):
+        ffi.check(info | dict(activations=info["activations"] + "another 0 y, "), pathlib.Path("_native.so"))
 
 
 def options(sources: str) -> list[str]:
@@ -60,27 +90,42 @@ def options(sources: str) -> list[str]:
 
 def test_the_cpu_is_asked_for_what_the_compiler_may_use():
     asked = (ROOT / "xla_ext/simd_level.cc").read_text()
-    for option in options("AVX2_SOURCES") + options("AVX512_SOURCES"):
+    for option in options("avx2_SOURCES") + options("avx512_SOURCES"):
         name = option.removeprefix("-m")
         assert option.startswith("-mno-") or f'"{name}"' in asked or f"bit_{name.upper()}" in asked, option
 
 
 @needs_x86
-@pytest.mark.parametrize("name", ["AVX2", "PORTABLE"])
-def test_compiler_flags_of_the_users_own(name):
+@pytest.mark.parametrize("isa", ["avx2", "portable"])
+def test_compiler_flags_of_the_users_own(isa):
     """CXXFLAGS="-march=native" on a machine with AVX-512 leaves each file its own instruction set."""
-    source = ROOT / f"xla_ext/product_{name.lower()}.cc"
-    subprocess.run([COMPILER, *FLAGS, "-march=skylake-avx512", *options(f"{name}_SOURCES"), "-fsyntax-only", str(source)], check=True)
+    subprocess.run([COMPILER, *FLAGS, "-march=skylake-avx512", *options(f"{isa}_SOURCES"), f"-I{ROOT / 'xla_ext'}", "-fsyntax-only",
+                    "-x", "c++", "-"], input=compiled_loops("product", isa), text=True, check=True)
+
+
+@needs_compiler
+def test_a_build_without_onednn_has_all_that_is_asked_of_it(tmp_path):
+    """What onednn.h declares absent.cc defines. (`xla_ext/sanitize.sh absent` builds it all.)"""
+    folder, target = ROOT / "xla_ext/onednn", tmp_path / "absent.o"
+    header = re.sub(r"//.*", "", (folder / "onednn.h").read_text())
+    declared = re.findall(r"^[\w:* ]+?\b(\w+)\([^{}]*?\);", header, re.M)
+    generated(tmp_path)
+    includes = [f"-I{folder}" for folder in (ROOT / "xla_ext", tmp_path, jax.ffi.include_dir())]
+    subprocess.run([COMPILER, *FLAGS, *includes, '-DJAXFUSE_NO_ONEDNN="of a test"', "-c", str(folder / "absent.cc"), "-o", str(target)],
+                   check=True)
+    symbols = subprocess.run(["nm", "-C", str(target)], capture_output=True, text=True, check=True).stdout
+    assert sorted(declared) == sorted(re.findall(r" T jaxfuse::onednn::(\w+)\(", symbols)) and len(declared) > 10
 
 
 @needs_x86
 def test_no_function_of_an_instruction_set_is_shared(tmp_path):
     """A weak function would be one for all, perhaps the one with instructions that this CPU lacks. Without optimisation, which
     would inline some."""
-    files = sorted((ROOT / "xla_ext").glob("*_avx2.cc"))
     source, target = tmp_path / "all.cc", tmp_path / "all.o"
-    source.write_text("".join(f'#include "{path.name}"\n' for path in files))
-    subprocess.run([COMPILER, *FLAGS, f"-I{ROOT / 'xla_ext'}", *options("AVX2_SOURCES"), "-c", str(source), "-o", str(target)], check=True)
+    source.write_text("".join(compiled_loops(namespace, "avx2") for namespace in loops()))
+    generated(tmp_path)
+    flags = [*FLAGS, f"-I{ROOT / 'xla_ext'}", f"-I{tmp_path}", *options("avx2_SOURCES")]
+    subprocess.run([COMPILER, *flags, "-c", str(source), "-o", str(target)], check=True)
     symbols = subprocess.run(["nm", "-C", str(target)], capture_output=True, text=True, check=True).stdout
-    assert symbols.count("avx2_kernels") == len(files) > 5
+    assert symbols.count("avx2_kernels") == len(list((ROOT / "xla_ext").glob("*_kernels.h"))) > 5
     assert not re.findall(r"^\w+ [WVuw] .*", symbols, re.M)

@@ -11,11 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conv_oracle import ALPHA, BF16, CASES, F32, LONG, Case, backward, convolve, forward, gradients, random, random_filter
+from conv_oracle import (
+    ALPHA, BF16, CASES, F32, LONG, SLOPES, Case, assert_close, backward,
+    check_backward, check_forward, convolve, forward, gradients, random, random_filter,
+)
 
 from jaxfuse.runtime import ffi
 
-pytestmark = pytest.mark.skipif(ffi.unavailable("jaxfuse_conv_fwd") is not None, reason=str(ffi.unavailable("jaxfuse_conv_fwd")))
+pytestmark = pytest.mark.skipif(ffi.no_onednn() is not None, reason=str(ffi.no_onednn()))
 
 DTYPES = [F32, BF16]
 VALUES = {
@@ -39,18 +42,6 @@ VALUES = {
     "hard_tanh": lambda z, a: np.minimum(np.maximum(z, -1), 1),
     "relu_squared": lambda z, a: np.maximum(z, 0) ** 2,
 }
-SLOPES = {  # of y
-    "none": lambda y, a: 1,
-    "relu": lambda y, a: y > 0,
-    "leaky_relu": lambda y, a: np.where(y > 0, 1, a),
-    "elu": lambda y, a: np.where(y > 0, 1, y + a),
-    "sigmoid": lambda y, a: y * (1 - y),
-    "tanh": lambda y, a: 1 - y * y,
-    "selu": lambda y, a: np.where(y > 0, 1.0507009873554805, y + 1.0507009873554805 * 1.6732632423543772),
-    "celu": lambda y, a: np.where(y > 0, 1, y / a + 1),
-    "hard_sigmoid": lambda y, a: ((y > 0) & (y < 1)) / 6,
-    "softplus": lambda y, a: -np.expm1(-y),
-}
 ARGUMENT_SLOPES = {  # of z; the others' are checked by test_ops.py
     "maximum0": lambda z, a: np.where(z > 0, 1, np.where(z == 0, 0.5, 0)),
     "hard_tanh": lambda z, a: np.abs(z) <= 1,
@@ -60,47 +51,16 @@ each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["f32", "bf16"])
 
 
-def assert_close(got, want):
-    """Within one rounding of each value to the dtype of `got`, and the rounding of f32 sums."""
-    want, rounding = np.float64(want), 2.0**-8 if got.dtype == BF16 else 2.0**-23
-    error = np.abs(np.float64(got) - want)
-    allowed = rounding * np.abs(want) + 2e-6 * (1 + np.abs(want).max(initial=0))
-    assert got.shape == want.shape and np.all(error <= allowed), f"off by {np.max(error / allowed)} times what is allowed"
-
-
 @each_dtype
 @each_case
 def test_forward(case, dtype):
-    x, w, residual = random(case.x, dtype), random_filter(case, dtype), random(case.y, dtype, 2)
-    features = case.y[case.specs.out_spec[1]]
-    scale, bias = random(features, seed=3), random(features, dtype, 4)
-    z = convolve(case, x, w)
-    assert_close(forward(case, x, w), z)
-    z += case.per_feature(bias)
-    assert_close(forward(case, x, w, bias=bias, activation="relu"), np.maximum(z, 0))
-    assert_close(forward(case, x, w, bias=bias, residual=residual, activation="relu"), np.maximum(z + residual, 0))
-    z = case.per_feature(scale) * (z - case.per_feature(bias)) + case.per_feature(bias) + np.float64(residual)
-    assert_close(forward(case, x, w, scale, bias, residual, "relu6"), np.clip(z, 0, 6))
-    assert_close(forward(case, x, w, scale, bias.astype(F32), residual), z)
+    check_forward(case, dtype)
 
 
 @each_dtype
 @each_case
 def test_backward(case, dtype):
-    x, w, dy = random(case.x, dtype), random_filter(case, dtype), random(case.y, dtype, 2)
-    feature_last = [i for i in range(len(case.y)) if i != case.specs.out_spec[1]]
-    for activation in ("none", "relu"):
-        y = forward(case, x, w, activation=activation)
-        g = np.float64(dy) * SLOPES[activation](np.float64(y), ALPHA)
-        dx, dw = gradients(case, x, w, g)
-        found = backward(case, x, w, dy, y, activation)
-        assert_close(found["dx"], dx)
-        assert_close(found["dw"], dw)
-        assert_close(found["db"], g.sum(tuple(feature_last)))
-        np.testing.assert_array_equal(np.float64(found["dresidual"]), g)
-        rounded = backward(case, x, w, dy, y, activation, ("dw", "db"), dtype, dtype)
-        assert_close(rounded["dw"], dw)
-        assert_close(rounded["db"], g.sum(tuple(feature_last)))
+    check_backward(case, dtype)
 
 
 AVX512 = ffi.native() is not None and ffi.native().info().get("isa", "").startswith("avx512")

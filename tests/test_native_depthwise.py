@@ -10,8 +10,7 @@ import sys
 
 import numpy as np
 import pytest
-import test_native_conv
-from conv_oracle import BF16, CASES, F32, backward, forward, gradients, random, random_filter
+from conv_oracle import BF16, CASES, F32, backward, check_backward, check_forward, forward, gradients, random, random_filter
 
 from jaxfuse.runtime import ffi
 
@@ -34,8 +33,8 @@ def main():
     found = hashlib.sha256()
     for name in NAMES:
         for dtype in (F32, BF16):
-            test_native_conv.test_forward(CASES[name], dtype)
-            test_native_conv.test_backward(CASES[name], dtype)
+            check_forward(CASES[name], dtype)
+            check_backward(CASES[name], dtype)
             for result in results(name, dtype):
                 found.update(np.asarray(result).tobytes())
     print(ffi.native().info()["simd"], found.hexdigest())

@@ -14,7 +14,7 @@ from jaxfuse.runtime import ffi
 
 ROOT = pathlib.Path(__file__).parent.parent
 CC = shutil.which("gcc") or shutil.which("clang")
-needs_onednn = pytest.mark.skipif(ffi.unavailable("jaxfuse_conv_fwd") is not None, reason=str(ffi.unavailable("jaxfuse_conv_fwd")))
+needs_onednn = pytest.mark.skipif(ffi.no_onednn() is not None, reason=str(ffi.no_onednn()))
 needs_compiler = pytest.mark.skipif(CC is None, reason="no C compiler")
 
 FOREIGN = r"""
@@ -47,6 +47,50 @@ def check_conv(dtype=jnp.float32):
     assert y.dtype == dtype and jnp.abs(y - wide).max() < (0.2 if dtype == jnp.bfloat16 else 1e-4)
 """
 
+MISSING = """
+import pathlib
+with_name = pathlib.PurePath.with_name  # of the copy that `import jaxfuse` loads
+pathlib.PurePath.with_name = lambda path, name: with_name(path, name.replace("_native_onednn", "_native_missing"))
+"""
+# Without oneDNN the convolutions of our own loops run, and others stay XLA's.
+WITHOUT = """
+import importlib, jaxfuse
+conv_op = importlib.import_module("jaxfuse.ops.conv.conv")
+
+NUMBERS = ("NHWC", "HWIO", "NHWC")
+
+def convolved(x, w):
+    groups = x.shape[3] // w.shape[2]
+    return jax.nn.relu(lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=NUMBERS, feature_group_count=groups))
+
+def check_without_onednn():
+    assert ffi.no_onednn() and not ffi.native().info()["isa"], ffi.native().info()
+    shapes = (2, 9, 9, 16), (3, 3, 16, 32), (3, 3, 1, 16)
+    x, full, depthwise = (jnp.asarray(np.random.default_rng(0).standard_normal(s), "float32") for s in shapes)
+    (site,) = jaxfuse.explain(convolved, x, full, policy="always").skipped
+    assert site.reason == f"the native module has no such kernel: {ffi.no_onednn()}", site
+    gradient = lambda f: jax.jit(jax.grad(lambda x, w: jnp.sum(f(x, w) ** 2), (0, 1)))
+    own = (depthwise, "float32"), (depthwise, "bfloat16"), (full[:1, :1], "bfloat16")
+    for w, dtype in (full, "float32"), *own:
+        kernel = None if w is full else "native"
+        arrays = x.astype(dtype), w.astype(dtype)
+        fused = jaxfuse.fuse(convolved, policy="always")
+        assert [site.kernel for site in jaxfuse.explain(convolved, *arrays, policy="always").fused] == [kernel] * bool(kernel)
+        assert not jaxfuse.explain(convolved, *arrays).fused  # nobody measured it
+        targets = gradient(fused).lower(*arrays).as_text()
+        assert ("jaxfuse_conv_fwd" in targets, "jaxfuse_conv_bwd" in targets) == (bool(kernel), bool(kernel))
+        wide = [a.astype(jnp.float32) for a in arrays]
+        for got, true in zip((fused(*arrays), *gradient(fused)(*arrays)), (convolved(*wide), *gradient(convolved)(*wide))):
+            assert jnp.abs(got - true).max() < (1e-5 if dtype == "float32" else 2e-2) * jnp.abs(true).max(), (w.shape, dtype)
+    config = jax.make_jaxpr(lambda: ops.conv(x, full))().eqns[0].params["config"]
+    try:  # what a program would meet that was exported where there is oneDNN
+        conv_op._run_forward(config, (x, full), ())[0].block_until_ready()
+    except Exception as error:
+        assert "jaxfuse_conv_fwd: oneDNN would compute this" in str(error), error
+    else:
+        raise AssertionError("a convolution that nobody computes")
+"""
+
 
 def run(program: str, *args, **environment) -> str:
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -61,7 +105,7 @@ def private_copy() -> pathlib.Path:
 
 
 def script():
-    spec = importlib.util.spec_from_file_location("private_onednn", ROOT / "xla_ext/private_onednn.py")
+    spec = importlib.util.spec_from_file_location("private_copy", ROOT / "xla_ext/onednn/private_copy.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -110,25 +154,27 @@ assert foreign.threads() == 77
 @needs_onednn
 @needs_compiler
 def test_a_library_that_is_not_ours_is_refused_untouched(tmp_path):
-    """Of another version; of ours, but with one of the OpenMP functions only. Then dense layers run by our own loops."""
+    """Of another version; of ours, but with one of the OpenMP functions only. Then our own loops run, and what they lack is XLA's."""
     gomp = openmp(tmp_path)
-    names = re.findall(r"F\((dnnl_\w+)\)", (ROOT / "xla_ext/onednn_library.cc").read_text())
+    names = re.findall(r"F\((dnnl_\w+)\)", (ROOT / "xla_ext/onednn/library.cc").read_text())
     traps = [name for name in names if name != "dnnl_version"]
     other, partial = (foreign(tmp_path / v.replace(", ", ""), gomp, v, traps) for v in ("9, 9, 9", "3, 2, 0"))
-    run("""
-import ctypes, pathlib, sys
-ctypes.CDLL(sys.argv.pop(1), mode=ctypes.RTLD_GLOBAL)
-with_name = pathlib.PurePath.with_name  # of the copy that `import jaxfuse` loads
-pathlib.PurePath.with_name = lambda path, name: with_name(path, name.replace("_native_onednn", "_native_missing"))
-""" + PROGRAM + """
-assert "_native_missing.so" in ffi.unavailable("jaxfuse_conv_fwd"), ffi.unavailable("jaxfuse_conv_fwd")
+    run("import ctypes, sys; ctypes.CDLL(sys.argv.pop(1), mode=ctypes.RTLD_GLOBAL)" + MISSING + PROGRAM + """
+assert "_native_missing.so" in ffi.no_onednn(), ffi.no_onednn()
 for path, words in zip(sys.argv[1:], ["its version is 9.9.9, and this was built and tested with 3.2.0", "not the OpenMP build"]):
     ffi.native().load_onednn(path)
-    assert words in ffi.native().info()["no_onednn"], ffi.native().info()
+    assert words in ffi.no_onednn(), ffi.no_onednn()
     assert ctypes.CDLL(path).threads() == 77
-    assert not any("conv" in name for name in ffi.native().registrations())
-    check_dense(jnp.float32), check_dense(jnp.bfloat16)
+    check_conv(), check_dense(jnp.float32), check_dense(jnp.bfloat16)
 """, gomp, other, partial)
+
+
+@pytest.mark.skipif(ffi.native() is None, reason="the native module is not built")
+def test_without_onednn():
+    """Where it was built without, or where its file is missing."""
+    run(MISSING + PROGRAM + WITHOUT + """
+check_without_onednn(), check_conv(), check_dense(jnp.float32), check_dense(jnp.bfloat16)
+""")
 
 
 @needs_onednn

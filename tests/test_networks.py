@@ -1,48 +1,14 @@
 """Networks as users write them: every convolution and batch norm in a fused site, values and gradients unchanged."""
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-import jaxfuse
-from test_patterns import patterns, randn
+from compare import jit, same
+from layers import SmallNet, randn
+from recognition import explain, fuse, patterns, same_as_unfused
 
 DTYPES = [jnp.float32, jnp.bfloat16]
-
-
-class Bottleneck(nn.Module):
-    features: int
-    strides: int = 1
-    dtype: object = jnp.float32
-
-    @nn.compact
-    def __call__(self, x, train):
-        def norm(name):
-            return nn.BatchNorm(use_running_average=not train, dtype=self.dtype, name=name)
-
-        y = nn.Conv(self.features, (1, 1), use_bias=False, dtype=self.dtype)(x)
-        y = nn.relu(norm("norm1")(y))
-        y = nn.Conv(self.features, (3, 3), self.strides, use_bias=False, dtype=self.dtype)(y)
-        y = nn.relu(norm("norm2")(y))
-        y = norm("norm3")(nn.Conv(4 * self.features, (1, 1), use_bias=False, dtype=self.dtype)(y))
-        if x.shape != y.shape:
-            x = nn.Conv(4 * self.features, (1, 1), self.strides, use_bias=False, dtype=self.dtype)(x)
-            x = norm("norm4")(x)
-        return nn.relu(x + y)
-
-
-class SmallNet(nn.Module):
-    dtype: object = jnp.float32
-
-    @nn.compact
-    def __call__(self, x, train):
-        x = nn.relu(nn.Conv(8, (3, 3), dtype=self.dtype)(x))
-        x = Bottleneck(4, 2, self.dtype)(x, train)
-        x = Bottleneck(4, 1, self.dtype)(x, train)
-        x = nn.relu6(nn.Conv(16, (3, 3), feature_group_count=16, dtype=self.dtype)(x))
-        return nn.Dense(10, dtype=self.dtype)(x.mean((1, 2)))
 
 
 @pytest.fixture(scope="module", params=DTYPES, ids=["f32", "bf16"])
@@ -54,11 +20,6 @@ def network(request):
     return model, {"params": variables["params"], "batch_stats": noise}, x
 
 
-def close(a, b, tolerance):
-    jax.tree.map(lambda u, v: np.testing.assert_allclose(
-        np.asarray(u, np.float32), np.asarray(v, np.float32), rtol=tolerance, atol=tolerance), a, b)
-
-
 def test_flax_inference(network):
     model, variables, x = network
     apply = lambda variables, x: model.apply(variables, x, False)
@@ -66,8 +27,7 @@ def test_flax_inference(network):
     assert sorted(fused) == sorted(
         ["dense+bias", "conv+bias+relu", "conv+bias+relu6"] + 4 * ["conv+bn+relu"] + ["conv+bn"] + 2 * ["conv+bn+add+relu"])
     assert not skipped
-    tolerance = 1e-4 if x.dtype == jnp.float32 else 5e-2
-    close(jax.jit(jaxfuse.fuse(apply, policy="always"))(variables, x), apply(variables, x), tolerance)
+    same_as_unfused(apply, variables, x, times=5)
 
 
 def test_flax_training(network):
@@ -84,19 +44,18 @@ def test_flax_training(network):
     assert not skipped
 
     def gradients(f):
-        return jax.jit(jax.value_and_grad(f, has_aux=True))(*args)
+        return jit(jax.value_and_grad(f, has_aux=True))(*args)
 
+    made, known = gradients(fuse(loss)), gradients(loss)
     if x.dtype == jnp.float32:
-        close(gradients(jaxfuse.fuse(loss, policy="always")), gradients(loss), 2e-3)
+        same(made, known, times=50, floor=1e-3)
     else:
-        (value, stats), grads = gradients(jaxfuse.fuse(loss, policy="always"))
-        (expected, expected_stats), _ = gradients(loss)
-        close((value, stats), (expected, expected_stats), 0.15)
-        assert all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(grads))
+        same(made[0], known[0], narrowest=x.dtype, times=25)
+        assert all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(made[1]))
 
 
 def test_sources_are_the_users_lines(network):
     model, variables, x = network
-    report = jaxfuse.explain(lambda v, x: model.apply(v, x, False), variables, x, policy="always")
-    assert all("test_networks.py:" in site.source for site in report.fused)
+    report = explain(lambda v, x: model.apply(v, x, False), variables, x)
+    assert all("layers.py:" in site.source for site in report.fused)
     assert len({site.source for site in report.fused}) > 4

@@ -76,6 +76,35 @@ def making_variables(model, x):
     model.mean[...] = 0.9 * model.mean[...] + model(x).mean()
 
 
+class Remembering(nnx.Module):
+    """With every kind of variable that a step may write: a cache, an intermediate, a perturbation."""
+
+    def __init__(self):
+        self.network = Network()
+        self.seen = nnx.Cache(jnp.zeros((4, 4)))
+        self.place = nnx.Cache(jnp.zeros((), jnp.int32))
+        self.added = nnx.Perturbation(jnp.zeros((8, 4)))
+
+    def __call__(self, x):
+        y = self.network(x) + self.added[...]
+        self.seen[...] = jax.lax.dynamic_update_slice(self.seen[...], y.mean(0)[None], (self.place[...], 0))
+        self.place[...] = (self.place[...] + 1) % 4
+        self.sow(nnx.Intermediate, "y", y)
+        return y + self.seen[...].sum(0)
+
+
+def remembering(model, optimizer, x, y):
+    """The perturbation's gradient is that of what it is added to."""
+    out = gradient_step(model, optimizer, x, y)
+    loss = lambda model: optax.softmax_cross_entropy_with_integer_labels(model(x), y).mean()
+    return out, nnx.grad(loss, argnums=nnx.DiffState(0, nnx.Perturbation))(model)
+
+
+def popping(model, x):
+    model(x)
+    return nnx.pop(model, lambda path, variable: type(variable) is nnx.Intermediate)  # a perturbation is one too
+
+
 def returning(model, x):
     model(x)
     other = nnx.Linear(4, 4, rngs=nnx.Rngs(3))
@@ -106,6 +135,11 @@ def shared():
     return model, model, sgd(model), X, Y
 
 
+def remembered():
+    model = Remembering()
+    return model, sgd(model), X, Y
+
+
 def unregistered():
     model = Unregistered()
     return model, sgd(model), X, Y
@@ -113,6 +147,7 @@ def unregistered():
 
 STEPS = {"metrics": (with_metrics, metrics),
          "in containers": (in_containers, containers), "one module twice": (twice, shared),
+         "cache, intermediate, perturbation": (remembering, remembered), "popped intermediates": (popping, lambda: (Remembering(), X)),
          "no pytree": (gradient_step, unregistered), "new variables": (making_variables, lambda: (Network(), X)),
          "returned modules": (returning, lambda: (Network(), X)),
          "a variable and rngs": (of_a_variable, lambda: (Calls(jnp.zeros(3)), nnx.Rngs(noise=4), X))}

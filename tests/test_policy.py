@@ -8,16 +8,22 @@ import pytest
 
 import jaxfuse
 from jaxfuse import ops
-from jaxfuse.tuning import policy, tuned
+from jaxfuse.tuning import measured, policy, tuned
 from jaxfuse.tuning.rules import TABLE
-from jaxfuse.tuning.rules.rule import DIRECTIONS, OpRules, Rule, points
+from jaxfuse.tuning.rules.rule import DIRECTIONS, OpRules, Point, Rule
 
 X = jax.ShapeDtypeStruct((10, 10), jnp.float32)
 
 
+def points(*rows):
+    """Points from rows (size, (XLA, fused) forward, (XLA, fused) backward); the last may be left out."""
+    return tuple(Point(size, xla, fused, direction) for size, *pairs in rows for direction, (xla, fused) in zip(DIRECTIONS, pairs))
+
+
 def judged(monkeypatch, rules, x=X, direction="forward", shape="any"):
-    table = OpRules("elements", lambda config, types: math.prod(types[0].shape), rules, {}, lambda *_: shape)
+    table = OpRules("elements", lambda config, types: math.prod(types[0].shape), {}, lambda *_: shape)
     monkeypatch.setitem(TABLE, "op", table)
+    monkeypatch.setattr(measured, "rules", lambda op: rules)
     return policy.unprofitable("measured")("op", None, (x,), direction)
 
 
@@ -84,8 +90,8 @@ def test_every_op_has_rules_with_measurements():
     names = {value.OP.name for value in vars(ops).values() if hasattr(value, "OP")} | set(TABLE)
     for name in names:
         table = TABLE[name]
-        assert table.rules and table.size_sweeps, name
-        for rule in table.rules:
+        assert measured.rules(name) and table.size_sweeps, name
+        for rule in measured.rules(name):
             assert rule.points and rule.machine and rule.isa, f"{name} ({rule.sites}) has no measurement"
             assert rule.direction in (None, *DIRECTIONS) and rule.shape in (None, *table.size_sweeps)
             for point in rule.points:
@@ -96,33 +102,40 @@ def test_every_op_has_rules_with_measurements():
 
 @pytest.mark.parametrize("op, shape", [(op, shape) for op, table in TABLE.items() for shape in table.size_sweeps])
 def test_each_instruction_set_has_its_own_measurements(op, shape):
-    table = TABLE[op]
-
     def deciding(dtype, *isa):
-        return next((rule for rule in table.rules if rule.fits("forward", dtype, shape, isa)), None)
+        return next((rule for rule in measured.rules(op) if rule.fits("forward", dtype, shape, isa)), None)
 
     for dtype in ("float32", "bfloat16"):
         assert "AVX2" in deciding(dtype, "avx2", "avx2").machine
-        if op == "attention":  # not measured with AVX-512
-            assert deciding(dtype, "avx512", "avx512_core_bf16") is None
-        else:
-            assert "AVX-512" in deciding(dtype, "avx512", "avx512_core_bf16").machine
+        assert "AVX-512" in deciding(dtype, "avx512", "avx512_core_bf16").machine
 
 
-OWN_LOOPS = {"batch_norm", "norm", "max_pool", "lstm", "gru"}
+def test_directions_that_are_judged_apart():
+    """Attention in bfloat16, with AVX-512: not worth it forward, where a program has its gradient it is."""
+    forward, backward = (
+        next(rule for rule in measured.rules("attention") if rule.fits(way, "bfloat16", "any", ("avx512", "avx512_core_bf16")))
+        for way in DIRECTIONS)
+    assert {p.direction for p in forward.points} == {"forward"} and {p.direction for p in backward.points} == {"backward"}
+    assert forward.smallest == math.inf and backward.smallest <= 2**20
+
+
+OWN_LOOPS = {"attention", "batch_norm", "norm", "max_pool", "lstm", "gru"}
 PLAIN_JAX = {"conv one channel", "conv scattered"}  # written as other programs, in which no instruction set of ours counts
 
 
-@pytest.mark.parametrize("isa, dtypes, measured", [
+@pytest.mark.parametrize("isa, dtypes, expected", [
     ((), ("float32", "bfloat16", "float16"), set()),  # no native module, as on aarch64
     (("portable", "sse41"), ("float32", "bfloat16", "float16"), set()),
+    (("avx2",), ("float32", "bfloat16", "float16"), OWN_LOOPS | PLAIN_JAX | {"dense"}),  # no oneDNN
+    (("avx512",), ("float32", "bfloat16"), OWN_LOOPS | PLAIN_JAX),
     (("avx512", "avx512_core"), ("bfloat16",), OWN_LOOPS | PLAIN_JAX),
     (("avx512", "avx512_core_amx"), ("bfloat16",), OWN_LOOPS | PLAIN_JAX)])
-def test_what_nobody_measured_has_no_rule(isa, dtypes, measured):
-    """AVX-512 without bf16, or with AMX, differs where oneDNN computes in bf16: convolutions and dense layers."""
-    found = {name for op, table in TABLE.items() for shape in table.size_sweeps for dtype in dtypes for rule in table.rules
+def test_what_nobody_measured_has_no_rule(isa, dtypes, expected):
+    """AVX-512 without bf16, or with AMX, differs where oneDNN computes in bf16: convolutions and dense layers. So does a machine
+    without oneDNN, but for dense layers on AVX2, which are our own loops'."""
+    found = {name for op, table in TABLE.items() for shape in table.size_sweeps for dtype in dtypes for rule in measured.rules(op)
              if rule.fits("forward", dtype, shape, isa) for name in (op, f"{op} {shape}")}
-    assert {name for name in found if name in TABLE} - {"conv"} | found & PLAIN_JAX == measured
+    assert {name for name in found if name in TABLE} - {"conv"} | found & PLAIN_JAX == expected
     assert not {"conv full", "conv grouped", "conv dilated"} & found
 
 

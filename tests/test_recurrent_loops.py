@@ -7,8 +7,9 @@ from jax import lax
 
 import jaxfuse
 from compare import distance
-from recognition import randn, rows, scalar
-from test_recognition_recurrent import NATIVE, SEQUENCE, C, H, U, W, XS, gru, lstm, same_as_unfused, sequence
+from layers import randn
+from recognition import rows, scalar
+from spellings.recurrent import NATIVE, SEQUENCE, XS, C, H, U, W, gru, lstm, same_with_gradients, sequence
 
 
 def outputs(xs, h, c, w, u, reverse=False):
@@ -51,7 +52,7 @@ HITS = {
 def test_sequence_hit(name):
     fn, args = HITS[name]
     assert rows(fn, *args)[0] == ("lstm", SEQUENCE)
-    same_as_unfused(fn, *args)
+    same_with_gradients(fn, *args)
 
 
 def masked(xs, h, c, w, u):
@@ -108,7 +109,7 @@ def test_loop_near_miss(name):
     fn, words = LOOP_MISSES[name]
     found = [row for row in rows(fn, XS, H, C, W, U) if row[0] in ("lstm", "gru")]
     assert len(found) == 1 and words in found[0][1], found
-    same_as_unfused(fn, XS, H, C, W, U)
+    same_with_gradients(fn, XS, H, C, W, U)
 
 
 def test_short_loops_are_left_to_xla():
@@ -145,7 +146,7 @@ def lstm_of_gates(gates, c):
 def test_gates_in_the_kernels_order_are_never_padded(cell, pieces):
     """Their gradients are columns of one array already, of all steps and of the weights; in another order they are put together."""
     program = sequence(cell)
-    same_as_unfused(program, XS, H, C, W, U)
+    same_with_gradients(program, XS, H, C, W, U)
     fused = jaxfuse.fuse(program, policy="always")
     text = str(jax.make_jaxpr(jax.grad(scalar(fused), (0, 3, 4)))(XS, H, C, W, U))
     for shape in ("f32[6,2,12]", "f32[3,12]"):
@@ -156,7 +157,7 @@ def test_gates_in_the_kernels_order_are_never_padded(cell, pieces):
 def test_products_of_all_steps_are_dense_layers():
     """That of x with its weights, their gradients, and that of the recurrent weights, for they are large enough to be worth a call."""
     xs, h, w, u = randn(8, 32, 24), randn(8, 64), randn(24, 256) / 5, randn(64, 256) / 8
-    same_as_unfused(sequence(lstm), xs, h, h, w, u)
+    same_with_gradients(sequence(lstm), xs, h, h, w, u)
     fused = jaxfuse.fuse(sequence(lstm), policy="always")
     text = jax.jit(jax.grad(scalar(fused), (0, 3, 4))).lower(xs, h, h, w, u).compile().as_text()
     calls = [text.count(f'custom_call_target="jaxfuse_{name}"') for name in ("dense_fwd", "dense_bwd", "dot")]

@@ -18,7 +18,7 @@ from jaxfuse.program.graph import Emission, Value
 from jaxfuse.runtime import ffi
 
 ROOT = pathlib.Path(__file__).parent.parent
-pytestmark = pytest.mark.skipif(ffi.unavailable("jaxfuse_conv_fwd") is not None, reason=str(ffi.unavailable("jaxfuse_conv_fwd")))
+pytestmark = pytest.mark.skipif(ffi.no_onednn() is not None, reason=str(ffi.no_onednn()))
 
 
 def convolved(strides=1, padding="SAME", **options):

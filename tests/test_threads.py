@@ -17,6 +17,7 @@ import pytest
 import jaxfuse
 from cases import CASES
 from compare import jit, pairs, value_and_gradients, with_cotangents
+from conv_oracle import MANY_PIXELS, backward, random
 from jaxfuse import ops
 from jaxfuse.commands import doctor
 from jaxfuse.runtime import ffi, threads
@@ -54,9 +55,41 @@ def test_bits_on_any_number_of_threads(name, scale):
         run = jit(lambda arrays, cotangents: value_and_gradients(case.fused, arrays, cotangents))
     else:
         run = jit(lambda arrays, cotangents: case.fused(arrays))
-    alone, *others = (results_on(n, run, (arrays, cotangents)) for n in COUNTS)
+    assert_same_bits(run, (arrays, cotangents))
+
+
+def assert_same_bits(run, args):
+    alone, *others = (results_on(n, run, args) for n in COUNTS)
     for other in others:
         assert other == alone
+
+
+OUR_FILTERS = ["1-D, one input", "1-D, strided", "stem", "one input", "NCHW", "features in parts", "groups, dilated",
+               "depthwise, NCHW", "two filters for each input", "3-D, dilated, groups"]
+
+
+@pytest.mark.parametrize("name", OUR_FILTERS)
+def test_bits_of_our_own_filter_gradients(name):
+    if ffi.unavailable("jaxfuse_conv_bwd"):
+        pytest.skip("no such kernel here")
+    case = MANY_PIXELS[name]
+
+    def run(x, g):
+        return backward(case, x, jnp.zeros(case.w), g, None, "none", want=("dw", "db"))
+
+    args = random(case.x), random(case.y, seed=1)
+    assert ffi.libraries(run, *args) == {"native"}
+    assert_same_bits(run, args)
+
+
+@pytest.mark.parametrize("name", ["bias_residual_silu", "long_sum", "many_rows", "many_columns", "attention_scores"])
+def test_bits_of_our_own_dense_gradients(name):
+    """Of float16, which oneDNN computes nowhere."""
+    if ffi.unavailable("jaxfuse_dense_bwd"):
+        pytest.skip("no such kernel here")
+    case = CASES["dense-" + name]
+    args = with_cotangents(case, case.inputs("float16"))
+    assert_same_bits(jit(lambda arrays, cotangents: value_and_gradients(case.fused, arrays, cotangents)), args)
 
 
 def test_the_number_of_threads():
@@ -101,7 +134,7 @@ PROGRAM = """
     def steps(x):
         return jax.lax.fori_loop(0, 300, lambda i, x: f(x), x)
 
-    conv = not jaxfuse.runtime.ffi.unavailable("jaxfuse_conv_fwd")
+    conv = not jaxfuse.runtime.ffi.no_onednn()
     expected = np.asarray(f(x))
 """
 

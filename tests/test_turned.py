@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-import jaxfuse
+from compare import jit, same
+from recognition import fuse
 
 pytestmark = pytest.mark.usefixtures("some_kernel")
 W = jnp.asarray(np.random.default_rng(1).normal(size=(4, 4)) / 2, jnp.float32)
@@ -65,14 +66,7 @@ def test_value_and_gradients(layer, reader):
     def pushed(f):
         return lambda x, b: jax.jvp(f, (x, b), (x, b))
 
-    def fuse(f):
-        return jaxfuse.fuse(f, policy="always")
-
-    wanted, tangents = jax.jit(lambda: (of_all(step)(), of_all(pushed)()))()
-    for got in (of_all(lambda f: fuse(step(f)))(), jax.jit(of_all(lambda f: step(fuse(f))))()):
-        jax.tree.map(close, got, wanted)
-    jax.tree.map(close, jax.jit(of_all(lambda f: pushed(fuse(f))))(), tangents)
-
-
-def close(got, wanted):
-    np.testing.assert_allclose(got, wanted, rtol=2e-4, atol=2e-4)
+    wanted, tangents = jit(lambda: (of_all(step)(), of_all(pushed)()))()
+    for got in (of_all(lambda f: fuse(step(f)))(), jit(of_all(lambda f: step(fuse(f))))()):
+        same(got, wanted, times=5, floor=0.1)
+    same(jit(of_all(lambda f: pushed(fuse(f))))(), tangents, times=5, floor=0.1)  # a loss of terms of both signs

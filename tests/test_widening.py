@@ -9,7 +9,8 @@ import pytest
 
 import jaxfuse
 from compare import distance
-from test_patterns import B, GAMMA, R, W, X, conv, patterns
+from layers import GAMMA, B, R, W, X, conv
+from recognition import patterns
 
 BF16 = jnp.bfloat16
 XN, WN = X.astype(BF16), W.astype(BF16)

@@ -1,28 +1,11 @@
-// The activations that kernels know: jaxfuse/ops/activations.py has the same table.
+// The activations that kernels know.
 #pragma once
+
+#include "activation_rows.h"  // made of the table in jaxfuse/ops/activations.py
 
 namespace jaxfuse {
 
-// name, how many numbers are its parameters, what tells its derivative: `y` if the value can, else `z`. A switch over them
-// names every one and has no default: -Werror=switch then finds what a new activation still lacks.
-#define JAXFUSE_ACTIVATIONS(ROW) \
-  ROW(none, 0, y)                \
-  ROW(relu, 0, y)                \
-  ROW(piecewise_linear, 15, y)   \
-  ROW(piecewise_gate, 15, z)     \
-  ROW(elu, 1, y)                 \
-  ROW(selu, 0, y)                \
-  ROW(celu, 1, y)                \
-  ROW(sigmoid, 0, y)             \
-  ROW(tanh, 0, y)                \
-  ROW(silu, 0, z)                \
-  ROW(gelu, 0, z)                \
-  ROW(gelu_tanh, 0, z)           \
-  ROW(mish, 0, z)                \
-  ROW(softplus, 0, y)            \
-  ROW(relu_squared, 0, z)
-
-#define JAXFUSE_ROW(name, numbers, told_by) name,
+#define JAXFUSE_ROW(name, ...) name,
 enum class Activation { JAXFUSE_ACTIVATIONS(JAXFUSE_ROW) };
 #undef JAXFUSE_ROW
 
@@ -30,7 +13,7 @@ enum class Activation { JAXFUSE_ACTIVATIONS(JAXFUSE_ROW) };
 constexpr bool is_told_by_value(Activation activation) {
   enum class ToldBy { y, z };
   constexpr ToldBy table[] = {
-#define JAXFUSE_ROW(name, numbers, told_by) ToldBy::told_by,
+#define JAXFUSE_ROW(name, numbers, told_by, ...) ToldBy::told_by,
       JAXFUSE_ACTIVATIONS(JAXFUSE_ROW)
 #undef JAXFUSE_ROW
   };

@@ -13,10 +13,19 @@ struct Row {
 };
 
 constexpr Row kTable[] = {
-#define JAXFUSE_ROW(name, numbers, told_by) {#name, numbers},
+#define JAXFUSE_ROW(name, numbers, ...) {#name, numbers},
     JAXFUSE_ACTIVATIONS(JAXFUSE_ROW)
 #undef JAXFUSE_ROW
 };
+
+// For whoever loads this: each name, how many numbers it takes and what tells its derivative.
+const bool described = facts().emplace("activations", [] {
+  std::string rows;
+#define JAXFUSE_ROW(name, numbers, told_by, ...) rows += #name " " #numbers " " #told_by ", ";
+  JAXFUSE_ACTIVATIONS(JAXFUSE_ROW)
+#undef JAXFUSE_ROW
+  return rows;
+}()).second;
 
 // The value at a bound, beyond which `outer` is the piece.
 float end(const Piecewise& f, int bound, int outer) {

@@ -12,7 +12,7 @@ namespace {
 
 // Rows of a tile whose scores lie in the first-level cache with the panel of keys that they meet; rows of a task; keys of a
 // block, which with its values lies in the second-level cache.
-constexpr int64_t kGroupRows = 4 * kRows, kTaskRows = 44 * kRows, kBlockKeys = 256, kFewestRows = 8 * kRows, kTasks = 16;
+constexpr int64_t kGroupRows = 2 * kMostRows, kTaskRows = 22 * kMostRows, kBlockKeys = 256, kFewestRows = 4 * kMostRows, kTasks = 16;
 
 struct Forward {
   Problem problem;
@@ -44,9 +44,9 @@ struct Memory {
   Memory(const Problem& p, int64_t rows)
       : keys(std::min(p.keys, kBlockKeys)), key_stride(padded(keys, kColumns)), stride(padded(p.columns, kColumns)),
         scratch(sizeof(float) * (key_stride * p.inner + keys * stride + kGroupRows * key_stride + rows * stride +
-                                 padded(rows, kRows) * p.inner + 2 * rows)),
+                                 padded(rows, kMostRows) * p.inner + 2 * rows)),
         k(reinterpret_cast<float*>(scratch.data())), v(k + key_stride * p.inner), scores(v + keys * stride),
-        sums(scores + kGroupRows * key_stride), q(sums + rows * stride), largest(q + padded(rows, kRows) * p.inner),
+        sums(scores + kGroupRows * key_stride), q(sums + rows * stride), largest(q + padded(rows, kMostRows) * p.inner),
         total(largest + rows) {}
 };
 
@@ -62,10 +62,10 @@ void attend(const Forward& f, int64_t item, int64_t row, int64_t rows) {
     for (int64_t r = 0; r < rows; r += kGroupRows) {
       const int64_t count = std::min(kGroupRows, rows - r);
       float* const sums = m.sums + r * m.stride;
-      multiply({q.data + r / kRows * q.group, q.line, q.step, q.group}, count, m.k, p.inner, keys, m.scores, m.key_stride, true);
+      multiply({q.data + r / product::kernels().rows * q.group, q.line, q.step, q.group}, count, m.k, p.inner, keys, m.scores, m.key_stride, true);
       kernels().softmax(p.scores(item, row + r, count, key, keys, m.scores, m.key_stride),
                         {m.largest + r, m.total + r, sums, p.columns, m.stride}, key == 0);
-      multiply({m.scores, m.key_stride, 1, kRows * m.key_stride}, count, m.v, keys, p.columns, sums, m.stride, key == 0);
+      multiply({m.scores, m.key_stride, 1, product::kernels().rows * m.key_stride}, count, m.v, keys, p.columns, sums, m.stride, key == 0);
     }
   }
   const int64_t at = item * p.rows + row;
@@ -78,7 +78,7 @@ void forward(const Call& call) {
   const Forward f(call);
   const Problem& p = f.problem;
   const int64_t wanted = std::max(parts(p.rows, kTaskRows), std::min(parts(kTasks, p.items()), p.rows / kFewestRows));
-  const int64_t step = padded(parts(p.rows, wanted), kRows), row_parts = parts(p.rows, step);
+  const int64_t step = padded(parts(p.rows, wanted), kMostRows), row_parts = parts(p.rows, step);
   for_tasks(p, p.items() * row_parts, [&](int64_t task) {
     const int64_t row = task % row_parts * step;
     attend(f, task / row_parts, row, std::min(step, p.rows - row));
@@ -170,9 +170,9 @@ Scores Problem::scores(int64_t item, int64_t row, int64_t count, int64_t key, in
 bool lies_in_lines(const Matrix& m) { return m.dtype == DType::F32 && m.strides.back() == 1; }
 
 Lines lines_of(const Matrix& m, int64_t rows, int64_t inner, float* memory) {
-  if (lies_in_lines(m)) return {static_cast<const float*>(m.data), m.strides[0], 1, kRows * m.strides[0]};
+  if (lies_in_lines(m)) return {static_cast<const float*>(m.data), m.strides[0], 1, product::kernels().rows * m.strides[0]};
   product::kernels().pack_rows({element_of(m.dtype), m.data, m.strides[0], m.strides[1]}, rows, inner, memory);
-  return {memory, 1, kRows, kRows * inner};
+  return {memory, 1, product::kernels().rows, product::kernels().rows * inner};
 }
 
 void pack_columns(const Matrix& m, int64_t columns, int64_t inner, float* to) {
@@ -186,8 +186,8 @@ void multiply(const Lines& a, int64_t rows, const float* panels, int64_t inner, 
   static constexpr int64_t kLine = 0;
   for (int64_t c = 0; c < columns; c += kColumns, panels += kColumns * inner) {
     const float* lines = a.data;
-    for (int64_t r = 0; r < rows; r += kRows, lines += a.group) {
-      product::kernels().outer_products({lines, panels, &kLine, 1, inner, a.step, kColumns, a.line}, std::min(kRows, rows - r),
+    for (int64_t r = 0; r < rows; r += product::kernels().rows, lines += a.group) {
+      product::kernels().outer_products({lines, panels, &kLine, 1, inner, a.step, kColumns, a.line}, std::min(product::kernels().rows, rows - r),
                                         sums + r * stride + c, stride, first);
     }
   }

@@ -15,7 +15,7 @@ using product::Matrix;
 // Our loops for this machine.
 const Kernels& kernels();
 
-constexpr int64_t kRows = product::kRows, kColumns = product::kColumns;
+using product::kColumns, product::kMostRows;
 
 inline int64_t parts(int64_t extent, int64_t size) { return (extent + size - 1) / size; }
 inline int64_t padded(int64_t extent, int64_t unit) { return parts(extent, unit) * unit; }
@@ -51,13 +51,13 @@ void for_tasks(const Problem& p, int64_t tasks, F f) {
   });
 }
 
-// Lines of a tile to be multiplied: element k of line i at data + i·line + k·step, but from kRows lines on `group` further.
+// Lines of a tile to be multiplied: element k of line i at data + i·line + k·step, but from a tile's lines to the next's `group` further.
 struct Lines {
   const float* data;
   int64_t line, step, group;
 };
 
-// The rows of a matrix, where they lie or in memory of padded(rows, kRows) times inner.
+// The rows of a matrix, where they lie or in memory of padded(rows, kMostRows) times inner.
 Lines lines_of(const Matrix&, int64_t rows, int64_t inner, float* memory);
 bool lies_in_lines(const Matrix&);
 

@@ -11,7 +11,7 @@ namespace jaxfuse::attention {
 namespace {
 
 // Of a tile: what is packed of its rows and of its keys lies in the second-level cache with both of its matrices.
-constexpr int64_t kTileRows = 16 * kRows, kTileKeys = 128, kTasks = 16;
+constexpr int64_t kTileRows = 8 * kMostRows, kTileKeys = 128, kTasks = 16;
 
 struct Backward {
   Problem problem;
@@ -62,7 +62,7 @@ struct Memory {
   float *k_rows, *v_rows, *k_columns, *q_rows, *dy_rows, *q_columns, *dy_columns, *p, *dp, *delta, *dk, *dv;
 
   explicit Memory(const Problem& of)
-      : rows(std::min(padded(of.rows, kRows), kTileRows)), keys(std::min(of.keys, kTileKeys)), key_stride(padded(keys, kColumns)),
+      : rows(std::min(padded(of.rows, kMostRows), kTileRows)), keys(std::min(of.keys, kTileKeys)), key_stride(padded(keys, kColumns)),
         inner_stride(padded(of.inner, kColumns)), column_stride(padded(of.columns, kColumns)),
         scratch(sizeof(float) * ((key_stride + rows) * (of.inner + of.columns) + (2 * keys + rows) * inner_stride +
                                  (keys + rows) * column_stride + 2 * rows * key_stride + rows)),
@@ -103,10 +103,10 @@ void differentiate(const Backward& b, int64_t item, int64_t begin, int64_t end, 
       float* const dscores = b.dscores ? b.dscores + at * p.keys + key : nullptr;
       kernels().gradient(p.scores(item, row, rows, key, keys, m.p, m.key_stride),
                          {b.largest + at, b.inverse + at, keys < p.keys ? m.delta : nullptr, m.dp, dscores, p.keys});
-      const Lines p_turned{m.p, 1, m.key_stride, kRows}, ds_turned{m.dp, 1, m.key_stride, kRows};
+      const Lines p_turned{m.p, 1, m.key_stride, product::kernels().rows}, ds_turned{m.dp, 1, m.key_stride, product::kernels().rows};
       multiply(p_turned, keys, m.dy_columns, rows, p.columns, m.dv, m.column_stride, row == 0);
       multiply(ds_turned, keys, m.q_columns, rows, p.inner, m.dk, m.inner_stride, row == 0);
-      multiply({m.dp, m.key_stride, 1, kRows * m.key_stride}, rows, m.k_columns, keys, p.inner, dq + row * m.inner_stride,
+      multiply({m.dp, m.key_stride, 1, product::kernels().rows * m.key_stride}, rows, m.k_columns, keys, p.inner, dq + row * m.inner_stride,
                m.inner_stride, key == begin);
     }
     store(m.dk, m.inner_stride, keys, p.inner, of_item(b.dk, key));

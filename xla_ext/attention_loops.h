@@ -1,4 +1,4 @@
-// The loops of attention_kernels.h, for the ISA that the including attention_<isa>.cc file is compiled for.
+// The loops of attention_kernels.h, for the ISA that the including file is compiled for.
 #pragma once
 
 #include "attention_kernels.h"

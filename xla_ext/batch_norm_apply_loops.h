@@ -13,12 +13,6 @@ Floats normalised(Floats x, const Affine& affine, int64_t c, Lanes lanes) {
   return (x - load(affine.center + c, lanes)) * load(affine.scale + c, lanes) + load(affine.offset + c, lanes);
 }
 
-// Whether the derivative jumps, perhaps from 0 to 1: it is told by z as rounded to x's dtype, so that a mask, y and what is
-// recomputed agree.
-constexpr bool is_gate(Activation activation) {
-  return activation == Activation::relu || activation == Activation::piecewise_linear;
-}
-
 // Where the derivative is 1.
 template <Activation activation>
 Ints passes(Floats z, const Parameters& parameters) {

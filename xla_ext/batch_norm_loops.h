@@ -1,4 +1,4 @@
-// The table of batch_norm_kernels.h for the ISA that the including x_<isa>.cc file is compiled for: from run-time choices
+// The table of batch_norm_kernels.h for the ISA that the including file is compiled for: from run-time choices
 // to the template arguments of the loops.
 #pragma once
 

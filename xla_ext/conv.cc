@@ -4,11 +4,14 @@
 
 #include "activation_attr.h"
 #include "bf16.h"
+#include "conv.h"
 #include "conv_depthwise.h"
 #include "conv_epilogue.h"
-#include "conv_onednn.h"
 #include "conv_pointwise.h"
+#include "conv_winograd.h"
 #include "nan_watch.h"
+#include "onednn/onednn.h"
+#include "scratch.h"
 
 namespace jaxfuse::conv {
 namespace {
@@ -61,14 +64,15 @@ void finish(const Forward& f, const void* in, DType in_dtype) {
   with_epilogue(f, in, in_dtype, [&](const Epilogue& e) { run_epilogue(f.y, f.geometry.out_spec[1], e); });
 }
 
-// What computes the products: a product of matrices or the loops for depthwise convolutions, both ours, or oneDNN.
-enum class Way { none, product, depthwise, onednn };
+// What computes the products: a product of matrices, the loops for depthwise convolutions or Winograd's, all ours, or oneDNN.
+enum class Way { none, product, depthwise, winograd, onednn };
 
 Way way(const Forward& f) {
   if (f.x.size() == 0 || f.w.size() == 0 || f.y.size() == 0) return Way::none;
   if (f.y.dtype != f.x.dtype) return Way::onednn;
   if (pointwise::takes(f.geometry, f.x, f.w)) return Way::product;
-  return depthwise::takes(depthwise::Pass::forward, f.geometry, f.x, f.w, f.y) ? Way::depthwise : Way::onednn;
+  if (depthwise::takes(depthwise::Pass::forward, f.geometry, f.x, f.w, f.y)) return Way::depthwise;
+  return winograd::takes(f.geometry, f.x, f.w, f.y) ? Way::winograd : Way::onednn;
 }
 
 unsigned libraries(const Call& call) { return way(checked(call)) == Way::onednn ? kOneDNN : kNative; }
@@ -86,69 +90,49 @@ Forward up_to_activation(Forward f) {
 
 // y from z.
 void activate(const Forward& f, const void* z) {
-  Forward rest = bare(f, f.y);
-  rest.activation = f.activation, rest.parameters = f.parameters, rest.residual_last = f.residual_last;
+  Forward rest{f.geometry, f.x, f.w, {}, {}, {}, f.y, f.activation, f.parameters, f.residual_last};
   if (f.residual_last) rest.residual = f.residual;
   finish(rest, z, f.y.dtype);
 }
 
 // The convolution alone by oneDNN, into f32, to be rounded once.
 void run_bare(const Forward& f) {
-  const onednn::Scratch z(f.y.size() * sizeof(float));
-  convolve(f.geometry, f.x, f.w, {f.y.name, z.data(), DType::F32, f.y.shape});
+  const Scratch z(f.y.size() * sizeof(float));
+  onednn::convolve(f.geometry, f.x, f.w, {f.y.name, z.data(), DType::F32, f.y.shape});
   finish(f, z.data(), DType::F32);
 }
 
 // The convolution with whatever oneDNN can add to it at full speed, and the rest by us.
 void run_apart(const Forward& f) {
-  if (!run_by_onednn(up_to_activation(f), f.y.data)) return run_bare(f);
+  if (!onednn::convolve(up_to_activation(f), f.y.data)) return run_bare(f);
   if (f.activation != Activation::none || f.residual_last) activate(f, f.y.data);
 }
 
 // Whether the activation is better applied by us than inside oneDNN's convolution.
 bool better_apart(const Forward& f) {
-  const bool f32 = f.y.dtype == DType::F32;
-  switch (f.activation) {
-    case Activation::none: return true;
-    case Activation::elu:
-    case Activation::selu:
-    case Activation::celu:
-    case Activation::gelu:
-    case Activation::mish:
-    case Activation::softplus:  // oneDNN is off by 1e-6, which is all of a small value, but does not show in bf16
-      return f32;
-    case Activation::piecewise_linear:
-    case Activation::piecewise_gate: return !has_post_ops(f.activation, f.parameters);
-    case Activation::relu:
-    case Activation::sigmoid:
-    case Activation::tanh:
-    case Activation::silu:
-    case Activation::gelu_tanh:
-    case Activation::relu_squared: break;
-  }
-  return false;
+  return f.activation == Activation::none || !onednn::has_post_ops(f.activation, f.parameters, f.y.dtype);
 }
 
 void run_fused(const Forward& f) {
   const NanWatch watch;
-  if (!run_by_onednn(f, f.y.data)) return run_apart(f);
+  if (!onednn::convolve(f, f.y.data)) return run_apart(f);
   if (!watch.perhaps_nan()) return;
   // The numbers that are right stay: whether a false alarm brought us here must not show in them.
-  const onednn::Scratch z(f.y.bytes());
-  if (!run_by_onednn(up_to_activation(f), z.data())) return run_apart(f);
+  const Scratch z(f.y.bytes());
+  if (!onednn::convolve(up_to_activation(f), z.data())) return run_apart(f);
   const void* added = f.residual_last ? f.residual->data : nullptr;
   restore_not_finite(f.y, f.geometry.out_spec[1], z.data(), f.activation, f.parameters, added);
 }
 
 // In f32 from bf16: nothing is rounded.
 void run_widening(const Forward& f) {
-  convolve(f.geometry, f.x, f.w, f.y);
+  onednn::convolve(f.geometry, f.x, f.w, f.y);
   finish(f, f.y.data, DType::F32);
 }
 
 void run_onednn(const Forward& f) {
   if (f.y.dtype != f.x.dtype) return run_widening(f);
-  if (!has_kernels(f.x.dtype)) return run_bare(f);
+  if (!onednn::has_kernels(f.x.dtype)) return run_bare(f);
   better_apart(f) ? run_apart(f) : run_fused(f);
 }
 
@@ -177,7 +161,12 @@ void conv_fwd(const Call& call) {
     case Way::none: return run_without_products(f);
     case Way::product: return pointwise::forward(f);
     case Way::depthwise: return run_saving(f, run_depthwise);
-    case Way::onednn: return run_saving(f, run_onednn);
+    case Way::winograd:
+      if (winograd::forward(f)) return;
+      [[fallthrough]];  // each NaN where it belongs
+    case Way::onednn:
+      onednn::require();
+      return run_saving(f, run_onednn);
   }
 }
 

@@ -1,9 +1,11 @@
-// The geometry of a convolution as both directions need it: read from the attributes, checked against the shapes, and
-// told to oneDNN as memory descriptors over the user's own buffers, whatever order their dimensions are in.
+// The geometry of a convolution as both directions need it: read from the attributes and checked against the shapes, whatever
+// order their dimensions are in; and a forward convolution as the target is asked for it.
 #pragma once
 
+#include <optional>
+
+#include "activation.h"
 #include "handler.h"
-#include "onednn.h"
 
 namespace jaxfuse::conv {
 
@@ -17,16 +19,9 @@ struct Geometry {
 
   // Refuses unless x (*) w = y fits.
   void check(const Call& call, const Tensor& x, const Tensor& w, const Tensor& y) const;
-  void append_to(onednn::Key& key) const;
 
-  // The user's x or y: logical order (batch, feature, spatial...), strides of the user's buffer.
-  dnnl::memory::desc data(const Tensor& t, const Spec& spec) const;
-  // The user's filter: logical order ([group,] output feature, input feature, spatial...).
-  dnnl::memory::desc filter(const Tensor& w) const;
-  // From one element of that filter to the next, along each of its dimensions in the order of rhs_spec.
+  // From one element of the filter to the next, along each of its dimensions in the order of rhs_spec.
   Shape filter_strides(const Tensor& w) const;
-  // One number per output feature, to be broadcast over y.
-  dnnl::memory::desc per_feature(const Tensor& v, dnnl::memory::data_type type) const;
 
   // A convolution of x with zeros between its elements (`lhs_dilation`), with the filter turned around: the gradient of a
   // strided convolution from y to x, its adjoint.
@@ -37,7 +32,6 @@ struct Geometry {
   int64_t inputs_per_group(const Tensor& w) const { return filter_swapped ? w.shape[rhs_spec[0]] / groups : w.shape[rhs_spec[1]]; }
 
   size_t spatial_rank() const { return strides.size(); }
-  dnnl::memory::dims onednn_dilation() const;  // oneDNN counts the holes: 0 is dense
 
   Shape strides, padding_low, padding_high, dilation, lhs_dilation;
   int64_t groups;
@@ -46,28 +40,26 @@ struct Geometry {
   int64_t filter_features = 0;  // input features of the filter's buffer, where w is a slice of it; 0: as many as w's
 };
 
-using ElementType = dnnl::memory::data_type;
-ElementType element_type(DType dtype);
+// y = activation(scale·(x (*) w) + bias + residual)
+struct Forward {
+  Geometry geometry;
+  Tensor x, w;
+  std::optional<Tensor> scale, bias, residual;
+  Tensor y;
+  Activation activation;
+  Parameters parameters;
+  bool residual_last = false;  // added after the activation
+  std::optional<Tensor> z{};   // where to keep what the activation is applied to
+  bool adds = false;           // to what y holds
+};
 
-// Whether oneDNN has fast kernels of this dtype here. Of bf16 it has none before AVX-512, and its own casts to f32 take
-// 100 ns an element there: see Wide in bf16.h.
-bool has_kernels(DType dtype);
+// The values in the order of the spec.
+Shape permuted(const Shape& values, const Spec& spec);
+
+// From one element of x or y to the next along each of its dimensions, in the order of its spec.
+Shape strides_of(const Tensor& t, const Spec& spec);
 
 // Whether a tensor's dimensions lie in the order batch, spatial..., feature.
 bool is_channels_last(const Spec& spec);
-
-// The same dimensions in the layout that oneDNN chooses.
-dnnl::memory::desc any_layout(const dnnl::memory::desc& md, ElementType type);
-
-// The same dimensions, channels last: the layout that oneDNN's fastest kernels want of x and y. A buffer in another
-// layout is reordered, which costs less than a kernel that reads it as it is.
-dnnl::memory::desc channels_last(const dnnl::memory::desc& md, ElementType type);
-
-dnnl::primitive_attr attributes();  // with scratch memory managed by us
-
-void append_to(onednn::Key& key, const Tensor& t);
-
-// y = x (*) w and nothing else; y may be f32 where x and w are not.
-void convolve(const Geometry& geometry, const Tensor& x, const Tensor& w, const Tensor& y);
 
 }  // namespace jaxfuse::conv

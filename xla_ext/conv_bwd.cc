@@ -1,8 +1,6 @@
 // jaxfuse_conv_bwd: the gradients of y = activation(z), z = conv(x, w) + bias + residual, the derivative told by y or by z:
 //   g = dy·activation'(z)     db = Σ g     dresidual = g     dx, dw = the convolution's own gradients at g
-#include <algorithm>
 #include <cstring>
-#include <memory>
 #include <optional>
 
 #include "activation_attr.h"
@@ -12,15 +10,12 @@
 #include "conv_epilogue.h"
 #include "conv_filter.h"
 #include "conv_pointwise.h"
-#include "conv_slices.h"
-#include "parallel.h"
+#include "conv_winograd.h"
+#include "onednn/onednn.h"
+#include "scratch.h"
 
 namespace jaxfuse::conv {
 namespace {
-
-using dnnl::algorithm;
-
-constexpr int64_t kVector = 16;  // floats of AVX-512
 
 struct Backward {
   Geometry geometry;
@@ -79,129 +74,11 @@ Backward checked(const Call& call) {
   return b;
 }
 
-enum class Direction { data = 1, weights = 2 };
-
-onednn::Key key_of(Direction direction, const Geometry& geometry, const Tensor& x, const Tensor& w, const Tensor& y) {
-  onednn::Key key{int64_t(direction)};
-  for (const Tensor* t : {&x, &w, &y}) append_to(key, *t);
-  geometry.append_to(key);
-  return key;
-}
-
-// oneDNN wants to be told of the forward convolution that it differentiates.
-dnnl::convolution_forward::primitive_desc forward_hint(const Geometry& g, const dnnl::memory::desc& x,
-                                                       const dnnl::memory::desc& w, const dnnl::memory::desc& y,
-                                                       ElementType type) {
-  return {onednn::engine(), dnnl::prop_kind::forward_training, algorithm::convolution_direct, any_layout(x, type),
-          any_layout(w, type), any_layout(y, type), g.strides, g.onednn_dilation(), g.padding_low, g.padding_high};
-}
-
-onednn::SharedPrimitive make_data(const Geometry& g, const Tensor& dx, const Tensor& filter, const Tensor& dy) {
-  const auto x = g.data(dx, g.lhs_spec), w = g.filter(filter), y = g.data(dy, g.out_spec);
-  const ElementType type = element_type(dy.dtype);
-  dnnl::convolution_backward_data::primitive_desc descriptor(
-      onednn::engine(), algorithm::convolution_direct, channels_last(x, type), any_layout(w, type),
-      channels_last(y, type), g.strides, g.onednn_dilation(), g.padding_low, g.padding_high,
-      forward_hint(g, x, w, y, type), attributes());
-  return std::make_shared<onednn::Primitive>(
-      descriptor, dnnl::convolution_backward_data(descriptor),
-      onednn::Primitive::Layouts{{DNNL_ARG_DIFF_DST, y}, {DNNL_ARG_WEIGHTS, w}},
-      onednn::Primitive::Layouts{{DNNL_ARG_DIFF_SRC, x}});
-}
-
-// Whether the filter reads single pixels, some of them only, of features that fill no whole vectors: of such oneDNN 3.2's kernel
-// (jit_1x1) reads memory that was never written.
-bool reads_odd_pixels(const Geometry& g, const Tensor& dw) {
-  const Shape ones(g.spatial_rank(), 1), none(g.spatial_rank(), 0);
-  return g.strides != ones && g.padding_low == none && g.padding_high == none &&
-         dw.size() == dw.shape[g.rhs_spec[0]] * dw.shape[g.rhs_spec[1]] && dw.shape[g.rhs_spec[1]] % kVector != 0;
-}
-
-// Another kernel is taken where there is padding. So x ends at the last pixel that is read, and one of padding follows.
-void pad_behind(Geometry& g, dnnl::memory::desc& x, const dnnl::memory::desc& y) {
-  auto dims = x.get_dims();
-  for (size_t i = 0; i < g.spatial_rank(); ++i) {
-    dims[i + 2] = (y.get_dims()[i + 2] - 1) * g.strides[i] + 1;
-    g.padding_high[i] = g.strides[i] > 1;
-  }
-  x = {dims, x.get_data_type(), x.get_strides()};
-}
-
-onednn::SharedPrimitive make_weights(Geometry g, const Tensor& input, const Tensor& dw, const Tensor& dy) {
-  const auto w = g.filter(dw), y = g.data(dy, g.out_spec);
-  auto x = g.data(input, g.lhs_spec);
-  if (reads_odd_pixels(g, dw)) pad_behind(g, x, y);
-  const ElementType type = element_type(dy.dtype), dw_type = element_type(dw.dtype);
-  dnnl::convolution_backward_weights::primitive_desc descriptor(
-      onednn::engine(), algorithm::convolution_direct, channels_last(x, type), any_layout(w, dw_type),
-      channels_last(y, type), g.strides, g.onednn_dilation(), g.padding_low, g.padding_high,
-      forward_hint(g, x, w, y, type), attributes());
-  return std::make_shared<onednn::Primitive>(
-      descriptor, dnnl::convolution_backward_weights(descriptor),
-      onednn::Primitive::Layouts{{DNNL_ARG_SRC, x}, {DNNL_ARG_DIFF_DST, y}},
-      onednn::Primitive::Layouts{{DNNL_ARG_DIFF_WEIGHTS, w}});
-}
-
-// At stride 1 the gradient is a convolution itself, of g with the filter turned around; null where it is not, or where
-// turning the filter is not a matter of whole rows.
-std::optional<Geometry> turned(const Geometry& geometry, const Tensor& w) {
-  Geometry t = geometry;
-  std::swap(t.lhs_spec, t.out_spec);
-  std::swap(t.rhs_spec[0], t.rhs_spec[1]);
-  const int64_t n = geometry.spatial_rank();
-  bool possible = t.rhs_spec[0] >= n && t.rhs_spec[1] >= n;
-  for (int64_t d = 0; d < n; ++d) {
-    const int64_t reach = (w.shape[t.rhs_spec[d + 2]] - 1) * t.dilation[d];
-    for (Shape* padding : {&t.padding_low, &t.padding_high}) possible &= ((*padding)[d] = reach - (*padding)[d]) >= 0;
-    possible &= t.strides[d] == 1;
-  }
-  return possible ? std::optional(t) : std::nullopt;
-}
-
-// The gradient in that form, where its sums are long enough to be sliced.
-bool data_gradient_sliced(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g) {
-  const auto forward = turned(geometry, w);
-  if (!forward || slice_count(*forward, g, w, dx) == 1) return false;
-  const int64_t taps = size_of(Shape(w.shape.begin(), w.shape.begin() + geometry.spatial_rank()));
-  const size_t bytes = w.bytes() / taps;
-  const onednn::Scratch scratch(w.bytes());
-  parallel_for(taps, [&](int64_t tap) {
-    std::memcpy(scratch.data() + (taps - 1 - tap) * bytes, w.as<char>() + tap * bytes, bytes);
-  });
-  convolve(*forward, g, {w.name, scratch.data(), w.dtype, w.shape}, dx);
-  return true;
-}
-
 void data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g) {
   if (dx.size() == 0) return;
   if (w.size() == 0 || g.size() == 0) return (void)std::memset(dx.data, 0, dx.bytes());
-  if (data_gradient_sliced(geometry, dx, w, g)) return;
-  onednn::cached(key_of(Direction::data, geometry, dx, w, g), [&] { return make_data(geometry, dx, w, g); })
-      ->run({{DNNL_ARG_DIFF_DST, g.data}, {DNNL_ARG_WEIGHTS, w.data}, {DNNL_ARG_DIFF_SRC, dx.data}});
-}
-
-void weights_by_onednn(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g) {
-  onednn::cached(key_of(Direction::weights, geometry, x, dw, g), [&] { return make_weights(geometry, x, dw, g); })
-      ->run({{DNNL_ARG_SRC, x.data}, {DNNL_ARG_DIFF_DST, g.data}, {DNNL_ARG_DIFF_WEIGHTS, dw.data}});
-}
-
-void add(const Tensor& part, const Tensor& sum) {
-  constexpr int64_t kBlock = 1 << 14;
-  parallel_for((sum.size() + kBlock - 1) / kBlock, [&](int64_t block) {
-    const int64_t end = std::min(sum.size(), (block + 1) * kBlock);
-    for (int64_t i = block * kBlock; i < end; ++i) sum.as<float>()[i] += part.as<float>()[i];
-  });
-}
-
-// Over few images at a time where the sums would be long.
-void weights_in_slices(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g, int64_t step) {
-  const onednn::Scratch scratch(dw.bytes());
-  const Tensor part{dw.name, scratch.data(), dw.dtype, dw.shape};
-  for (int64_t begin = 0, batch = g.shape[0]; begin < batch; begin += step) {
-    const int64_t count = std::min(step, batch - begin);
-    weights_by_onednn(geometry, images(x, begin, count), begin ? part : dw, images(g, begin, count));
-    if (begin) add(part, dw);
-  }
+  if (winograd::takes_gradient(geometry, dx, w, g) && winograd::data_gradient(geometry, dx, w, g)) return;
+  onednn::data_gradient(geometry, dx, w, g);
 }
 
 // What computes the gradient of a filter that is not depthwise::weights_gradient's.
@@ -209,7 +86,7 @@ enum class Sums { none, copies, loops, onednn };
 
 Sums sums_of(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g) {
   if (dw.size() == 0 || x.size() == 0 || g.size() == 0) return Sums::none;
-  const bool too_long = images_per_sum(geometry, dw, g) == 0;
+  const bool too_long = onednn::images_per_sum(geometry, dw, g) == 0;
   if (too_long && depthwise::has_single_inputs(geometry, dw)) return Sums::copies;
   return too_long || (x.dtype == DType::F32 && filter::is_faster(geometry, dw)) ? Sums::loops : Sums::onednn;
 }
@@ -219,10 +96,8 @@ void weights_gradient(const Geometry& geometry, const Tensor& x, const Tensor& d
     case Sums::none: return dw.size() ? (void)std::memset(dw.data, 0, dw.bytes()) : void();
     case Sums::copies: return depthwise::weights_gradient_of_copies(geometry, x, dw, g);
     case Sums::loops: return filter::gradient(geometry, x, dw, g);
-    case Sums::onednn: break;
+    case Sums::onednn: return onednn::weights_gradient(geometry, x, dw, g);
   }
-  const int64_t step = images_per_sum(geometry, dw, g);
-  step < g.shape[geometry.out_spec[0]] ? weights_in_slices(geometry, x, dw, g, step) : weights_by_onednn(geometry, x, dw, g);
 }
 
 // function(geometry, x, dw, g) of the convolution whose filter's gradient dw is: a transposed one's is its adjoint's, from g to x.
@@ -235,7 +110,7 @@ auto of_filter(const Backward& b, const Tensor& g, Function function) {
 // depthwise::weights_gradient finds on its way.
 void gradients(const Backward& b, const Tensor& g, float* db) {
   if (b.dx && b.geometry.transposed()) {
-    if (b.dx->size() > 0) convolve(b.geometry.adjoint(*b.w), g, *b.w, *b.dx);
+    if (b.dx->size() > 0) onednn::convolve(b.geometry.adjoint(*b.w), g, *b.w, *b.dx);
   } else if (b.dx) {
     (b.dx_by_loops ? depthwise::data_gradient : data_gradient)(b.geometry, *b.dx, *b.w, g);
   }
@@ -267,30 +142,32 @@ void products(const Backward& b, const Tensor& g) {
 
 // Whether oneDNN has a part in the gradients, and no fast kernels for it.
 bool wants_f32(const Backward& b) {
-  return !has_kernels(b.dy.dtype) && ((b.dx && !b.dx_by_loops) || (b.dw && !b.dw_by_loops));
+  return !onednn::has_kernels(b.dy.dtype) && ((b.dx && !b.dx_by_loops) || (b.dw && !b.dw_by_loops));
 }
 
-unsigned libraries(const Call& call) {
-  Backward b = checked(call);
+unsigned libraries_of(Backward b) {
   if (are_products(b)) return kNative;
   if (wants_f32(b)) {
-    for (auto* t : {&b.x, &b.dw}) {
+    for (auto* t : {&b.x, &b.w, &b.dx, &b.dw}) {
       if (*t) (*t)->dtype = DType::F32;
     }
     b.dy.dtype = DType::F32;
   }
-  const bool dx_by_onednn = b.dx && !b.dx_by_loops,
+  const bool dx_by_onednn = b.dx && !b.dx_by_loops && !winograd::takes_gradient(b.geometry, *b.dx, *b.w, b.dy),
              dw_by_onednn = b.dw && !b.dw_by_loops && of_filter(b, b.dy, sums_of) == Sums::onednn;
   const bool any_native = (b.dx && !dx_by_onednn) || (b.dw && !dw_by_onednn) || (!b.dx && !b.dw);
   return (dx_by_onednn || dw_by_onednn ? kOneDNN : 0) | (any_native ? kNative : 0);
 }
 
+unsigned libraries(const Call& call) { return libraries_of(checked(call)); }
+
 void conv_bwd(const Call& call) {
   const Backward b = checked(call);
+  if (!onednn::is_loaded() && (libraries_of(b) & kOneDNN)) onednn::require();
   const int64_t feature = b.geometry.out_spec[1];
   const bool g_is_dy = b.activation == Activation::none;
   const bool g_in_scratch = !g_is_dy && !b.dresidual && (b.dx || b.dw);
-  const onednn::Scratch scratch(g_in_scratch ? b.dy.bytes() : 0);
+  const Scratch scratch(g_in_scratch ? b.dy.bytes() : 0);
   void* written = b.dresidual ? b.dresidual->data : g_in_scratch ? scratch.data() : nullptr;
   std::vector<float> sums(b.db ? b.dy.shape[feature] : 0);
   float* db = b.db ? sums.data() : nullptr;

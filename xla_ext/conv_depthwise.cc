@@ -6,8 +6,9 @@
 
 #include "bf16.h"
 #include "conv_depthwise_kernels.h"
-#include "conv_slices.h"
+#include "onednn/onednn.h"
 #include "parallel.h"
+#include "scratch.h"
 #include "simd_level.h"
 
 namespace jaxfuse::conv::depthwise {
@@ -185,7 +186,7 @@ void convolve(const Problem& problem, const void* x, const std::vector<float>& w
   constexpr int64_t kFewest = 32, kPieces = 16;  // of a chunk, where there are many: its rows share most of their inputs
   const int64_t chunks = std::min(std::max(kFewest, pieces.count() / kPieces), pieces.count());
   parallel_for(chunks, [&](int64_t chunk) {
-    const onednn::Scratch scratch(alone ? 0 : pieces.most_elements() * sizeof(float));
+    const Scratch scratch(alone ? 0 : pieces.most_elements() * sizeof(float));
     float* sums = alone ? nullptr : reinterpret_cast<float*>(scratch.data());
     pieces.for_chunk(chunk, chunks, [&](const Piece& piece, int64_t at) {
       char* out = y.as<char>() + at * problem.element_bytes();
@@ -225,11 +226,11 @@ bool all_one(const Shape& extents) {
 // As measured, see the table in README.md.
 bool onednn_is_faster(Pass pass, const Geometry& g, const Tensor& w, const Tensor& y) {
   const bool small = w.size() <= 9 * g.groups, strided = !all_one(g.strides), dense = all_one(g.dilation);
-  if (g.spatial_rank() != 2) return false;
+  if (g.spatial_rank() != 2 || !onednn::is_loaded()) return false;
   switch (pass) {
     case Pass::forward: return small || strided;
     case Pass::data: return dense && (strided ? w.dtype == DType::F32 : small);
-    default: return dense && small && images_per_sum(g, w, y) == y.shape[0];  // else it takes several calls
+    default: return dense && small && onednn::images_per_sum(g, w, y) == y.shape[0];  // else it takes several calls
   }
 }
 
@@ -259,7 +260,7 @@ void weights_gradient(const Geometry& geometry, const Tensor& x, const Tensor& d
   const Cut cut(problem, pieces);
   const Kernels& run = kernels();
   const int64_t taps = problem.taps(), channels = problem.channels, sums = (taps + 1) * channels;
-  const onednn::Scratch scratch(cut.rows * sums * sizeof(float));
+  const Scratch scratch(cut.rows * sums * sizeof(float));
   float* partial = reinterpret_cast<float*>(scratch.data());
   parallel_for(cut.rows * cut.channels, [&](int64_t i) {
     const int64_t row = i / cut.channels, begin = i % cut.channels * cut.step, end = std::min(begin + cut.step, channels);

@@ -2,6 +2,7 @@
 // convolutions: of x and g they get copies, channels last, in which each filter has an input of its own.
 #include "conv_depthwise.h"
 #include "parallel.h"
+#include "scratch.h"
 
 namespace jaxfuse::conv::depthwise {
 namespace {
@@ -11,7 +12,7 @@ class Copy {
   Copy(const Geometry& geometry, const Tensor& t, const Spec& spec, int64_t channels)
       : tensor_{t.name, nullptr, t.dtype, {t.shape[spec[0]]}}, scratch_(t.bytes() / t.shape[spec[1]] * channels) {
     const size_t n = geometry.spatial_rank();
-    const auto strides = geometry.data(t, spec).get_strides();
+    const auto strides = strides_of(t, spec);
     const int64_t repeats = channels / t.shape[spec[1]], columns = t.shape[spec[n + 1]];
     for (size_t i = 0; i < n; ++i) tensor_.shape.push_back(t.shape[spec[i + 2]]);
     tensor_.shape.push_back(channels);
@@ -31,7 +32,7 @@ class Copy {
 
  private:
   Tensor tensor_;
-  onednn::Scratch scratch_;
+  Scratch scratch_;
 };
 
 }  // namespace

@@ -121,13 +121,11 @@ template <class T>
 void convolve(const Args& args, const Piece& piece, const Output<T>& output) {
   for (const Phase* phase = args.phases; phase < args.phases + args.n_phases; ++phase) {
     with_taps(phase->taps, [&](auto n) {
-      if (n.value && phase->in_step == phase->spacing) {
-        convolve_phase<n.value, 1>(args, piece, *phase, output);
-      } else if (n.value % 2 && phase->in_step == 2 * phase->spacing) {
-        convolve_phase<n.value, n.value % 2 ? 2 : 0>(args, piece, *phase, output);
-      } else {
-        convolve_phase<0, 0>(args, piece, *phase, output);
+      if (n.value && phase->in_step == phase->spacing) return convolve_phase<n.value, 1>(args, piece, *phase, output);
+      if constexpr (n.value % 2) {
+        if (phase->in_step == 2 * phase->spacing) return convolve_phase<n.value, 2>(args, piece, *phase, output);
       }
+      convolve_phase<0, 0>(args, piece, *phase, output);
     });
   }
 }

@@ -5,12 +5,13 @@
 
 #include "parallel.h"
 #include "product.h"
+#include "scratch.h"
 #include "simd_level.h"
 
 namespace jaxfuse::conv::filter {
 namespace {
 
-constexpr int64_t kInputs = product::kRows, kOutputs = product::kColumns;  // features of x and of g in a panel
+constexpr int64_t kOutputs = product::kColumns;  // features of g in a panel
 
 int64_t blocks(int64_t extent, int64_t size) { return (extent + size - 1) / size; }
 
@@ -36,9 +37,9 @@ struct View {
   const float* data;
   int64_t image, feature, plane, row, column;
 
-  View(const Geometry& g, const Tensor& t, const Spec& spec) : data(t.as<float>()) {
-    const auto strides = g.data(t, spec).get_strides();
-    const size_t n = g.spatial_rank();
+  View(const Tensor& t, const Spec& spec) : data(t.as<float>()) {
+    const Shape strides = strides_of(t, spec);
+    const size_t n = spec.size() - 2;
     image = strides[0], feature = strides[1], column = strides[n + 1];
     row = n > 1 ? strides[n] : 0, plane = n > 2 ? strides[n - 1] : 0;
   }
@@ -58,8 +59,8 @@ struct Problem {
         groups(geometry.groups),
         inputs(in.shape[geometry.lhs_spec[1]] / groups),
         outputs(dy.shape[geometry.out_spec[1]] / groups),
-        x(geometry, in, geometry.lhs_spec),
-        g(geometry, dy, geometry.out_spec) {
+        x(in, geometry.lhs_spec),
+        g(dy, geometry.out_spec) {
     const size_t n = geometry.spatial_rank();
     Dimension* const dimensions[] = {&planes, &rows, &columns};
     for (size_t i = 0; i < n; ++i) {
@@ -74,7 +75,7 @@ struct Problem {
 
   int64_t items() const { return images * planes.out; }  // with rows and columns
   int64_t taps() const { return rows.taps * columns.taps; }
-  int64_t panel() const { return row_as_features ? inputs : kInputs; }  // features of a pixel that lie together
+  int64_t panel() const { return row_as_features ? inputs : product::kernels().rows; }  // features of a pixel that lie together
 };
 
 // Some columns of a row of g of one item, some rows, or several whole items.
@@ -168,14 +169,14 @@ class Task {
     const int64_t taps_beside = p_.row_as_features ? columns.taps : 1, inputs = taps_beside * inputs_;
     float* const own = sums + (plane_ * p_.groups + group_) * p_.taps() * p_.inputs * p_.outputs;
     for (int64_t o = 0; o < outputs_; o += kOutputs) {
-      for (int64_t i = 0; i < inputs; i += kInputs) {
+      for (int64_t i = 0; i < inputs; i += product::kernels().rows) {
         for (int64_t tap = 0; tap < p_.taps(); tap += taps_beside) {
           const int64_t at = tap / columns.taps * rows.dilation * width_ + tap % columns.taps * columns.dilation;
-          const int64_t feature = p_.row_as_features ? i : i / kInputs * x_panel_;
+          const int64_t feature = p_.row_as_features ? i : i / product::kernels().rows * x_panel_;
           const product::Panels packed{x_ + at * p_.panel() + feature, g_ + o / kOutputs * g_panel_, offsets_.data(),
                                        int64_t(offsets_.size()), block.columns, columns.output_step() * p_.panel(), g_size(), 1, narrow_};
           float* to = own + (tap * p_.inputs + input_ + i) * p_.outputs + output_ + o;
-          add_tile(packed, to, std::min(kInputs, inputs - i), std::min(kOutputs, outputs_ - o), first);
+          add_tile(packed, to, std::min(product::kernels().rows, inputs - i), std::min(kOutputs, outputs_ - o), first);
         }
       }
     }
@@ -203,8 +204,10 @@ class Task {
     const int64_t panel = p_.panel(), step = p_.columns.source(0, 1) - p_.columns.source(0, 0);
     for (int64_t j = 0, column = begin; j < count; ++j, column += step, to += panel) {
       const float* const from = row && p_.columns.inside(column) ? row + column * p_.x.column : nullptr;
-      if (p_.x.feature == 1 && panel == kInputs) {
-        pack_pixel<kInputs>(from, inputs_, to, x_panel_);
+      if (p_.x.feature == 1 && panel == 6) {
+        pack_pixel<6>(from, inputs_, to, x_panel_);
+      } else if (p_.x.feature == 1 && panel == 12) {
+        pack_pixel<12>(from, inputs_, to, x_panel_);
       } else {
         pack_pixel(from, p_.x.feature, inputs_, to, panel, x_panel_);
       }
@@ -230,7 +233,7 @@ class Task {
 
   void add_tile(const product::Panels& packed, float* to, int64_t inputs, int64_t outputs, bool first) const {
     if (outputs == kOutputs) return product::kernels().outer_products(packed, inputs, to, p_.outputs, first);
-    float tile[kInputs * kOutputs];
+    float tile[product::kMostRows * kOutputs];
     product::kernels().outer_products(packed, inputs, tile, kOutputs, true);
     for (int64_t i = 0; i < inputs; ++i) {
       for (int64_t o = 0; o < outputs; ++o) {
@@ -244,7 +247,7 @@ class Task {
   const int64_t input_, inputs_, output_, outputs_, group_, plane_, width_, x_panel_;
   const bool narrow_;  // few features of g
   const int64_t g_panel_;
-  const onednn::Scratch scratch_;
+  const Scratch scratch_;
   float *const x_, *const g_;
   std::vector<int64_t> offsets_;
 };
@@ -289,7 +292,7 @@ void gradient(const Geometry& geometry, const Tensor& x, const Tensor& dw, const
   const Problem p(geometry, x, dw, g);
   const Cut cut(p);
   const bool in_place = cut.parts == 1 && p.groups == 1 && is_features_last(geometry.rhs_spec);
-  const onednn::Scratch scratch(in_place ? 0 : cut.parts * dw.bytes());
+  const Scratch scratch(in_place ? 0 : cut.parts * dw.bytes());
   float* sums = in_place ? dw.as<float>() : reinterpret_cast<float*>(scratch.data());
   parallel_for(cut.parts * cut.tiles, [&](int64_t i) {
     Task task(p, cut, i % cut.tiles);

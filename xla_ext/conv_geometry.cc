@@ -32,13 +32,15 @@ Shape row_major_strides(const Shape& shape) {
   return strides;
 }
 
+}  // namespace
+
 Shape permuted(const Shape& values, const Spec& spec) {
   Shape result;
   for (int64_t position : spec) result.push_back(values[position]);
   return result;
 }
 
-}  // namespace
+Shape strides_of(const Tensor& t, const Spec& spec) { return permuted(row_major_strides(t.shape), spec); }
 
 Geometry::Geometry(const Call& call) {
   const size_t n = call.int_array("window_strides").size();
@@ -114,85 +116,16 @@ Geometry Geometry::adjoint(const Tensor& w) const {
   return a;
 }
 
-void Geometry::append_to(onednn::Key& key) const {
-  key.insert(key.end(), {groups, filter_features, filter_swapped});
-  for (const Shape* part : {&strides, &lhs_dilation, &padding_low, &padding_high, &dilation, &lhs_spec, &rhs_spec, &out_spec}) {
-    key.insert(key.end(), part->begin(), part->end());
-  }
-}
-
-dnnl::memory::desc Geometry::data(const Tensor& t, const Spec& spec) const {
-  return {permuted(t.shape, spec), element_type(t.dtype), permuted(row_major_strides(t.shape), spec)};
-}
-
 Shape Geometry::filter_strides(const Tensor& w) const {
   Shape buffer = w.shape;
   if (filter_features) buffer[rhs_spec[1]] = filter_features;
   return permuted(row_major_strides(buffer), rhs_spec);
 }
 
-dnnl::memory::desc Geometry::filter(const Tensor& w) const {
-  Shape dims = permuted(w.shape, rhs_spec), strides = filter_strides(w);
-  if (groups > 1) {  // output feature = group * (features per group) + feature in the group
-    dims[0] /= groups;
-    dims.insert(dims.begin(), groups);
-    strides.insert(strides.begin(), dims[1] * strides[0]);
-  }
-  if (filter_swapped) {
-    std::swap(dims[groups > 1], dims[1 + (groups > 1)]);
-    std::swap(strides[groups > 1], strides[1 + (groups > 1)]);
-  }
-  return {dims, element_type(w.dtype), strides};
-}
-
-dnnl::memory::desc Geometry::per_feature(const Tensor& v, ElementType type) const {
-  // Strides as of a channels-last y: where y has one row, some kernels take this for a full tensor and compare layouts.
-  Shape dims(strides.size() + 2, 1), steps(strides.size() + 2, v.shape[0]);
-  dims[1] = v.shape[0];
-  steps[1] = 1;
-  return {dims, type, steps};
-}
-
-dnnl::memory::dims Geometry::onednn_dilation() const {
-  dnnl::memory::dims holes = dilation;
-  for (int64_t& d : holes) --d;
-  return holes;
-}
-
-ElementType element_type(DType dtype) { return dtype == DType::BF16 ? ElementType::bf16 : ElementType::f32; }
-
 bool is_channels_last(const Spec& spec) {
   bool last = spec[0] == 0 && spec[1] == int64_t(spec.size()) - 1;
   for (size_t i = 2; i < spec.size(); ++i) last &= spec[i] == int64_t(i) - 1;
   return last;
-}
-
-bool has_kernels(DType dtype) { return dtype == DType::F32 || onednn::has_bf16(); }
-
-dnnl::memory::desc any_layout(const dnnl::memory::desc& md, ElementType type) {
-  return {md.get_dims(), type, dnnl::memory::format_tag::any};
-}
-
-dnnl::memory::desc channels_last(const dnnl::memory::desc& md, ElementType type) {
-  const dnnl::memory::dims dims = md.get_dims();
-  dnnl::memory::dims strides(dims.size());
-  strides[1] = 1;
-  int64_t stride = dims[1];
-  for (size_t i = dims.size(); i-- > 2; stride *= dims[i]) strides[i] = stride;
-  strides[0] = stride;
-  return {dims, type, strides};
-}
-
-dnnl::primitive_attr attributes() {
-  dnnl::primitive_attr attr;
-  attr.set_scratchpad_mode(dnnl::scratchpad_mode::user);
-  return attr;
-}
-
-void append_to(onednn::Key& key, const Tensor& t) {
-  key.push_back(int64_t(t.dtype));
-  key.push_back(int64_t(t.shape.size()));
-  key.insert(key.end(), t.shape.begin(), t.shape.end());
 }
 
 }  // namespace jaxfuse::conv

@@ -1,6 +1,7 @@
 #include "conv_pointwise.h"
 
 #include "dense.h"
+#include "onednn/onednn.h"
 
 namespace jaxfuse::conv::pointwise {
 namespace {
@@ -27,7 +28,7 @@ struct Sizes {
 
 bool takes(const Geometry& g, const Tensor& x, const Tensor& w) {
   const Shape ones(g.spatial_rank(), 1), none(g.spatial_rank(), 0);
-  return !has_kernels(x.dtype) && g.groups == 1 && g.strides == ones && g.lhs_dilation == ones && g.padding_low == none &&
+  return !onednn::has_kernels(x.dtype) && g.groups == 1 && g.strides == ones && g.lhs_dilation == ones && g.padding_low == none &&
          g.padding_high == none && w.size() == w.shape[g.rhs_spec[0]] * w.shape[g.rhs_spec[1]] && is_channels_last(g.lhs_spec) &&
          is_channels_last(g.out_spec) && x.size() > 0 && w.size() > 0;
 }

@@ -2,7 +2,7 @@
 // loops, which widen bf16 while they pack it and round once. oneDNN's would be between two passes over whole tensors.
 #pragma once
 
-#include "conv_onednn.h"
+#include "conv.h"
 
 namespace jaxfuse::conv::pointwise {
 

@@ -6,9 +6,8 @@
 
 #include "activation_attr.h"
 #include "bf16.h"
-#include "conv.h"
-#include "onednn.h"
 #include "parallel.h"
+#include "scratch.h"
 #include "simd_level.h"
 
 namespace jaxfuse::dense {
@@ -51,26 +50,6 @@ Forward checked(const Call& call) {
   return f;
 }
 
-// An epilogue's loops for `columns` columns from `offset`, counted in elements of y, on; the row of y that begins there holds
-// column `first`.
-class Finisher {
- public:
-  explicit Finisher(const Epilogue& e) : e_(e), bias_(elements(e.bias)) {}
-
-  EpilogueArgs arguments(const float* sums, int64_t in_stride, int64_t offset, int64_t first, int64_t columns, int64_t stride) const {
-    const auto at = [&](const std::optional<Tensor>& t) {
-      return t ? t->as<char>() + offset * ffi::ByteWidth(t->dtype) : nullptr;
-    };
-    return {element_of(e_.y.dtype), columns, stride, in_stride, e_.activation, e_.parameters, sums,
-            e_.scale ? e_.scale->as<float>() + first : nullptr, e_.bias ? &bias_[first] : nullptr, at(e_.residual),
-            e_.residual_last, at(e_.z), at(e_.y)};
-  }
-
- private:
-  const Epilogue& e_;
-  const std::vector<float> bias_;
-};
-
 // Elements of the output that are finished together: what oneDNN has written is still in the cache.
 constexpr int64_t kBlockElements = 1 << 18;
 constexpr int64_t kBlockRows = 16, kChunkElements = 1 << 14;
@@ -103,7 +82,7 @@ void run_in_blocks(const Forward& f) {
   const Finisher finisher(f.epilogue);
   const Shape shape = f.sizes.output(), strides = dense_strides(shape);
   const int64_t step = std::min(shape[0], block_items(f.sizes)), columns = f.sizes.columns;
-  const onednn::Scratch scratch(bf16 ? step * strides[0] * sizeof(float) : 0);
+  const Scratch scratch(bf16 ? step * strides[0] * sizeof(float) : 0);
   for (int64_t begin = 0; begin < shape[0]; begin += step) {
     const int64_t items = std::min(step, shape[0] - begin), offset = begin * strides[0];
     float* sums = bf16 ? reinterpret_cast<float*>(scratch.data()) : y.as<float>() + offset;
@@ -151,6 +130,18 @@ Shape with(Shape batch, int64_t rows, int64_t columns) {
 }  // namespace
 
 const Kernels& kernels() { return choose(portable_kernels, avx2_kernels, avx512_kernels); }
+
+Finisher::Finisher(const Epilogue& epilogue) : e_(epilogue), bias_(elements(epilogue.bias)) {}
+
+EpilogueArgs Finisher::arguments(const float* sums, int64_t in_stride, int64_t offset, int64_t first, int64_t columns,
+                                 int64_t stride) const {
+  const auto at = [&](const std::optional<Tensor>& t) {
+    return t ? t->as<char>() + offset * ffi::ByteWidth(t->dtype) : nullptr;
+  };
+  return {element_of(e_.y.dtype), columns, stride, in_stride, e_.activation, e_.parameters, sums,
+          e_.scale ? e_.scale->as<float>() + first : nullptr, e_.bias ? &bias_[first] : nullptr, at(e_.residual),
+          e_.residual_last, at(e_.z), at(e_.y)};
+}
 
 void multiply(const Shape& batch, int64_t rows, int64_t inner, int64_t columns, const Matrix& x, const Matrix& w,
               const Epilogue& epilogue) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <optional>
+#include <vector>
 
 #include "activation.h"
 #include "dense_kernels.h"
@@ -21,6 +22,19 @@ struct Epilogue {
   bool residual_last;
   Tensor y;  // row-major, without gaps, and so residual and z
   std::optional<Tensor> z;
+};
+
+// An epilogue's loops for `columns` columns from `offset`, counted in elements of y, on; the row of y that begins there holds
+// column `first`.
+class Finisher {
+ public:
+  explicit Finisher(const Epilogue& epilogue);
+
+  EpilogueArgs arguments(const float* sums, int64_t in_stride, int64_t offset, int64_t first, int64_t columns, int64_t stride) const;
+
+ private:
+  const Epilogue e_;
+  const std::vector<float> bias_;
 };
 
 // x·w for each of the batch by our own product, finished while it is in the cache.

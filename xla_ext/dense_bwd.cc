@@ -6,8 +6,8 @@
 #include "activation_attr.h"
 #include "bf16.h"
 #include "dense.h"
-#include "onednn.h"
 #include "parallel.h"
+#include "scratch.h"
 
 namespace jaxfuse::dense {
 namespace {
@@ -101,7 +101,7 @@ void dense_bwd(const Call& call) {
   const Backward b = checked(call);
   const bool g_is_dy = b.activation == Activation::none;
   const bool g_in_scratch = !g_is_dy && !b.dresidual && (b.dx || b.dw);
-  const onednn::Scratch scratch(g_in_scratch ? b.dy.bytes() : 0);
+  const Scratch scratch(g_in_scratch ? b.dy.bytes() : 0);
   void* written = b.dresidual ? b.dresidual->data : g_in_scratch ? scratch.data() : nullptr;
   if (written || b.db) run_gradient(b, written);
   Tensor g = b.dy;

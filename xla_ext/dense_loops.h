@@ -1,4 +1,4 @@
-// The loops of dense_kernels.h, for the ISA that the including dense_<isa>.cc file is compiled for.
+// The loops of dense_kernels.h, for the ISA that the including file is compiled for.
 #pragma once
 
 #include "activation_loops.h"

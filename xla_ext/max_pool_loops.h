@@ -1,4 +1,4 @@
-// The loops of max_pool_kernels.h for the ISA that the including x_<isa>.cc file is compiled for. The lanes of a vector are
+// The loops of max_pool_kernels.h for the ISA that the including file is compiled for. The lanes of a vector are
 // channels.
 #pragma once
 

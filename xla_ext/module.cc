@@ -4,29 +4,16 @@
 
 #include "described.h"
 #include "handler.h"
+#include "onednn/onednn.h"
 #include "parallel.h"
-#ifndef JAXFUSE_NO_ONEDNN
-#include "onednn.h"
-#include "onednn_library.h"
-#endif
 
 namespace py = pybind11;
 
 namespace jaxfuse {
 namespace {
 
-#ifdef JAXFUSE_NO_ONEDNN
-bool has_onednn() { return false; }
-const char* onednn_isa() { return nullptr; }
-std::string load_onednn(const std::string&) { return JAXFUSE_NO_ONEDNN; }
-#else
-bool has_onednn() { return onednn::is_loaded(); }
-const char* onednn_isa() { return onednn::isa(); }
-std::string load_onednn(const std::string& path) { return onednn::load(path); }
-#endif
-
 void use_onednn(const std::string& path) {
-  const std::string why_not = load_onednn(path);
+  const std::string why_not = onednn::load(path);
   if (why_not.empty()) {
     facts().erase("no_onednn");
   } else {
@@ -36,17 +23,14 @@ void use_onednn(const std::string& path) {
 
 py::dict registrations() {
   py::dict capsules;
-  for (const auto& [name, handler] : handlers()) {
-    if (!has_onednn() && name.rfind("jaxfuse_conv", 0) == 0) continue;
-    capsules[name.c_str()] = py::capsule(reinterpret_cast<void*>(handler));
-  }
+  for (const auto& [name, handler] : handlers()) capsules[name.c_str()] = py::capsule(reinterpret_cast<void*>(handler));
   return capsules;
 }
 
 py::dict info() {
   py::dict result;
   result["onednn"] = py::none();
-  result["isa"] = onednn_isa();
+  result["isa"] = onednn::isa();
   result["simd"] = "portable";
   result["compiler"] = JAXFUSE_COMPILER;
   result["ffi_api"] = std::to_string(XLA_FFI_API_MAJOR) + "." + std::to_string(XLA_FFI_API_MINOR);
@@ -61,8 +45,8 @@ py::dict info() {
 PYBIND11_MODULE(_native, module) {
   module.doc() = "CPU kernels of jaxfuse as XLA FFI handlers; use them through jaxfuse.runtime.ffi.";
   module.def("load_onednn", &jaxfuse::use_onednn,
-             "Opens oneDNN, the file beside this module. Before `registrations`: convolutions are offered with it only. Where it "
-             "cannot be used, `info` has `no_onednn`, the reason.");
+             "Opens oneDNN, the file beside this module. Where it cannot be used, `info` has `no_onednn`, the reason, and what "
+             "`libraries` says is oneDNN's is refused.");
   module.def("registrations", &jaxfuse::registrations, "FFI target name -> handler capsule, for platform cpu.");
   module.def("intend_threads", &jaxfuse::ThreadPool::intend, "How many threads to start with the first call, which needs them.");
   module.def("set_num_threads", &jaxfuse::ThreadPool::resize,

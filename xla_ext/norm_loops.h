@@ -1,4 +1,4 @@
-// The table of norm_kernels.h for the ISA that the including x_<isa>.cc file is compiled for.
+// The table of norm_kernels.h for the ISA that the including file is compiled for.
 #pragma once
 
 #include "norm_columns_loops.h"

@@ -18,8 +18,8 @@ int64_t even(int64_t extent, int64_t most, int64_t unit) { return parts(even(ext
 // is a panel of b that stays in the first-level cache, and so short that the sums err less than XLA's. Packed rows of a
 // lie in the second-level cache while the panels of b meet them, and with them the sums of a task; all that are packed at a
 // time are in the third.
-constexpr int64_t kInner = 256, kBlockColumns = 4 * kColumns, kBlockRows = 32 * kRows, kPackRows = 16 * kRows,
-                  kPackedFloats = 2 << 20, kFewestRows = 8 * kRows, kMostRows = 84 * kRows;
+constexpr int64_t kInner = 256, kBlockColumns = 4 * kColumns, kBlockRows = 16 * kMostRows, kPackRows = 8 * kMostRows,
+                  kPackedFloats = 2 << 20, kFewestTaskRows = 4 * kMostRows, kMostTaskRows = 42 * kMostRows;
 
 // Into how many parts sums of k products are cut, each computed as one more item of the batch: where few rows of such a
 // length could be packed at a time, and b would be packed again for each few, or where there are hardly any tasks. The sums
@@ -27,7 +27,7 @@ constexpr int64_t kInner = 256, kBlockColumns = 4 * kColumns, kBlockRows = 32 * 
 int64_t sum_parts(int64_t items, int64_t m, int64_t k, int64_t n) {
   constexpr int64_t kManyRows = 512, kManyTasks = 16, kPart = 2048, kLongest = 1 << 16;
   const bool few_rows = kPackedFloats / k < std::min(m, kManyRows);
-  const bool few_tasks = items * parts(m, kFewestRows) * parts(n, kBlockColumns) < kManyTasks;
+  const bool few_tasks = items * parts(m, kFewestTaskRows) * parts(n, kBlockColumns) < kManyTasks;
   const int64_t wanted = few_rows || few_tasks ? parts(k, kPart) : 1;
   return std::max(std::min(wanted, (m + n) * k / (4 * m * n)), parts(k, kLongest));
 }
@@ -52,10 +52,10 @@ struct Cut {
 
   explicit Cut(const Product& p) {
     inner = even(p.step, kInner);
-    rows = even(p.m, std::max(kPackRows, kPackedFloats / p.step), kRows);
+    rows = even(p.m, std::max(kPackRows, kPackedFloats / p.step), kMostRows);
     items = std::clamp<int64_t>(kPackedFloats / (rows * p.step), 1, p.items());
     const int64_t wanted = parts(4 * max_threads(), items * parts(p.n, kBlockColumns));
-    task_rows = even(rows, std::clamp(rows / wanted, kFewestRows, kMostRows), kRows);
+    task_rows = even(rows, std::clamp(rows / wanted, kFewestTaskRows, kMostTaskRows), kMostRows);
   }
 };
 
@@ -69,7 +69,7 @@ class Rows {
 
   void load(int64_t item, int64_t items, int64_t row, int64_t rows) {
     if (in_place_) return;
-    item_ = item, row_ = row, padded_ = parts(rows, kRows) * kRows;
+    item_ = item, row_ = row, padded_ = parts(rows, kMostRows) * kMostRows;
     const int64_t groups = parts(rows, kPackRows);
     parallel_for(items * groups, [&](int64_t i) {
       const int64_t of = item + i / groups, first = row + i % groups * kPackRows;
@@ -84,13 +84,13 @@ class Rows {
   // Those from `row` on of an item, of the part that begins at k, for panels of columns to meet.
   Panels from(int64_t item, int64_t k, int64_t row, const float* columns) const {
     static constexpr int64_t kLine = 0;
-    if (!in_place_) return {panel(item, k, row), columns, &kLine, 1, inner(item, k), kRows, kColumns, 1};
+    if (!in_place_) return {panel(item, k, row), columns, &kLine, 1, inner(item, k), kernels().rows, kColumns, 1};
     const Matrix a = p_.a_of(item).from(0, row).from(1, k);
     return {static_cast<const float*>(a.data), columns, &kLine, 1, inner(item, k), 1, kColumns, a.strides[0]};
   }
 
-  // From kRows of them to the next.
-  int64_t step(const Panels& panels) const { return kRows * (in_place_ ? panels.a_row : panels.steps); }
+  // From a tile's to the next.
+  int64_t step(const Panels& panels) const { return kernels().rows * (in_place_ ? panels.a_row : panels.steps); }
 
  private:
   int64_t inner(int64_t item, int64_t k) const { return std::min(cut_.inner, p_.inner(item) - k); }
@@ -122,8 +122,8 @@ void multiply_block(const Product& p, const Cut& cut, const Rows& a, const Block
       for (int64_t c = 0; c < block.columns; c += kColumns, panels.b += kColumns * inner) {
         panels.a = begin;
         panels.half = block.columns - c <= kColumns / 2;
-        for (int64_t r = first; r < end; r += kRows, panels.a += step) {
-          kernels().outer_products(panels, std::min(kRows, block.rows - r), sums + r * block.stride + c, block.stride, k == 0);
+        for (int64_t r = first; r < end; r += kernels().rows, panels.a += step) {
+          kernels().outer_products(panels, std::min(kernels().rows, block.rows - r), sums + r * block.stride + c, block.stride, k == 0);
         }
       }
     }
@@ -143,7 +143,7 @@ void multiply_items(const Product& p, const Finish& finish) {
         const int64_t first = i / column_parts % row_parts * cut.task_rows, column = i % column_parts * kBlockColumns;
         Block block{item + i / column_parts / row_parts, row + first, std::min(cut.task_rows, rows - first),
                     column, std::min(kBlockColumns, p.n - column), nullptr, kBlockColumns};
-        const int64_t padded = parts(block.rows, kRows) * kRows;
+        const int64_t padded = parts(block.rows, kMostRows) * kMostRows;
         const Scratch scratch((cut.inner + padded) * kBlockColumns * sizeof(float));
         float *columns = reinterpret_cast<float*>(scratch.data()), *sums = columns + cut.inner * kBlockColumns;
         multiply_block(p, cut, a, block, columns, sums);
@@ -179,7 +179,7 @@ void multiply_parts(const Product& p, const Finish& finish) {
 
 }  // namespace
 
-const Kernels& kernels() { return choose(portable_kernels, avx2_kernels, avx2_kernels); }
+const Kernels& kernels() { return choose(portable_kernels, avx2_kernels, avx512_kernels); }
 
 Matrix Matrix::transposed() const {
   Matrix other = *this;

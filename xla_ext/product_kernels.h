@@ -7,7 +7,8 @@
 
 namespace jaxfuse::product {
 
-constexpr int64_t kRows = 6, kColumns = 16;  // of a tile: its sums fill AVX2's registers
+// Columns of a tile, and a multiple of the rows that a tile has with any instruction set.
+constexpr int64_t kColumns = 16, kMostRows = 12;
 
 // Rows of a matrix, or columns: element k of vector v is at data + v·step + k·inner_step.
 struct Vectors {
@@ -26,14 +27,15 @@ struct Panels {
 };
 
 struct Kernels {
-  // `inner` elements of each of `count` vectors in panels of kRows or of kColumns: element k of vector v goes to
+  int64_t rows;  // of a tile, whose sums fill the registers
+  // `inner` elements of each of `count` vectors in panels of `rows` or of kColumns: element k of vector v goes to
   // to[(v / size·inner + k)·size + v % size]; the last panel is filled up with zeros.
   void (*pack_rows)(const Vectors&, int64_t count, int64_t inner, float* to);
   void (*pack_columns)(const Vectors&, int64_t count, int64_t inner, float* to);
-  // sums[i·stride + j] = Σ a_i·b_j over all steps, i < rows <= kRows, j < kColumns (or half as many), added to what is there unless `first`.
+  // sums[i·stride + j] = Σ a_i·b_j over all steps, i < rows, j < kColumns (or half as many), added to what is there unless `first`.
   void (*outer_products)(const Panels&, int64_t rows, float* sums, int64_t stride, bool first);
 };
 
-extern const Kernels portable_kernels, avx2_kernels;
+extern const Kernels portable_kernels, avx2_kernels, avx512_kernels;
 
 }  // namespace jaxfuse::product

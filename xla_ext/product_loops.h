@@ -1,13 +1,13 @@
-// The loops of product_kernels.h, for the ISA that the including product_<isa>.cc file is compiled for.
+// The loops of product_kernels.h, for the ISA that the including file is compiled for.
 #pragma once
 
-#include "product_kernels.h"
-#include "simd.h"
+#include "product_tile.h"
 
 namespace jaxfuse::product {
 namespace {
 
-static_assert(kLanes == 8, "a block of eight by eight is transposed in registers");
+constexpr int64_t kRows = kLanes == 16 ? 12 : 6;
+static_assert(kMostRows % kRows == 0);
 
 inline float wide(float x) { return x; }
 inline float wide(bf16 x) {
@@ -24,9 +24,34 @@ inline float wide(f16 x) {
 #endif
 }
 
-// What all vectors have at eight places, from what eight vectors have.
+// Rows for columns.
 inline void transpose(Floats (&v)[kLanes]) {
-#ifdef __AVX2__
+#if defined(__AVX512F__)
+  __m512 pairs[kLanes], fours[kLanes];
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; i += 2) {
+    pairs[i] = _mm512_maskz_unpacklo_ps(0xffff, v[i], v[i + 1]), pairs[i + 1] = _mm512_maskz_unpackhi_ps(0xffff, v[i], v[i + 1]);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; i += 4) {
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; ++j) {
+      fours[i + 2 * j] = _mm512_maskz_shuffle_ps(0xffff, pairs[i + j], pairs[i + 2 + j], 0x44);
+      fours[i + 2 * j + 1] = _mm512_maskz_shuffle_ps(0xffff, pairs[i + j], pairs[i + 2 + j], 0xee);
+    }
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {  // of quarters 0 and 2, and of 1 and 3
+    const __m512 even_low = _mm512_maskz_shuffle_f32x4(0xffff, fours[i], fours[i + 4], 0x88),
+                 even_high = _mm512_maskz_shuffle_f32x4(0xffff, fours[i + 8], fours[i + 12], 0x88),
+                 odd_low = _mm512_maskz_shuffle_f32x4(0xffff, fours[i], fours[i + 4], 0xdd),
+                 odd_high = _mm512_maskz_shuffle_f32x4(0xffff, fours[i + 8], fours[i + 12], 0xdd);
+    v[i] = _mm512_maskz_shuffle_f32x4(0xffff, even_low, even_high, 0x88);
+    v[i + 4] = _mm512_maskz_shuffle_f32x4(0xffff, odd_low, odd_high, 0x88);
+    v[i + 8] = _mm512_maskz_shuffle_f32x4(0xffff, even_low, even_high, 0xdd);
+    v[i + 12] = _mm512_maskz_shuffle_f32x4(0xffff, odd_low, odd_high, 0xdd);
+  }
+#elif defined(__AVX2__)
   __m256 pairs[kLanes], fours[kLanes];
 #pragma GCC unroll 8
   for (int i = 0; i < kLanes; i += 2) {
@@ -72,10 +97,10 @@ void pack_lines(const T* from, int64_t step, int64_t count, int64_t inner, float
   for (int64_t k = 0; k < blocks; k += kLanes) {
     for (int64_t first = 0; first < size; first += kVectors) {
       Floats block[kLanes] = {};
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int64_t v = 0; v < kVectors; ++v) block[v] = load(from + (first + v) * step + k);
       transpose(block);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int64_t i = 0; i < kLanes; ++i) __builtin_memcpy(to + (k + i) * size + first, &block[i], kVectors * sizeof(float));
     }
   }
@@ -117,61 +142,19 @@ void pack(const Vectors& vectors, int64_t count, int64_t inner, float* to) {
   });
 }
 
-// Unrolled by hand: the compiler would keep the sums in memory.
-template <int64_t rows, bool packed, int64_t kVectors>
-void outer_products(const Panels& panels, float* sums, int64_t stride, bool first) {
-  const int64_t a_row = packed ? 1 : panels.a_row;
-  Floats total[rows][kVectors];
-#pragma GCC unroll 8
-  for (int64_t i = 0; i < rows; ++i) {
-#pragma GCC unroll 8
-    for (int64_t j = 0; j < kVectors; ++j) total[i][j] = Floats{};
-    if (!first) __builtin_prefetch(sums + i * stride, 1);
-  }
-  for (int64_t line = 0; line < panels.count; ++line) {
-    const float *a = panels.a + panels.lines[line], *b = panels.b + line * panels.steps * panels.b_step;
-    for (int64_t s = 0; s < panels.steps; ++s, a += panels.a_step, b += panels.b_step) {
-      Floats v[kVectors];
-#pragma GCC unroll 8
-      for (int64_t j = 0; j < kVectors; ++j) v[j] = load(b + j * kLanes);
-#pragma GCC unroll 8
-      for (int64_t i = 0; i < rows; ++i) {
-        const Floats factor = broadcast(a[i * a_row]);
-#pragma GCC unroll 8
-        for (int64_t j = 0; j < kVectors; ++j) total[i][j] = multiply_add(factor, v[j], total[i][j]);
-      }
-    }
-  }
-#pragma GCC unroll 8
-  for (int64_t i = 0; i < rows; ++i) {
-#pragma GCC unroll 8
-    for (int64_t j = 0; j < kVectors; ++j) {
-      float* at = sums + i * stride + j * kLanes;
-      store(at, first ? total[i][j] : load(at) + total[i][j]);
-    }
-  }
-}
-
-template <bool packed, int64_t vectors>
-void outer_products(const Panels& panels, int64_t rows, float* sums, int64_t stride, bool first) {
-  switch (rows) {
-    case 1: return outer_products<1, packed, vectors>(panels, sums, stride, first);
-    case 2: return outer_products<2, packed, vectors>(panels, sums, stride, first);
-    case 3: return outer_products<3, packed, vectors>(panels, sums, stride, first);
-    case 4: return outer_products<4, packed, vectors>(panels, sums, stride, first);
-    case 5: return outer_products<5, packed, vectors>(panels, sums, stride, first);
-    default: return outer_products<kRows, packed, vectors>(panels, sums, stride, first);
-  }
-}
-
 template <bool packed>
 void outer_products(const Panels& panels, int64_t rows, float* sums, int64_t stride, bool first) {
   constexpr int64_t kVectors = kColumns / kLanes;
-  panels.half ? outer_products<packed, kVectors / 2>(panels, rows, sums, stride, first)
-              : outer_products<packed, kVectors>(panels, rows, sums, stride, first);
+  if (!panels.half) return outer_products<kRows, packed, kVectors>(panels, rows, sums, stride, first, Whole{});
+  if constexpr (kVectors > 1) {
+    outer_products<kRows, packed, kVectors / 2>(panels, rows, sums, stride, first, Whole{});
+  } else {
+    outer_products<kRows, packed, 1>(panels, rows, sums, stride, first, First{kColumns / 2});
+  }
 }
 
 constexpr Kernels kernels = {
+    kRows,
     pack<kRows>,
     pack<kColumns>,
     [](const Panels& panels, int64_t rows, float* sums, int64_t stride, bool first) {

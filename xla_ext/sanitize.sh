@@ -4,6 +4,7 @@
 #     xla_ext/sanitize.sh thread -k concurrency        # what follows goes to pytest
 #     xla_ext/sanitize.sh address --complete           # all cases: hours; without it a share of them, another with --salt WORD
 #     xla_ext/sanitize.sh emulated                     # no sanitizer: the loops for AVX-512 on a processor without it
+#     xla_ext/sanitize.sh absent                       # no sanitizer: without oneDNN, as where its packages do not exist
 # In a virtual environment with `pip install '.[test]'` and what pyproject.toml's [build-system] requires, cmake and ninja.
 set -euo pipefail
 kinds=$1
@@ -12,6 +13,7 @@ source=$(cd "$(dirname "$0")/.." && pwd)
 build=$source/build/sanitize-$kinds
 case $kinds in
   emulated) flags=(-DJAXFUSE_EMULATE_AVX512=ON) ;;
+  absent) flags=(-DJAXFUSE_ONEDNN=OFF) ;;
   *) flags=(-DCMAKE_BUILD_TYPE=Sanitize "-DCMAKE_CXX_FLAGS=-O1 -g -fno-omit-frame-pointer -fsanitize=$kinds") ;;
 esac
 cmake -G Ninja -S "$source" -B "$build" -DJAXFUSE_CUDA=off -DPython_EXECUTABLE="$(command -v python)" \
@@ -28,7 +30,7 @@ cp "$build"/_native*.so "$tree/jaxfuse"
 
 # Python itself is not built with them, so their runtimes are loaded before it; what it never frees is no leak of ours.
 case $kinds in
-  emulated) runtime= ;;
+  emulated|absent) runtime= ;;
   thread) runtime=$(g++ -print-file-name=libtsan.so) ;;
   *) runtime="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so)" ;;
 esac
@@ -37,7 +39,7 @@ export TSAN_OPTIONS=report_signal_unsafe=0:ignore_noninstrumented_modules=1
 
 # The pool by itself is a program. The thread sanitizer has a thread of its own, and ends where a process with threads forks.
 case $kinds in
-  emulated) ;;
+  emulated|absent) ;;
   thread) own="not forks and not only_the_team_wakes" ;;
   *) own=thread_pool ;;
 esac
@@ -46,9 +48,9 @@ if [ -n "${own:-}" ]; then
 fi
 cd "$tree"
 # setarch: the thread sanitizer wants memory where it was before kernels randomised more of it. -s: so that reports are seen.
-LD_PRELOAD=$runtime setarch -R python -c "
+[ "$kinds" = absent ] || LD_PRELOAD=$runtime setarch -R python -c "
 from jaxfuse.runtime import ffi
-reason = ffi.unavailable('jaxfuse_conv_fwd')
+reason = ffi.no_onednn()
 raise SystemExit(reason and f'the tests of convolutions would all be skipped: {reason}')"
 LD_PRELOAD=$runtime setarch -R python -m pytest -q -s -p no:cacheprovider --share "$@" tests/test_attention.py tests/test_concurrency.py \
   tests/test_dense.py tests/test_filter_gradient_sums.py tests/test_max_pool.py tests/test_native_{batch_norm,bounds,conv,depthwise,onednn}.py tests/test_nonfinite.py tests/test_norm.py \

@@ -2,7 +2,7 @@
 // bf16. Arithmetic is the compiler's own on vector types (+ - * and ?: with a comparison), each operation rounded once,
 // so every ISA gives the same bits; only multiply_add, and what simd_math.h makes of it, does not.
 //
-// Include only from x_<isa>.cc files. All is in an anonymous namespace, and these files include no header with inline
+// Include only from x_loops.h files. All is in an anonymous namespace, and these files include no header with inline
 // functions: the linker would keep one copy for all, perhaps one with instructions that this CPU lacks.
 #pragma once
 

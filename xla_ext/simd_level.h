@@ -1,4 +1,4 @@
-// Which of the x_<isa>.cc files runs on this machine.
+// Which of an op's loops, each compiled for one instruction set (loops.cc.in), run on this machine.
 #pragma once
 
 #include <cstdint>

@@ -58,6 +58,8 @@ NETWORKS: dict[str, Callable[[bool], Network]] = {
     "flax linen ResNet50": _lazily("flax_linen", "resnet50", "float32"),
     "flax linen ResNet50 bf16": _lazily("flax_linen", "resnet50", "bfloat16"),
     "flax nnx ResNet50": _lazily("flax_nnx", "resnet50"),
+    "flax nnx U-Net": _lazily("flax_unet", "unet"),
+    "flax linen MLP-Mixer": _lazily("flax_mixer", "mixer"),
     "equinox CNN, ema": _lazily("equinox", "cnn", "ema"),
     "equinox CNN, batch": _lazily("equinox", "cnn", "batch"),
     "transformers ResNet": _lazily("transformers", "resnet"),

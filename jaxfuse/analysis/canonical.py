@@ -1,5 +1,5 @@
 """Spellings made equal: what a value *is*, however it was written. Two questions, answered from the graph alone
-(batch statistics are `moments.py`'s):
+(statistics are `statistics.py`'s):
 
     per_channel(value, like, axis)    is this operand one number for each channel of `like`?   reshapes, broadcasts, casts
     regions(value)                    is what happens to this value one elementwise function?  then `region_table` says which
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfuse.analysis.axes import is_long
 from jaxfuse.analysis.elementwise import POINTS, RULES, is_elementwise, table_of, values_of
 from jaxfuse.analysis.layout import RESHAPES
 from jaxfuse.program.graph import Node, Value
@@ -30,11 +31,6 @@ def size(value: Value) -> int:
     return math.prod(value.shape)
 
 
-def is_long(n) -> bool:
-    """Whether an axis of this length has more places than one; one of unknown length is taken to."""
-    return n not in (0, 1)
-
-
 def per_channel(value: Value, like: Value, axes: int | tuple[int, ...]) -> Value | NotPerChannel:
     """The smallest value that `value` repeats along every axis of `like` but `axes` (`[channels]` in some shape, or one
     number), or the reason why there is none. Under `vmap` the channels may be several axes, of which no one repeats."""
@@ -46,7 +42,8 @@ def per_channel(value: Value, like: Value, axes: int | tuple[int, ...]) -> Value
     if elsewhere:
         along = " and ".join(map(str, axes)) or "squeezed away"
         return NotPerChannel(f"operand {value!r} varies along axis {min(elsewhere)}, the channel axis is {along}")
-    smallest, source = None, value
+    smallest: Value | None = None
+    source: Value | None = value
     while source is not None:
         smallest = source if size(source) in (1, channels) else smallest
         source = _repeated(source)
@@ -74,10 +71,14 @@ def varying_axes(value: Value) -> set[int]:
     """Axes along which the value may change; broadcasts are seen through."""
     axes = {i for i, n in enumerate(value.shape) if is_long(n)}
     node = value.producer
-    if node is None or node.primitive not in ("broadcast_in_dim", "pvary", CAST) and scaled(node) is None:
+    if node is None:
         return axes
-    inner = varying_axes(node.inputs[0] if scaled(node) is None else scaled(node)[0])
-    return inner if node.primitive != "broadcast_in_dim" else {node.params["broadcast_dimensions"][i] for i in inner} & axes
+    if node.primitive == "broadcast_in_dim":
+        return {node.params["broadcast_dimensions"][i] for i in varying_axes(node.inputs[0])} & axes
+    if node.primitive in ("pvary", CAST):
+        return varying_axes(node.inputs[0])
+    factored = scaled(node)
+    return axes if factored is None else varying_axes(factored[0])
 
 
 def scaled(node: Node) -> tuple[Value, float] | None:
@@ -109,11 +110,10 @@ class Region:
 
     def replay(self, array, wanted: tuple[Value, ...]) -> list:
         """The wanted values for another array in place of `start`."""
-        made = {id(self.start): array}
+        made = {self.start: array}
         for node in self.nodes:
-            inputs = [made[id(v)] if id(v) in made else held(v) for v in node.inputs]
-            (made[id(node.out)],) = node.replay(inputs)
-        return [made[id(v)] for v in wanted]
+            (made[node.out],) = node.replay([made[v] if v in made else held(v) for v in node.inputs])
+        return [made[v] for v in wanted]
 
 
 LONGEST_FUNCTION = 24  # nodes; jax.nn.gelu with tanh is 8, mish by hand 10
@@ -122,18 +122,18 @@ LONGEST_FUNCTION = 24  # nodes; jax.nn.gelu with tanh is 8, mish by hand 10
 def regions(start: Value, is_returned: Callable[[Value], bool], ignored: frozenset[int] = frozenset()) -> list[Region]:
     """Every region that starts here, shortest first; readers with an index in `ignored` do not count."""
     inside: dict[int, Node] = {}
-    values = {id(start): start}
+    values = [start]
     found, frontier = [], {n.index: n for n in start.users}
     while frontier and len(inside) < LONGEST_FUNCTION:
         node = frontier.pop(min(frontier))
         if node.index in ignored or is_float_cast(node):  # a step of its own: dtypes decide how far a kernel may go
             continue
-        if not (is_elementwise(node) and all(id(v) in values or constant(v) is not None for v in node.inputs)):
+        if not (is_elementwise(node) and all(v in values or constant(v) is not None for v in node.inputs)):
             continue
         inside[node.index] = node
-        values[id(node.out)] = node.out
+        values.append(node.out)
         frontier |= {n.index: n for n in node.out.users if n.index not in inside}
-        read = [v for v in values.values() if is_returned(v) or any(n.index not in inside and n.index not in ignored for n in v.users)]
+        read = [v for v in values if is_returned(v) or any(n.index not in inside and n.index not in ignored for n in v.users)]
         masks = tuple(v for v in read if v.dtype == bool and not is_returned(v))
         ends = [v for v in read if v not in masks]
         if len(ends) == 1 and ends[0] is not start and jnp.issubdtype(ends[0].dtype, jnp.floating):
@@ -193,7 +193,9 @@ def constant(value: Value, depth: int = 8) -> float | None:
 def chosen(value: Value) -> Value:
     """What a select whose condition the program fixes always gives: a mask that masks nothing."""
     node = value.producer
-    which = constant(node.inputs[0]) if node is not None and node.primitive == "select_n" else None
+    if node is None or node.primitive != "select_n":
+        return value
+    which = constant(node.inputs[0])
     return value if which is None else node.inputs[1 + int(which)]
 
 

@@ -1,20 +1,22 @@
-"""Full-size values as what they are per channel: Σ coefficient_k[channel] · tensor_k + offset[channel].
+"""Full-size values as what they are in each channel, or in each row: Σ coefficient_k · tensor_k + offset.
 
-Whatever autodiff makes of a normalisation has this form in the normalised tensor x and in the cotangent g of the result,
-however the user spelled it: sums over the batch of such values and of their products need only Σg and Σg·x.
+Whatever autodiff makes of a batch norm has this form in the normalised tensor x and in the cotangent g of the result,
+however the user spelled it: sums over the batch of such values and of their products need only Σg and Σg·x. What a norm
+of rows makes of x has it too (analysis/rows.py).
 
 x enters as x - mean where it has one: where the program subtracts the mean too, nothing is left of it, and nothing cancels.
 """
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from jaxfuse.analysis.axes import IndexMap
 from jaxfuse.analysis.canonical import ADD, chosen, is_float_cast, is_square, per_channel, scaled, size, unwidened, varying_axes
 from jaxfuse.analysis.layout import RESHAPES, is_reshape
-from jaxfuse.analysis.moments import reductions, views
+from jaxfuse.analysis.statistics import reductions, views
 from jaxfuse.program.graph import Node, Value
 
 MOST_TENSORS = 4  # in one form; what has more is a tensor of its own
@@ -35,8 +37,8 @@ class Vector(NamedTuple):
     def __neg__(self):
         return Vector(self.needs, lambda read: -self.of(read))
 
-    def inverse(self):
-        return Vector(self.needs, lambda read: 1 / self.of(read))
+    def __rtruediv__(self, one):
+        return Vector(self.needs, lambda read: one / self.of(read))
 
 
 def number(value: float) -> Vector:
@@ -51,116 +53,133 @@ def vector(value: Value) -> Vector:
     return Vector(() if value.literal is not None else (value,), of)
 
 
-class Form(NamedTuple):
-    """Σ coefficient · tensor + offset; `terms` maps id(tensor) to (tensor, coefficient)."""
+class Parameter(NamedTuple):
+    """Of a norm of rows: which of a value's elements it is where, x's flat index // stride % length."""
 
-    terms: dict[int, tuple[Value, Vector]]
-    offset: Vector | None = None
+    value: Value
+    stride: int
+    length: int
+
+
+Factors = tuple[Any, ...]  # tensors, as Values, and Parameters
+
+
+class Form(NamedTuple):
+    """Σ coefficient · product of tensors (and of parameters): `terms` maps (x,), (x, g), … to coefficients, and () to the offset."""
+
+    terms: dict[Factors, Any]
+
+    @property
+    def degree(self) -> int:
+        """In tensors; where it is 2, only a sum over the batch can take it further."""
+        return max(sum(isinstance(factor, Value) for factor in product) for product in self.terms)
+
+    @property
+    def tensors(self) -> set[Value]:
+        return {factor for product in self.terms for factor in product if isinstance(factor, Value)}
+
+    @property
+    def needs(self) -> tuple[Value, ...]:
+        """What the coefficients are computed from."""
+        return tuple(need for coefficient in self.terms.values() for need in coefficient.needs)
 
     def __add__(self, other):
-        terms = dict(self.terms)
-        for key, (tensor, coefficient) in other.terms.items():
-            terms[key] = tensor, terms[key][1] + coefficient if key in terms else coefficient
-        return Form(terms, _sum(self.offset, other.offset))
+        return _collected((*self.terms.items(), *other.terms.items()))
 
-    def times(self, factor: Vector) -> "Form":
-        terms = {key: (tensor, coefficient * factor) for key, (tensor, coefficient) in self.terms.items()}
-        return Form(terms, self.offset and self.offset * factor)
+    def __neg__(self):
+        return Form({product: -coefficient for product, coefficient in self.terms.items()})
 
-    def coefficient(self, tensor: Value) -> Vector | None:
-        return self.terms[id(tensor)][1] if id(tensor) in self.terms else None
+    def __mul__(self, other):
+        return _collected((tuple(sorted(left + right, key=hash)), a * b)
+                          for left, a in self.terms.items() for right, b in other.terms.items())
 
 
-class Product(NamedTuple):
-    """left · right, element by element; only a sum over the batch can take it further."""
+def _collected(terms: Iterable[tuple[Factors, Any]]) -> Form:
+    sums: dict[Factors, Any] = {}
+    for product, coefficient in terms:
+        sums[product] = sums[product] + coefficient if product in sums else coefficient
+    return Form(sums)
 
-    left: Form
-    right: Form
 
-    def times(self, factor: Vector) -> "Product":
-        return Product(self.left.times(factor), self.right)
+def combined(primitive: str, left: Form, right: Form, degree: int) -> Form | None:
+    """left + right, left - right, left · right or left / right, where that is a form of at most this degree."""
+    if primitive == "mul":
+        return left * right if left.degree + right.degree <= degree else None
+    if primitive == "div":
+        return left * Form({(): 1 / right.terms[()]}) if set(right.terms) == {()} else None
+    if left.degree > 1 or right.degree > 1 or primitive not in (*ADD, "sub"):
+        return None
+    return left + (-right if primitive == "sub" else right)
 
 
 class Forms:
     """Forms of what the program computes from x and from `cotangents`, tensor by tensor as far as they stay per channel.
 
-    `of` maps id(value) to (value, Form or Product); `sums` are the values that sum one of them over the batch; `nodes`
-    are the indices of the nodes looked through.
+    `sums` are the values that sum one of them over the batch; `nodes` are the indices of the nodes looked through.
     """
 
     def __init__(self, x: Value, axis: int, means: Sequence[Value] = (), cotangents: Iterable[Value] = ()):
         self.x = x
-        self._axes = {view.shape: channels for view, channels in views(x, axis)}  # of the shapes that x is seen in
-        self._means = set(map(id, means))
-        self.of: dict[int, tuple[Value, Form | Product]] = {}
-        self.sums: list[tuple[Value, Form | Product]] = []
+        seen = ((view.shape, layout.axes(axis)) for view, layout in views(x, (axis,)))
+        self._axes = {shape: axes[0] for shape, axes in seen if axes}  # of the channels, in the shapes that x is seen in
+        self._means = means
+        self.of: dict[Value, Form] = {}
+        self.sums: list[tuple[Value, Form]] = []
         self.nodes: set[int] = set()
-        self._summed: set[int] = set()
+        self._summed: set[Value] = set()
         self._pending: list[tuple[int, Node]] = []
         for tensor in cotangents:
-            self._found(tensor, Form({id(tensor): (tensor, number(1))}))
+            self._found(tensor, Form({(tensor,): number(1)}))
         self.offset = vector(means[0]) if means else None
-        self._found(self.x, Form({id(self.x): (self.x, number(1))}, self.offset))
+        self._found(self.x, Form({(self.x,): number(1)} | ({(): self.offset} if self.offset else {})))
         while self._pending:
             _, node = heapq.heappop(self._pending)
             if node.index not in self.nodes:
                 self._look_through(node)
 
-    def _found(self, value: Value, form: Form | Product):
-        self.of[id(value)] = value, form
-        for reduction in reductions(value):
+    def _found(self, value: Value, form: Form):
+        self.of[value] = form
+        for reduction in reductions(value, IndexMap.of(value.shape)):
             self.nodes.add(reduction.first.index)
-            if reduction.left == (self._axes[value.shape],) and id(reduction.value) not in self._summed:
-                self._summed.add(id(reduction.value))
-                self.sums.append((reduction.value, form.times(number(reduction.weight))))
+            if reduction.left(value.shape) == (self._axes[value.shape],) and reduction.value not in self._summed:
+                self._summed.add(reduction.value)
+                self.sums.append((reduction.value, form * Form({(): number(reduction.weight)})))
         for node in value.users:
             if node.index >= 0 and len(node.outputs) == 1:
                 heapq.heappush(self._pending, (node.index, node))
 
     def _look_through(self, node: Node):
         form = self._form(node) if node.out.shape in self._axes else None
-        if form is not None and (isinstance(form, Product) or len(form.terms) <= MOST_TENSORS):
+        if form is not None and (form.degree > 1 or len(form.tensors) <= MOST_TENSORS):
             self.nodes.add(node.index)
             self._found(node.out, form)
 
-    def _form(self, node: Node) -> Form | Product | None:
+    def _form(self, node: Node) -> Form | None:
         name = node.primitive
-        if is_float_cast(node) or is_reshape(node) or name == "neg":
-            form = self.of[id(node.inputs[0])][1]
-            return form.times(number(-1)) if name == "neg" else form
+        if is_float_cast(node) or is_reshape(node):
+            return self.of[node.inputs[0]]
+        if name == "neg":
+            return -self.of[node.inputs[0]]
         if name == "select_n" and chosen(node.out) is not node.out:
             return self._operand(chosen(node.out), node.out)
-        if is_square(node, node.inputs[0]):
-            form = self._operand(node.inputs[0], node.out)
-            return Product(form, form) if isinstance(form, Form) else None
-        if name not in (*ADD, "sub", "mul", "div"):
+        square = is_square(node, node.inputs[0])
+        if not square and name not in (*ADD, "sub", "mul", "div"):
             return None
-        left, right = (self._operand(value, node.out) for value in node.inputs)
+        left, right = (self._operand(value, node.out) for value in (node.inputs * 2 if square else node.inputs)[:2])
         if left is None or right is None:
             return None
-        if name == "mul":
-            return _times(left, right)
-        if isinstance(right, Product) or name == "div" and right.terms:
-            return None
-        if name == "div":
-            return left.times(right.offset.inverse())
-        if isinstance(left, Product):
-            return None
-        difference = name == "sub"
-        if difference and right.offset is not None and not right.terms and self._is_mean(*node.inputs[::-1]):
-            without = self._without_mean(left)
-            if without is not None:
-                return without
-        return left + (right.times(number(-1)) if difference else right)
+        if name == "sub" and self._is_x(left) and self._is_mean(node.inputs[1], node.inputs[0]):
+            return Form({(self.x,): number(1)})  # x - mean: exactly what the tensor stands for
+        return combined("mul" if square else name, left, right, 2)
 
-    def _operand(self, value: Value, like: Value) -> Form | Product | None:
-        value = value if id(value) in self.of else chosen(value)
-        if id(value) in self.of:
-            return self.of[id(value)][1]
+    def _operand(self, value: Value, like: Value) -> Form | None:
+        value = value if value in self.of else chosen(value)
+        if value in self.of:
+            return self.of[value]
         if small := self._small(value, like):
-            return Form({}, small)
+            return Form({(): small})
         tensor = unwidened(value)
-        return Form({id(tensor): (tensor, number(1))}) if tensor.shape == self.x.shape else None
+        return Form({(tensor,): number(1)}) if tensor.shape == self.x.shape else None
 
     def _small(self, value: Value, like: Value) -> Vector | None:
         """One number per channel, also where it is multiplied by a number after it was broadcast."""
@@ -182,54 +201,19 @@ class Forms:
 
     def _is_mean(self, value: Value, like: Value) -> bool:
         small = per_channel(value, like, self._axes[like.shape])
-        return id(value) in self._means or id(small) in self._means
+        return value in self._means or small in self._means
 
-    def _without_mean(self, form: Form) -> Form | None:
-        """x - mean, if the form is x's own: exactly what the tensor stands for."""
-        return Form(form.terms) if form.offset is self.offset and set(form.terms) == {id(self.x)} else None
-
-
-def _sum(left: Vector | None, right: Vector | None) -> Vector | None:
-    return left + right if left and right else left or right
+    def _is_x(self, form: Form) -> bool:
+        return form.tensors == {self.x} and form.degree == 1 and form.terms.get(()) is self.offset
 
 
-def _times(left: Form | Product, right: Form | Product) -> Form | Product | None:
-    for one, other in ((left, right), (right, left)):
-        if isinstance(other, Form) and not other.terms:
-            return one.times(other.offset)
-    return Product(left, right) if isinstance(left, Form) and isinstance(right, Form) else None
-
-
-def tensors_of(form: Form | Product) -> list[Value]:
-    sides = (form,) if isinstance(form, Form) else form
-    return [tensor for side in sides for tensor, _ in side.terms.values()]
-
-
-def needs_of(form: Form | Product) -> list[Value]:
-    """What the coefficients are computed from."""
-    sides = (form,) if isinstance(form, Form) else form
-    return [need for side in sides for vector in (*[k for _, k in side.terms.values()], side.offset) if vector
-            for need in vector.needs]
-
-
-def is_sum_of_gradient(form: Form | Product, x: Value) -> bool:
+def is_sum_of_gradient(form: Form, x: Value) -> bool:
     """Of one g and x, or of g alone times a form of x: never its square."""
-    if len({id(t) for t in tensors_of(form)} - {id(x)}) != 1:
-        return False
-    if isinstance(form, Form):
-        return True
-    with_g = [side for side in form if set(side.terms) - {id(x)}]
-    return len(with_g) == 1 and len(with_g[0].terms) == 1 and with_g[0].offset is None
+    products = [[tensor for tensor in product if tensor is not x] for product in form.terms]
+    return len(form.tensors - {x}) == 1 and (form.degree == 1 or all(len(others) == 1 for others in products))
 
 
-def batch_sum(form: Form | Product, x: Value, g: Value, sum_g, sum_gx, count: int, read):
-    """The sum over the batch, where Σx is 0: of p·g + q·x + r it is p·Σg + count·r, and of the product of one with g and
-    one without, q·x + r, it is p·q·Σg·x + p·r·Σg."""
-
-    def of(vector):
-        return 0 if vector is None else vector.of(read)
-
-    if isinstance(form, Form):
-        return of(form.coefficient(g)) * sum_g + count * of(form.offset)
-    with_g, without = form if form.left.coefficient(g) else (form.right, form.left)
-    return of(with_g.coefficient(g)) * (of(without.coefficient(x)) * sum_gx + of(without.offset) * sum_g)
+def batch_sum(form: Form, x: Value, g: Value, sum_g, sum_gx, count: int, read):
+    """The sum over the batch, where Σx is 0: of p·g·x + q·g + r·x + s it is p·Σg·x + q·Σg + count·s."""
+    sums = {(): count, (g,): sum_g, (g, x): sum_gx, (x, g): sum_gx}
+    return sum(coefficient.of(read) * sums[product] for product, coefficient in form.terms.items() if product in sums)

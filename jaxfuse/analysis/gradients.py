@@ -15,6 +15,7 @@ from jaxfuse.analysis.canonical import ADD, CAST, constant
 from jaxfuse.analysis.layout import RESHAPES
 from jaxfuse.program.graph import Graph, Node, Value, key_of
 
+CONTRACTIONS = ("dot_general", "conv_general_dilated")
 UNARY = (*RESHAPES, "transpose", "reduce_sum", CAST)
 Form = collections.Counter  # path -> how often; path 0 is dy itself
 MOST_NODES = 64  # between a value and its inputs
@@ -31,10 +32,10 @@ class Gradient(NamedTuple):
 def between(inputs: list[Value], end: Value) -> list[Node] | None:
     """The nodes that compute `end` from the inputs, or None if it needs more than these."""
     nodes: dict[int, Node] = {}
-    given, stack = set(map(id, inputs)), [end]
+    stack = [end]
     while stack:
         value = stack.pop()
-        if value.literal is not None or id(value) in given:
+        if value.literal is not None or value in inputs:
             continue
         node = value.producer
         if node is None or len(nodes) > MOST_NODES:
@@ -49,11 +50,19 @@ def gradients(graph: Graph, nodes: list[Node], inputs: list[Value], end: Value, 
               fixed: tuple[Value, ...] = ()) -> list[Gradient]:
     """For every cotangent of `end` that the program has: where in its backward pass the gradients of `inputs` are, through the
     `nodes` that compute `end` from them and from what is `fixed`."""
-    constants = {id(v): v for n in nodes for v in n.inputs if v.producer is not None and constant(v) is not None}
-    numbers = [*fixed, *constants.values()]
-    nodes = [n for n in nodes if not any(v is n.out for v in numbers)]
+    constants = dict.fromkeys(v for n in nodes for v in n.inputs if v.producer is not None and constant(v) is not None)
+    numbers = [*fixed, *constants]
+    nodes = [n for n in nodes if n.out not in numbers]
     target = _Target(graph, _traced(nodes, inputs, numbers, end), [*inputs, *numbers])
     return [_search(target, dy, backward) for dy in target.cotangents(end, backward)]
+
+
+def gradients_of(graph: Graph, node: Node, backward: frozenset[int]) -> list[Gradient]:
+    """The same for the operands of one node: a value that it reads twice, as x·xᵀ does, has two gradients."""
+    apart = [Value(v.aval) for v in node.inputs]
+    alone = node.reading(apart)
+    target = _Target(graph, _traced([alone], apart, [], alone.out), node.inputs)
+    return [_search(target, dy, backward) for dy in target.cotangents(node.out, backward)]
 
 
 class _Paths:
@@ -79,21 +88,21 @@ class _Target:
     def __init__(self, graph: Graph, traced: Graph, inputs: list[Value]):
         self.paths = _Paths()
         self._firsts: list[tuple] = []
-        own: dict[int, Value | Form | None] = dict(zip(map(id, traced.inputs), (Form({0: 1}), *inputs)))
+        own: dict[Value, Value | Form | None] = dict(zip(traced.inputs, (Form({0: 1}), *inputs)))
         unary = {0: ()}  # paths without other operands
 
         def read(value: Value):
-            return value if value.literal is not None else own.get(id(value))
+            return value if value.literal is not None else own.get(value)
 
         for node in traced.nodes:
             operands = [read(v) for v in node.inputs]
             if any(isinstance(v, Form) for v in operands):
                 made = _step(node, operands, self.paths) if None not in operands else None
-                own[id(node.out)] = made
+                own[node.out] = made
                 self._note(node, operands, made, unary)
             else:
                 known = graph.known(node.eqn, operands) if None not in operands else None
-                own |= zip(map(id, node.outputs), known.outputs if known else [None] * len(node.outputs))
+                own |= zip(node.outputs, known.outputs if known else [None] * len(node.outputs))
         self.paths.complete = True
         self.forms = [form if isinstance(form := read(v), Form) else None for v in traced.outputs]
 
@@ -106,18 +115,19 @@ class _Target:
         if len(operands) == 1:
             unary[next(iter(made))] = (*unary[path], node)
         else:
-            others = [v for v in operands if isinstance(v, Value) and constant(v) is None]
+            contracts = node.primitive in CONTRACTIONS
+            others = [v for v in operands if isinstance(v, Value) and (contracts or constant(v) is None)]
             self._firsts += [(node.primitive, position, other, unary[path]) for other in others]
 
     def cotangents(self, end: Value, backward: frozenset[int]) -> list[Value]:
-        found: dict[int, Value] = {}
+        found: dict[Value, None] = {}
         for primitive, position, other, steps in self._firsts:
             for node in other.users:
                 if node.index in backward and node.primitive == primitive:
                     dy = _undone(node.inputs[position], steps)
                     if dy is not None and (dy.shape, dy.dtype) == (end.shape, end.dtype):
-                        found[id(dy)] = dy
-        return list(found.values())
+                        found[dy] = None
+        return list(found)
 
 
 def _undone(value: Value, steps: tuple[Node, ...]) -> Value | None:
@@ -132,8 +142,8 @@ def _undone(value: Value, steps: tuple[Node, ...]) -> Value | None:
 
 def _search(target: _Target, dy: Value, backward: frozenset[int]) -> Gradient:
     """Goes forward from dy along the paths of the target."""
-    forms: dict[int, Form] = {id(dy): Form({0: 1})}
-    added: dict[int, tuple[Value, ...]] = {id(dy): ()}
+    forms: dict[Value, Form] = {dy: Form({0: 1})}
+    added: dict[Value, tuple[Value, ...]] = {dy: ()}
     gradient = Gradient(dy, [None] * len(target.forms), [()] * len(target.forms))
     pending = {n.index: n for n in dy.users}
     heap = sorted(pending)
@@ -142,11 +152,11 @@ def _search(target: _Target, dy: Value, backward: frozenset[int]) -> Gradient:
         if node.index not in backward or len(node.outputs) != 1:
             continue
         form, rest = _sum(node, forms, added) if node.primitive in ADD else (None, ())
-        if form is None and not any(added.get(id(v)) for v in node.inputs):
-            form = _step(node, [forms.get(id(v), v) for v in node.inputs], target.paths)
+        if form is None and not any(added.get(v) for v in node.inputs):
+            form = _step(node, [forms.get(v, v) for v in node.inputs], target.paths)
         if form is None:
             continue
-        forms[id(node.out)], added[id(node.out)] = form, rest
+        forms[node.out], added[node.out] = form, rest
         for i, wanted in enumerate(target.forms):
             left = _combined(form, wanted, -1) if wanted and gradient.found[i] is None else None
             if left in ({}, {0: 1}):  # dy itself may be added too, as by a skip connection
@@ -158,13 +168,13 @@ def _search(target: _Target, dy: Value, backward: frozenset[int]) -> Gradient:
     return gradient
 
 
-def _sum(node: Node, forms: dict[int, Form], added: dict[int, tuple[Value, ...]]) -> tuple[Form, tuple[Value, ...]]:
+def _sum(node: Node, forms: dict[Value, Form], added: dict[Value, tuple[Value, ...]]) -> tuple[Form, tuple[Value, ...]]:
     """An addition, also of what is not of this gradient: another gradient of the same value."""
     form: Form = Form()
     rest: tuple[Value, ...] = ()
     for value in node.inputs:
-        form = _combined(form, forms.get(id(value), Form()), 1)
-        rest = (*rest, *(added[id(value)] if id(value) in forms else (value,)))
+        form = _combined(form, forms.get(value, Form()), 1)
+        rest = (*rest, *(added[value] if value in forms else (value,)))
     return form, rest
 
 
@@ -176,14 +186,14 @@ def _step(node: Node, operands: list, paths: _Paths) -> Form | None:
     if len(linear) != 1:
         return None
     position, others = linear[0], [v for v in operands if isinstance(v, Value)]
-    form, known = operands[position], tuple(map(_token, others))
+    form, known = operands[position], tuple(others if name in CONTRACTIONS else map(_token, others))
     if name == "neg":
         return _combined(Form(), form, -1)
     if name == "mul" or name == "div" and position == 0:
         return paths.step(form, (name, *known))
     if name == "select_n" and position > 0 and all(constant(v) == 0 for v in others[1:]):
         return paths.step(form, (name, position, known[0]))
-    if name == "dot_general":
+    if name in CONTRACTIONS:
         return paths.step(form, (name, position, *known, *_plain_params(node)))
     if name in UNARY and not others:
         return paths.step(form, (name, *_plain_params(node)))
@@ -202,28 +212,28 @@ class Sums:
     """Which values of a graph are the same but for the order in which things are added on the way."""
 
     def __init__(self, graph: Graph):
-        self._firsts: dict[int, Value] = {}  # by id, the first value that is the same; itself where there is none before it
-        self._addends: dict[int, Form] = {}
+        self._firsts: dict[Value, Value] = {}  # the first value that is the same; itself where there is none before it
+        self._addends: dict[Value, Form] = {}
         seen: dict = {}
         for node in graph.nodes:
-            inputs = [self._firsts.get(id(v), v) for v in node.inputs]
+            inputs = [self._firsts.get(v, v) for v in node.inputs]
             if node.primitive in ADD and all(v.literal is None for v in inputs):
-                self._addends[id(node.out)] = addends = sum(map(self.addends, inputs), Form())
+                self._addends[node.out] = addends = sum(map(self.addends, inputs), Form())
                 key = frozenset(addends.items())
             else:
                 key = key_of(node.eqn, inputs)
             first = node if key is None or node.eqn.effects else seen.setdefault(key, node)
-            self._firsts |= zip(map(id, node.outputs), first.outputs)
+            self._firsts |= zip(node.outputs, first.outputs)
 
     def addends(self, value: Value) -> Form:
-        """id -> how often it is added: what the value is the sum of, the value itself where it is none."""
-        first = self._firsts.get(id(value), value)
-        return self._addends.get(id(first), Form({id(first): 1}))
+        """value -> how often it is added: what the value is the sum of, the value itself where it is none."""
+        first = self._firsts.get(value, value)
+        return self._addends.get(first, Form({first: 1}))
 
 
 def _token(value: Value):
     number = constant(value)
-    return id(value) if number is None else ("number", number)
+    return value if number is None else ("number", number)
 
 
 def _plain_params(node: Node) -> list[tuple[str, str]]:
@@ -245,24 +255,24 @@ _gradients: dict[tuple, Graph] = {}
 def _traced(nodes: list[Node], inputs: list[Value], numbers: list[Value], end: Value) -> Graph:
     """JAX's gradient of `end` as a program of dy, the inputs and the numbers; the same for all sites that read alike."""
     given = [*inputs, *numbers]
-    names = {id(v): i for i, v in enumerate(given)}
+    names = {v: i for i, v in enumerate(given)}
     text: list = [len(inputs), *[(v.aval.str_short(), str(v.aval.sharding)) for v in (*given, end)]]
     for node in nodes:
-        wiring = [(str(v.literal), str(v.dtype)) if v.literal is not None else names[id(v)] for v in node.inputs]
-        names |= {id(v): len(names) + i for i, v in enumerate(node.outputs)}
+        wiring = [(str(v.literal), str(v.dtype)) if v.literal is not None else names[v] for v in node.inputs]
+        names |= {v: len(names) + i for i, v in enumerate(node.outputs)}
         text.append((node.primitive, str(wiring), str(node.params)))
-    key = (*text, names[id(end)])
+    key = (*text, names[end])
 
     def value(*arrays):
-        made = dict(zip(map(id, given), arrays))
+        made = dict(zip(given, arrays))
         for node in nodes:
-            read = [v.literal if v.literal is not None else made[id(v)] for v in node.inputs]
-            made |= zip(map(id, node.outputs), node.replay(read))
-        return made[id(end)]
+            made |= zip(node.outputs, node.replay([v.literal if v.literal is not None else made[v] for v in node.inputs]))
+        return made[end]
 
     if key not in _gradients:
         if len(_gradients) > 256:
             _gradients.clear()
+
         def gradient(dy, *arrays):
             fixed = arrays[len(inputs) :]
             return jax.vjp(lambda *moving: value(*moving, *fixed), *arrays[: len(inputs)])[1](dy)

@@ -4,113 +4,125 @@
 """
 
 import dataclasses
-import itertools
+import functools
 import math
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
 from jax.extend import source_info_util
 
+from jaxfuse.analysis.axes import IndexMap, is_long
 from jaxfuse.program.graph import Graph, Node, Value
+from jaxfuse.runtime import private
 
 RESHAPES = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy", "pvary")
 
 
+class Piece(NamedTuple):
+    """A digit of an index map that lies within one axis of the origin."""
+
+    axis: int
+    stride: int
+    length: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A value as `origin.reshape(factors).transpose(permutation).reshape(shape)`. Each factor is (axis of the origin,
-    length): the origin's axes themselves, or pieces of them, as `vmap` over the weights of a convolution makes."""
+    """A value that has the elements of its origin, each once: the origin's axes in another order, split or merged."""
 
     origin: tuple[int, ...]
-    factors: tuple[tuple[int, int], ...]
-    permutation: tuple[int, ...]
-    shape: tuple[int, ...]
+    places: IndexMap
 
     @classmethod
     def of(cls, shape) -> "Layout":
-        shape = tuple(shape)
-        return cls(shape, tuple(enumerate(shape)), tuple(range(len(shape))), shape)
+        return cls(tuple(shape), IndexMap.of(shape))
 
     @property
-    def transposed(self) -> tuple[int, ...]:
-        return tuple(self.factors[i][1] for i in self.permutation)
+    def shape(self) -> tuple[int, ...]:
+        return self.places.shape
+
+    def then(self, node: Node) -> "Layout | None":
+        """The layout of the node's output, if the node only moves elements and the result can be told in this form."""
+        moved = self.places.then(node) if node.primitive == "transpose" or is_reshape(node) else None
+        layout = None if moved is None else Layout(self.origin, moved)
+        return layout if layout and layout._is_whole else None
+
+    @functools.cached_property
+    def _pieces(self) -> list[list[Piece]]:
+        """Of each axis: its digits, cut where the axes of the origin end."""
+        own = [digit for (digit,) in IndexMap.of(self.origin).runs]
+        short = [Piece(axis, *digit) for axis, digit in enumerate(own) if not is_long(digit[1])]
+
+        def cut(stride, length) -> Iterator[Piece]:
+            if not is_long(length):
+                for piece in [piece for piece in short if piece[1:] == (stride, length)][:1]:
+                    short.remove(piece)
+                    yield piece
+                return
+            for axis, (low, n) in enumerate(own):
+                start, end = max(low, stride, key=private.known), min(low * n, stride * length, key=private.known)
+                if private.known(start) < private.known(end):
+                    yield Piece(axis, start, end // start)
+
+        return [[piece for digit in run for piece in cut(*digit)] for run in self.places.runs]
 
     @property
-    def is_permutation(self) -> bool:
-        """Whether it is the origin with its axes in another order, or in the same."""
-        return self.shape == self.transposed and not self._is_split
+    def _is_whole(self) -> bool:
+        """Whether no digit ends inside a part of an axis, as [6] of [2, 3] does where it is [3, 2]."""
+        return all(math.prod(piece.length for piece in pieces) == n for pieces, n in zip(self._pieces, self.shape))
+
+    @functools.cached_property
+    def permutation(self) -> tuple[int, ...] | None:
+        """Of the origin's axes, though some may be merged; None if one was split. Those of length 1 that a reshape left out stay
+        where they were."""
+        order = [piece.axis for pieces in self._pieces for piece in pieces]
+        for axis in range(len(self.origin)):
+            if axis not in order:
+                order.insert(next((i for i, other in enumerate(order) if other > axis), len(order)), axis)
+        return tuple(order) if len(order) == len(self.origin) else None
 
     @property
     def axis_order(self) -> tuple[int, ...]:
         """The order in which the origin's axes lie in `shape`, as far as an op can write them so."""
-        return tuple(range(len(self.origin))) if self._is_split else self.permutation
+        return tuple(range(len(self.origin))) if self.permutation is None else self.permutation
 
     @property
-    def _is_split(self) -> bool:
-        return len(self.factors) != len(self.origin)
+    def is_permutation(self) -> bool:
+        """Whether it is the origin with its axes in another order, or in the same."""
+        return self.permutation is not None and self.shape == tuple(self.origin[d] for d in self.permutation)
 
-    def then(self, node: Node) -> "Layout | None":
-        """The layout of the node's output, if the node only moves elements and the result can be told in this form."""
-        shape = tuple(node.out.shape)
-        if is_reshape(node):
-            return dataclasses.replace(self, shape=shape)
-        if node.primitive == "transpose":
-            split = self if self.shape == self.transposed else self._split()
-            permutation = split._then_permuted(node.params["permutation"])
-            return dataclasses.replace(split, permutation=permutation, shape=shape) if permutation else None
-        return None
-
-    def _split(self) -> "Layout":
-        """The same with every factor that the last reshape splits as the pieces."""
-        pieces = {i: [length] for i, (_, length) in enumerate(self.factors)}
-        for merged, split in _blocks(self.transposed, self.shape):
-            if len(merged) == 1 < len(split):
-                pieces[self.permutation[merged[0]]] = [self.shape[d] for d in split]
-        factors = [(self.factors[i][0], length) for i, lengths in pieces.items() for length in lengths]
-        starts = list(itertools.accumulate(map(len, pieces.values()), initial=0))
-        permutation = [starts[i] + k for i in self.permutation for k in range(len(pieces[i]))]
-        return dataclasses.replace(self, factors=tuple(factors), permutation=tuple(permutation))
-
-    def _then_permuted(self, order) -> tuple[int, ...] | None:
-        """The permutation after axes of `shape` were put into `order`: factors that were merged move as one."""
-        if self.shape == self.transposed:
-            return tuple(self.permutation[d] for d in order)
-        blocks = list(_blocks(self.transposed, self.shape))
-        block_of = {d: i for i, (_, split) in enumerate(blocks) for d in split}
-        moved = [d for d in order if self.shape[d] != 1]
-        sequence = list(dict.fromkeys(block_of[d] for d in moved))
-        if moved != [d for i in sequence for d in blocks[i][1]]:
-            return None
-        merged = [self.permutation[d] for i in sequence for d in blocks[i][0]]
-        return (*[i for i in self.permutation if i not in merged], *merged)  # factors of length 1 go anywhere
+    @property
+    def is_identity(self) -> bool:
+        return self.is_permutation and self.axis_order == tuple(range(len(self.origin)))
 
     def axes(self, axis: int) -> tuple[int, ...] | None:
         """The axes of `shape` that together are the origin's `axis`, in order; None if others are merged with it."""
-        places = [self.permutation.index(i) for i, (own, _) in enumerate(self.factors) if own == axis]
-        if self.shape != self.transposed:
-            split_of = {merged: split for merged, split in _blocks(self.transposed, self.shape)}
-            places = [place for place in places if self.transposed[place] != 1]
-            if any((place,) not in split_of for place in places):
-                return None
-            places = [d for place in places for d in split_of[place,]]
-        return tuple(places) if places == sorted(places) else None
+        if self.is_permutation:
+            return (self.axis_order.index(axis),)
+        found = [d for d, pieces in enumerate(self._pieces) if any(p.axis == axis and is_long(p.length) for p in pieces)]
+        pieces = [piece for d in found for piece in self._pieces[d]]
+        strides = [private.known(piece.stride) for piece in pieces]
+        alone = all(piece.axis == axis for piece in pieces) and strides == sorted(strides, reverse=True)
+        return tuple(found) if alone else None
 
     def place(self, array, order=None):
         """The array in this layout; it is given as the origin with its axes in that order."""
-        own = range(len(self.origin))
-        if not self._is_split:
-            return _permute(array, order or own, self.permutation).reshape(self.shape)
-        pieces = _permute(array, order or own, own).reshape([length for _, length in self.factors])
-        return lax.transpose(pieces, self.permutation).reshape(self.shape)
+        given, placed = self._given_and_placed(order or range(len(self.origin)))
+        return _permute(array.reshape([piece.length for piece in given]), given, placed).reshape(self.shape)
 
     def undo(self, array, order):
         """`place` backwards."""
-        array, own = array.reshape(self.transposed), range(len(self.origin))
-        if not self._is_split:
-            return _permute(array, self.permutation, order)
-        return _permute(lax.transpose(array, inverse(self.permutation)).reshape(self.origin), own, order)
+        given, placed = self._given_and_placed(order)
+        pieces = _permute(array.reshape([piece.length for piece in placed]), placed, given)
+        return pieces.reshape([self.origin[d] for d in order])
+
+    def _given_and_placed(self, order) -> tuple[list[Piece], list[Piece]]:
+        """All pieces as they lie in the origin with its axes in that order, and as they lie here."""
+        placed = [piece for pieces in self._pieces for piece in pieces]
+        return sorted(placed, key=lambda piece: (list(order).index(piece.axis), -private.known(piece.stride))), placed
 
 
 def _permute(array, given, wanted):
@@ -133,11 +145,11 @@ def only_moved(value: Value) -> tuple[Value, tuple[int, ...]]:
     while value.producer is not None and (is_reshape(value.producer) or value.producer.primitive == "transpose"):
         path.insert(0, value.producer)
         value = value.producer.inputs[0]
-        layout = Layout.of(value.shape)
+        layout: Layout | None = Layout.of(value.shape)
         for node in path:
             layout = layout and layout.then(node)
         if layout and layout.is_permutation:
-            best = value, layout.permutation
+            best = value, layout.axis_order
     return best
 
 
@@ -162,35 +174,20 @@ def transposed(graph: Graph, value: Value, order: tuple[int, ...]) -> Value:
     return graph.transposes[key]
 
 
+def is_transposed(graph: Graph, value: Value, order: tuple[int, ...]) -> bool:
+    """Whether a fused op gives the value with its axes in that order, or wants it so."""
+    return (id(value), order) in graph.transposes
+
+
 def to_layout(graph: Graph, value: Value, layout: Layout, permutation) -> tuple[Value, Callable]:
     """(read, made): the value to read, and what makes of its array `value` in the origin's shape, axes in that order."""
     if layout.is_permutation:
-        return transposed(graph, value, tuple(layout.permutation.index(d) for d in permutation)), lambda array: array
+        return transposed(graph, value, tuple(layout.axis_order.index(d) for d in permutation)), lambda array: array
     return value, lambda array: layout.undo(array, permutation)
 
 
 def channels_last(ndim: int, axis: int) -> tuple[int, ...]:
     return (*[d for d in range(ndim) if d != axis], axis)
-
-
-def _blocks(a, b) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The finest pieces into which a reshape from `a` to `b` falls: axes of `a` and axes of `b`, those of length 1 left out."""
-    left, right = ([d for d, n in enumerate(shape) if n != 1] for shape in (a, b))
-    if 0 in a:
-        yield tuple(left), tuple(right)
-        return
-    i = j = 0
-    while i < len(left):
-        start, products = (i, j), [a[left[i]], b[right[j]]]
-        i, j = i + 1, j + 1
-        while products[0] != products[1]:
-            if products[0] < products[1]:
-                products[0] *= a[left[i]]
-                i += 1
-            else:
-                products[1] *= b[right[j]]
-                j += 1
-        yield tuple(left[start[0] : i]), tuple(right[start[1] : j])
 
 
 def inverse(permutation) -> tuple[int, ...]:

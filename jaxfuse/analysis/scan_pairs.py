@@ -72,12 +72,12 @@ class ScanPair:
         self.first, self.second, self.shared = first, second, {}
         self.kept = [i for i, v in enumerate(first.node.outputs) if i < first.carried or graph.is_returned(v)
                      or any(user is not second.node for user in v.users)]
-        stacked = {id(v): i for i, v in enumerate(first.node.outputs) if i >= first.carried}
-        given = {id(v): i for i, v in enumerate(first.node.inputs)}
+        stacked = {v: i for i, v in enumerate(first.node.outputs) if i >= first.carried}
+        given = {v: i for i, v in enumerate(first.node.inputs)}
         for k, value in enumerate(second.node.inputs):
-            source = given.get(id(value))
-            if second.is_x(k) and id(value) in stacked:
-                self.shared[k] = True, stacked[id(value)]
+            source = given.get(value)
+            if second.is_x(k) and value in stacked:
+                self.shared[k] = True, stacked[value]
             elif source is not None and (first.is_x(source) and second.is_x(k) or first.is_const(source) and second.is_const(k)):
                 self.shared[k] = False, source
         self.own = [k for k in range(len(second.node.inputs)) if k not in self.shared]
@@ -122,13 +122,13 @@ class _Parts:
         first, program = joint.first, inner.graph
         self.wanted, self.results = program.outputs[: len(joint.kept)], program.outputs[len(joint.kept) :]
         self.inputs = program.inputs
-        start = {id(v): v for v in (*program.inputs, *program.constants)}
+        start = {*program.inputs, *program.constants}
         made, read = _reached(self.wanted, inner.replacements, start)
-        self.reads_second = any(id(v) in read for v in self.inputs[len(first.node.inputs) :])
-        _, met = _reached(self.results, inner.replacements, start | made)
-        carries = {id(v) for v in self.inputs[first.consts : first.first_x]}
-        self.saved = [v for key, v in met.items() if key in made or key in carries]
-        self.met = [i for i, v in enumerate(self.inputs) if id(v) in met and id(v) not in carries]
+        self.reads_second = any(v in read for v in self.inputs[len(first.node.inputs) :])
+        _, met = _reached(self.results, inner.replacements, start | made.keys())
+        carries = set(self.inputs[first.consts : first.first_x])
+        self.saved = [v for v in met if v in made or v in carries]
+        self.met = [i for i, v in enumerate(self.inputs) if v in met and v not in carries]
         dropped = [v for i, v in enumerate(first.node.outputs) if i not in joint.kept]
         self.too_large = sum(map(_bytes, self.saved)) * first.options["length"] > MOST_SAVED * sum(map(_bytes, dropped))
 
@@ -184,7 +184,7 @@ class _Parts:
     def _compute(self, wanted, known):
         graph = self.inner.graph
         constants = zip(graph.constants, graph.constant_arrays)
-        return compute(wanted, {id(v): array for v, array in (*constants, *known)}, self.inner.replacements)
+        return compute(wanted, dict([*constants, *known]), self.inner.replacements)
 
 
 def _emission(closed: ClosedJaxpr, needs, defines) -> Emission:
@@ -194,19 +194,19 @@ def _emission(closed: ClosedJaxpr, needs, defines) -> Emission:
     return Emission(tuple(needs), tuple(defines), run)
 
 
-def _reached(wanted, replacements, known) -> tuple[dict[int, Value], dict[int, Value]]:
-    """(what is computed on the way to the wanted values, the known ones that it is computed from), by id."""
-    made: dict[int, Value] = {}
-    met: dict[int, Value] = {}
+def _reached(wanted, replacements, known: set[Value]) -> tuple[dict[Value, None], dict[Value, None]]:
+    """(what is computed on the way to the wanted values, the known ones that it is computed from), each in its order."""
+    made: dict[Value, None] = {}
+    met: dict[Value, None] = {}
     stack = list(wanted)
     while stack:
         value = stack.pop()
-        if id(value) in known:
-            met[id(value)] = value
-        elif id(value) not in made and value.literal is None:
-            emission = replacements.get(id(value))
-            made |= {id(v): v for v in (emission.defines if emission else value.producer.outputs)}
-            stack += emission.needs if emission else value.producer.inputs
+        if value in known:
+            met[value] = None
+        elif value not in made and value.literal is None:
+            emission = replacements.get(value)
+            made |= dict.fromkeys(emission.defines if emission else value.node.outputs)
+            stack += emission.needs if emission else value.node.inputs
     return made, met
 
 

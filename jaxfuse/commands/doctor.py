@@ -9,7 +9,7 @@ from rich.table import Table
 
 from jaxfuse.runtime import cuda, ffi, memory, threads, versions
 from jaxfuse.runtime.cudnn import backend
-from jaxfuse.tuning import tuned
+from jaxfuse.tuning import measured, tuned
 from jaxfuse.tuning.rules import TABLE
 
 
@@ -42,6 +42,8 @@ def _verdict() -> str:
         return "NOT BUILT: there is no native module here, so every function runs as XLA compiles it."
     if missing:
         return f"IN PART: {len(missing)} of {len(ffi.TARGETS)} CPU kernels are missing; the table says why."
+    if ffi.no_onednn():
+        return "IN PART: there is no oneDNN here, so most convolutions are XLA's; the table says why."
     info = module.info()
     number = threads.limit()[0]
     return f"WORKS: all {len(ffi.TARGETS)} CPU kernels, with {info['simd']}, on {number} thread{'s' * (number > 1)}."
@@ -96,7 +98,7 @@ def _cuda_library() -> list[tuple[str, str]]:
             return [("CUDA library", f"absent: {cuda.why_absent()}")]
     except RuntimeError as error:
         return [("CUDA library", f"broken: {error}")]
-    info = cuda.info()
+    info = {key: value for key, value in cuda.info().items() if key != "activations"}
     built = f"{cuda.path()}\nnvcc {info.pop('nvcc')} for sm_{info.pop('architectures')}, XLA FFI {info.pop('ffi_api')}"
     rows = [("CUDA library", built), _cuda_devices(), _cudnn(), *info.items()]
     return [*rows, ("CUDA kernels", ", ".join(sorted(cuda.targets())))]
@@ -129,6 +131,6 @@ def _rules(listed: bool) -> list[tuple[str, str]]:
         return [('policy "measured"', f"{origin}; python -m jaxfuse doctor --rules has the sizes")]
     rows = []
     for op, table in TABLE.items():
-        rules = [rule for rule in (*found.rules.get(op, ()), *table.rules) if rule.isa in (None, *tuned.isa())]
+        rules = [rule for rule in (*found.rules.get(op, ()), *measured.rules(op)) if rule.holds_with(tuned.isa())]
         rows.append((f"  {op}", "\n".join(f"{rule.sites}: {rule.wins_from(table.unit)}; {rule.machine}" for rule in rules)))
     return [('policy "measured"', f"{origin}; the fused kernel is used from this size on:"), *rows]

@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from jaxfuse.fuse import fuse, plan
+from jaxfuse.fuse import explain, fuse, plan
 from jaxfuse.runtime.turns import in_turns
 from jaxfuse.tuning import tuned
 from jaxfuse.tuning.policy import unprofitable
 from jaxfuse.tuning.rules import TABLE
-from jaxfuse.tuning.rules.rule import DIRECTIONS, Ladder, Point, Rule
+from jaxfuse.tuning.rules.rule import DIRECTIONS, Point, Rule, SizeSweep
 
 LENGTH = 5  # ops in a chain
 
@@ -29,7 +29,7 @@ LENGTH = 5  # ops in a chain
 class Effort(NamedTuple):
     """How much to measure: sizes of a sweep, rounds of turns, seconds of each turn."""
 
-    rungs: int = 99
+    sizes: int = 99
     rounds: int = 15
     seconds: float = 0.005
 
@@ -60,37 +60,36 @@ def run(quick: bool = False) -> int:
 
 
 def measure(effort: Effort, console: Console) -> dict[str, tuple[Rule, ...]]:
-    """For each op the rules of this machine, one for each sweep, dtype and, where the built-in rules tell directions
-    apart, direction. What is not fused here (no kernel) gets none."""
+    """For each op the rules of this machine, one for each sweep and dtype. What is not fused here (no kernel) gets none."""
     work = [(op, shape, dtype) for op, table in TABLE.items() for shape in table.size_sweeps for dtype in table.dtypes]
     found: dict[str, tuple[Rule, ...]] = {op: () for op in TABLE}
     with Progress(console=console, refresh_per_second=2) as bar:
         task = bar.add_task("", total=len(work))
         for op, shape, dtype in work:
             bar.update(task, description=f"{op} {shape} {dtype}")
-            rows = _points(op, TABLE[op].size_sweeps[shape], dtype, effort)
-            apart = any(rule.direction for rule in TABLE[op].rules if rule.shape in (None, shape) and rule.dtype in (None, dtype))
-            for direction in DIRECTIONS if apart else (None,):
-                own = tuple(p for p in rows if direction in (None, p.direction))
-                if own:
-                    found[op] += (Rule(own, direction, dtype, shape),)
+            points, onednn = _points(op, TABLE[op].size_sweeps[shape], dtype, effort)
+            if points:
+                found[op] += (Rule(points, None, dtype, shape, onednn=onednn),)
             bar.advance(task)
     return found
 
 
-def _points(op: str, size_sweep: Ladder, dtype: str, effort: Effort) -> list[Point]:
-    found, calls = [], []
-    for shapes in size_sweep.shapes[: effort.rungs]:
+def _points(op: str, size_sweep: SizeSweep, dtype: str, effort: Effort) -> tuple[tuple[Point, ...], bool]:
+    """The measurements, and whether oneDNN has a part in any."""
+    found, calls, onednn = [], [], False
+    for shapes in size_sweep.shapes[: effort.sizes]:
         operands = arguments(shapes, dtype)
         size = max((size for _, size in sites(op, size_sweep.program, operands)), default=None)
         if size is None:
             continue
+        onednn |= any("onednn" in site.kernel for site in explain(size_sweep.program, *operands, policy="always").fused)
         for direction in DIRECTIONS:
             found.append((size, direction))
             for way in (size_sweep.program, fuse(size_sweep.program, policy="always")):
                 calls.append(functools.partial(_chain(way, direction), *operands))
     times = [round(1e6 * seconds / LENGTH, 2) for seconds in in_turns(calls, effort.rounds, effort.seconds)]
-    return [Point(size, xla, fused, direction) for (size, direction), xla, fused in zip(found, times[::2], times[1::2])]
+    points = (Point(size, xla, fused, direction) for (size, direction), xla, fused in zip(found, times[::2], times[1::2]))
+    return tuple(points), onednn
 
 
 def arguments(shapes, dtype: str) -> list[jax.Array]:

@@ -10,6 +10,7 @@ computes them again (Dao et al. 2022).
 
 import dataclasses
 import math
+from itertools import compress
 
 import jax
 import jax.numpy as jnp
@@ -58,11 +59,11 @@ def attention(q: Array, k: Array, v: Array, bias: Array | None = None, mask: Arr
         "btngd", "bsnd", "bsne", "btnge", out_dtype=str(q.dtype), fill=MASKED,
         scale=1 / math.sqrt(max(1, features)) if scale is None else arguments.number("scale", scale))
     operands = [q.reshape(batch, rows, shared, groups, features), k, v]
-    for name, array in added.items():
-        if array is not None:
-            spec, to_layout = _broadcast(arguments, name, array, (batch, shared, groups, rows, keys))
+    for name, over_scores in added.items():
+        if over_scores is not None:
+            spec, operand = _broadcast(arguments, name, over_scores, (batch, shared, groups, rows, keys))
             config = dataclasses.replace(config, **{name: spec})
-            operands.append(to_layout)
+            operands.append(operand)
     return OP(config, *operands)[0].reshape(batch, rows, heads, v.shape[3])
 
 
@@ -91,15 +92,21 @@ def _product(letters: str, one, other):
     return jnp.einsum(letters, one, other, preferred_element_type=wide)
 
 
+def _over_scores(config: AttentionConfig, array, spec: str | None):
+    """A bias, a mask or a factor, which broadcasts against the scores."""
+    assert spec is not None, "what is among the arguments has its axes in the config"
+    return to_layout(array, spec, config.scores)
+
+
 def _scores(config: AttentionConfig, q, k, bias, mask):
     scores = _product(f"{config.q},{config.k}->{config.scores}", q, k) * config.scale
     if bias is not None:
-        scores = scores + to_layout(bias, config.bias, config.scores).astype(scores.dtype)
-    return scores if mask is None else jnp.where(to_layout(mask, config.mask, config.scores), scores, config.fill)
+        scores = scores + _over_scores(config, bias, config.bias).astype(scores.dtype)
+    return scores if mask is None else jnp.where(_over_scores(config, mask, config.mask), scores, config.fill)
 
 
 def _times(config: AttentionConfig, scores, factor):
-    return scores if factor is None else scores * to_layout(factor, config.factor, config.scores).astype(scores.dtype)
+    return scores if factor is None else scores * _over_scores(config, factor, config.factor).astype(scores.dtype)
 
 
 def _reference(config: AttentionConfig, *args):
@@ -129,9 +136,9 @@ def _tangent(config: AttentionConfig, kept, tangents):
         if one is not None and other is not None:
             ds = ds + _product(f"{config.q},{config.k}->{config.scores}", one, other) * config.scale
     if dbias is not None:
-        ds = ds + to_layout(dbias, config.bias, config.scores).astype(ds.dtype)
+        ds = ds + _over_scores(config, dbias, config.bias).astype(ds.dtype)
     if mask is not None:
-        ds = jnp.where(to_layout(mask, config.mask, config.scores), ds, 0)
+        ds = jnp.where(_over_scores(config, mask, config.mask), ds, 0)
     mix = f"{config.scores},{config.v}->{config.out}"
     dy = _product(mix, _times(config, p * (ds - (p * ds).sum(-1, keepdims=True)), factor), _wide(v))
     if dv is not None:
@@ -143,12 +150,12 @@ def _tangent(config: AttentionConfig, kept, tangents):
 
 def _forward_axes(config: AttentionConfig, ranks) -> BatchAxes:
     *inputs, out, statistic = config.item_axes()
-    return BatchAxes(tuple(inputs), (out, *[statistic] * config.saves))
+    return BatchAxes(tuple(inputs), (out, statistic, statistic) if config.saving else (out,))
 
 
 def _backward_axes(linear: Linear, ranks) -> BatchAxes:
     *inputs, out, statistic = linear.config.item_axes()
-    return BatchAxes((*inputs, out, statistic, statistic, out), tuple(ax for ax, active in zip(inputs, linear.active) if active))
+    return BatchAxes((*inputs, out, statistic, statistic, out), tuple(compress(inputs, linear.active)))
 
 
 # --- CPU kernel: our own loops -----------------------------------------------------------------------------------
@@ -184,11 +191,11 @@ def _laid_out(config: AttentionConfig, args, y_shape) -> tuple[dict, list]:
                                       ("y", config.out, y_shape, "te")):
         attributes[f"{name}_strides"] = strides(spec, shape, batch + matrix)
     operands = [q, k, v]
-    for name, spec, array in zip(("bias", "mask", "factor"), (config.bias, config.mask, config.factor), added):
-        attributes[f"has_{name}"] = array is not None
-        if array is not None:
-            array = jnp.moveaxis(array, spec.index("s"), -1) if "s" in spec else jnp.repeat(array[..., None], sizes["s"], -1)
-            attributes[f"{name}_strides"] = strides(spec.replace("s", "") + "s", array.shape, config.scores)
+    for name, axes, array in zip(("bias", "mask", "factor"), (config.bias, config.mask, config.factor), added):
+        attributes[f"has_{name}"] = axes is not None
+        if axes is not None:
+            array = jnp.moveaxis(array, axes.index("s"), -1) if "s" in axes else jnp.repeat(array[..., None], sizes["s"], -1)
+            attributes[f"{name}_strides"] = strides(axes.replace("s", "") + "s", array.shape, config.scores)
             operands.append(array.astype(jnp.float32) if name == "factor" else array)
     return attributes, operands
 
@@ -197,7 +204,7 @@ def _types(config: AttentionConfig, args) -> list[jax.ShapeDtypeStruct]:
     sizes = config.sizes(*args[:3])
     y = jax.ShapeDtypeStruct([sizes[letter] for letter in config.out], config.out_dtype)
     statistic = jax.ShapeDtypeStruct([sizes[letter] for letter in config.scores[:-1]], jnp.float32)
-    return [y, *[statistic] * config.saves]
+    return [y, statistic, statistic] if config.saving else [y]
 
 
 def _run_forward(config: AttentionConfig, args, mesh_axes):
@@ -215,16 +222,16 @@ def _run_backward(linear: Linear, args, mesh_axes):
         fits = spec[-1] == matrix[-1] and all(letter in spec for letter in config.batch)
         specs.append(spec if fits else config.batch + matrix)
         attributes[f"{name}_strides"] = strides(specs[-1], tuple(sizes[letter] for letter in specs[-1]), config.batch + matrix)
-    wants_bias = bool(config.unpack(linear.active)[3])
-    specs += [config.scores] * wants_bias
-    own = [config.q, config.k, config.v, *[config.bias] * wants_bias]
+    own = [config.q, config.k, config.v]
+    if config.bias is not None and config.unpack(linear.active)[3]:
+        specs.append(config.scores)
+        own.append(config.bias)
     dtypes = [a.dtype if spec == mine else jnp.float32 for spec, mine, a in zip(specs[:3], own, args)]
     results = [jax.ShapeDtypeStruct([sizes[letter] for letter in spec], dtype)
                for spec, dtype in zip(specs, (*dtypes, jnp.float32))]
     found = ffi.call("jaxfuse_attention_bwd", results, *operands, *kept, **attributes)
     found = [_gathered(d, spec, mine).astype(a.dtype) for d, spec, mine, a in zip(found, specs, own, args)]
-    found = [d for d, active in zip(found, linear.active) if active]
-    return completed(found, _backward_axes(linear, ()).outputs, mesh_axes)
+    return completed(compress(found, linear.active), _backward_axes(linear, ()).outputs, mesh_axes)
 
 
 def _gathered(gradient, spec: str, wanted: str):
@@ -237,8 +244,6 @@ OP = FusedOp(
     reference=_reference,
     keep=_keep,
     tangent=_tangent,
-    decompose=_reference,
-    differentiable=lambda config: True,
     for_autodiff=lambda config: dataclasses.replace(config, saving=True),
     forward_kernels=(Kernel(None, _refuse, _run_forward),),
     backward_kernels=(Kernel(None, _refuse_backward, _run_backward),),

@@ -13,6 +13,7 @@ passes over the full-size tensors:
 import dataclasses
 import functools
 import numbers
+from itertools import compress
 
 import jax
 import jax.numpy as jnp
@@ -138,7 +139,8 @@ def _reference(config: BatchNormConfig, *args):
 
 def _keep(config: BatchNormConfig, args, outs):
     x, residual, parameters = config.unpack(args)
-    return (x, *[residual] * config.keeps_residual, *parameters, *outs[1:])
+    residuals = (residual,) if config.keeps_residual else ()
+    return (x, *residuals, *parameters, *outs[1:])
 
 
 def _derivative(config: BatchNormConfig, kept, wants_g: bool = False):
@@ -210,7 +212,7 @@ def _gradients(two_passes, shards, linear: Linear, *args):
     coefficient_types, vjp = jax.vjp(per_channel, *statistics, *parameters)
     dcoefficients = tuple(d.astype(t.dtype) for d, t in zip(dcoefficients, coefficient_types))
     dsmall = vjp(dcoefficients)
-    full = []
+    full: list = [None, None]  # dx, dresidual
     if want_dx or want_dresidual:
         b = c = None  # of given statistics: x has no other part in z, and its NaN or Inf must not come into dx
         if statistics:
@@ -218,10 +220,8 @@ def _gradients(two_passes, shards, linear: Linear, *args):
             pulled = [vjp(part)[:2] for part in zip(*(_parts(d, x.dtype) for d in dcoefficients))]
             dmean, dvar = [sum(parts) + ct for parts, ct in zip(zip(*pulled), dstatistics)]
             b, c = 2 * dvar / count, dmean / count
-        full = finish(scale, b, c)
-    grads = (*full[1 - want_dx :], *[None] * (config.has_residual and not want_dresidual), *dsmall[len(statistics) :])
-    wanted = linear.active if want_dx else linear.active[1:]
-    return tuple(g for g, active in zip(grads, wanted) if active)
+        full[: 1 + want_dresidual] = finish(scale, b, c)
+    return tuple(compress((*full[: 1 + config.has_residual], *dsmall[len(statistics) :]), linear.active))
 
 
 def _batch_axis(config: BatchNormConfig) -> int:
@@ -231,20 +231,22 @@ def _batch_axis(config: BatchNormConfig) -> int:
 def _forward_axes(config: BatchNormConfig, ranks) -> BatchAxes:
     n = _batch_axis(config)
     full = 1 + config.has_residual
-    saved = ([None] * 3 + [0] * (config.derivative == "mask")) * config.saving
-    return BatchAxes(
-        (*[n] * full, *[None] * (len(ranks) - full)), (n, *[None] * (2 * config.batch_statistics), *saved)
-    )
+    coefficients = (None, None, None) if config.saving else ()
+    mask = (0,) if config.saving and config.derivative == "mask" else ()
+    return BatchAxes((*[n] * full, *[None] * (len(ranks) - full)), (n, *_statistics_axes(config), *coefficients, *mask))
+
+
+def _statistics_axes(config: BatchNormConfig) -> tuple[None, ...]:
+    return (None, None) if config.batch_statistics else ()
 
 
 def _backward_axes(linear: Linear, ranks) -> BatchAxes:
     config, n = linear.config, _batch_axis(linear.config)
-    mask = config.derivative == "mask"
-    cotangents = (n, *[None] * (2 * config.batch_statistics))
+    mask = (0,) if config.derivative == "mask" else ()
     full = 1 + config.keeps_residual
-    inputs = (*[n] * full, *[None] * (linear.n_kept - full - mask), *[0] * mask, *cotangents)
+    inputs = (*[n] * full, *[None] * (linear.n_kept - full - len(mask)), *mask, n, *_statistics_axes(config))
     own = (*[n] * (1 + config.has_residual), *[None] * len(linear.active))
-    return BatchAxes(inputs, tuple(ax for ax, active in zip(own, linear.active) if active))
+    return BatchAxes(inputs, tuple(compress(own, linear.active)))
 
 
 # --- Kernels: our own, channels-last -----------------------------------------------------------------------------
@@ -280,9 +282,9 @@ def _run_forward(library, config: BatchNormConfig, args, mesh_axes):
         statistics = mean, var
     coefficients = tuple(v.astype(jnp.float32) for v in _coefficients(config, statistics, parameters))
     save_mask = config.saving and config.derivative == "mask"
+    y_type = jax.ShapeDtypeStruct(x.shape, x.dtype)
     y, *mask = library.call(
-        "jaxfuse_batch_norm_apply",
-        [jax.ShapeDtypeStruct(x.shape, x.dtype), *[_mask_type(x)] * save_mask],
+        "jaxfuse_batch_norm_apply", [y_type, _mask_type(x)] if save_mask else [y_type],
         x, *coefficients, *(() if residual is None else (residual,)),
         **config.activation.attributes(), has_residual=config.has_residual, save_mask=save_mask,
     )
@@ -299,8 +301,6 @@ OP = FusedOp(
     reference=_reference,
     keep=_keep,
     tangent=_tangent,
-    decompose=None,
-    differentiable=lambda config: True,
     for_autodiff=lambda config: dataclasses.replace(config, saving=True),
     pullback=functools.partial(_gradients, passes.by_xla, 1),
     forward_kernels=passes.kernels(_refuse, _run_forward),

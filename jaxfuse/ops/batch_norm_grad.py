@@ -74,7 +74,7 @@ def _sums_reference(config: GradientConfig, dy, x, mean, *saved):
 def _dx_reference(config: GradientConfig, dy, x, *vectors_and_saved):
     # g, of a residual, is the program's to compute where it adds to it; without the fence XLA would keep what it computes of
     # act'(z) for the sums, a byte for each element. dy and x stay outside: they may be computed here, of less than they are
-    given = [_wide_g(config, dy, x, vectors_and_saved[4:]).astype(dy.dtype)] * config.wants_g
+    given = [_wide_g(config, dy, x, vectors_and_saved[4:]).astype(dy.dtype)] if config.wants_g else []
     mean, a, b, c, *saved = jax.lax.optimization_barrier(vectors_and_saved)
     g = _wide_g(config, dy, x, saved)
     dx = _beside(config, x, a) * g
@@ -99,10 +99,12 @@ def _batch_axis(config: GradientConfig) -> int:
     return 1 if config.axis == 0 else 0
 
 
-def _told_axes(config: GradientConfig):
+def _told_axes(config: GradientConfig) -> tuple[int | None, ...]:
     if config.masked:
         return (0,)
-    return (*[None] * (3 * (config.activation != NO_ACTIVATION)), *[_batch_axis(config)] * config.has_residual)
+    coefficients = () if config.activation == NO_ACTIVATION else (None, None, None)
+    residual = (_batch_axis(config),) if config.has_residual else ()
+    return (*coefficients, *residual)
 
 
 def _sums_axes(config: GradientConfig, ranks) -> BatchAxes:

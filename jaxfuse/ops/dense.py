@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from itertools import compress
 from typing import Any
 
 import jax
@@ -98,7 +99,7 @@ def dense(
     return OP(config, x, w, *optional.values())[0]
 
 
-def _config(arguments, x, w, dimension_numbers, preferred_element_type) -> DenseConfig:
+def _config(arguments: Arguments, x, w, dimension_numbers, preferred_element_type) -> DenseConfig:
     if dimension_numbers is None:
         for name, array in (("x", x), ("w", w)):
             arguments.check(array.ndim > 0, name, "of rank 0", "rank 1 or more", "add an axis to contract")
@@ -108,10 +109,10 @@ def _config(arguments, x, w, dimension_numbers, preferred_element_type) -> Dense
         (x_contracted, w_contracted), (x_batch, w_batch) = (map(tuple, pair) for pair in dimension_numbers)
         config = DenseConfig(x_contracted, w_contracted, x_batch, w_batch, str(jnp.dtype(dtype)))
         jax.eval_shape(functools.partial(_product, config), x, w)
+        return config
     except (TypeError, ValueError) as error:
-        arguments.check(False, "dimension_numbers", f"{dimension_numbers!r} ({error})",
-                        f"axes to contract and batch axes that fit x {x.shape} and w {w.shape}", "check the shapes")
-    return config
+        arguments.fail("dimension_numbers", f"{dimension_numbers!r} ({error})",
+                       f"axes to contract and batch axes that fit x {x.shape} and w {w.shape}", "check the shapes")
 
 
 def _product(config: DenseConfig, x, w):
@@ -165,14 +166,15 @@ def _axes(config: DenseConfig, x_rank: int) -> tuple[int | None, int | None, int
 
 def _forward_axes(config: DenseConfig, ranks) -> BatchAxes:
     x, w, out = _axes(config, ranks[0])
-    return BatchAxes((x, w, *[None] * config.has_bias, *[out] * config.has_residual), (out,) * (1 + config.saving))
+    added = compress((None, out), (config.has_bias, config.has_residual))
+    return BatchAxes((x, w, *added), (out,) * (1 + config.saves))
 
 
 def _backward_axes(linear: Linear, ranks) -> BatchAxes:
     config = linear.config
     x, w, out = _axes(config, ranks[0])
     own = _forward_axes(config, ranks).inputs
-    return BatchAxes((x, w, *[out] * (len(ranks) - 2)), tuple(ax for ax, active in zip(own, linear.active) if active))
+    return BatchAxes((x, w, *[out] * (len(ranks) - 2)), tuple(compress(own, linear.active)))
 
 
 # --- CPU kernels: oneDNN, or our own loops ------------------------------------------------------------------------
@@ -221,7 +223,7 @@ def _run_forward(config: DenseConfig, args, mesh_axes):
         args = [*args[:2], bias.astype(jnp.float32), *args[3:]]
     y = jax.eval_shape(functools.partial(_product, config), x, w)
     attrs = _attributes(config, x, w) | dict(has_bias=config.has_bias, has_residual=config.has_residual)
-    return ffi.call("jaxfuse_dense_fwd", [jax.ShapeDtypeStruct(y.shape, y.dtype)] * (1 + config.saving), *args, **attrs)
+    return ffi.call("jaxfuse_dense_fwd", [jax.ShapeDtypeStruct(y.shape, y.dtype)] * (1 + config.saves), *args, **attrs)
 
 
 def _refuse_backward(linear: Linear, args) -> str | None:
@@ -233,7 +235,7 @@ def _run_backward(linear: Linear, args, mesh_axes):
     x, w, *saved_activation, dy = args
     types = OP.types_here(linear, args)
     want_dx, want_dw, want_db, want_dresidual = [bool(want) for want in config.unpack(linear.active)]
-    operands = [*[x] * want_dw, *[w] * want_dx, dy, *saved_activation]
+    operands = [*compress((x, w), (want_dw, want_dx)), dy, *saved_activation]
     wanted = [(t, i == 2 and config.has_bias) for i, (t, active) in enumerate(zip(types, linear.active)) if active]
     results = [jax.ShapeDtypeStruct(t.shape, jnp.float32 if is_bias else t.dtype) for t, is_bias in wanted]
     attrs = _attributes(config, x, w) | dict(
@@ -248,8 +250,6 @@ OP = FusedOp(
     reference=_reference,
     keep=_keep,
     tangent=_tangent,
-    decompose=_reference,
-    differentiable=lambda config: True,
     for_autodiff=lambda config: dataclasses.replace(config, saving=not config.told_by_value()),
     forward_kernels=(Kernel(None, _refuse_forward, _run_forward),),
     backward_kernels=(Kernel(None, _refuse_backward, _run_backward),),

@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import numbers
 from collections.abc import Mapping
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,10 @@ class Arguments:
 
     def check(self, condition, argument: str, came, expected: str, remedy: str) -> None:
         if not condition:
-            raise OpError(f"jaxfuse.ops.{self.op}: {argument} is {came}, expected {expected}; {remedy}")
+            self.fail(argument, came, expected, remedy)
+
+    def fail(self, argument: str, came, expected: str, remedy: str) -> NoReturn:
+        raise OpError(f"jaxfuse.ops.{self.op}: {argument} is {came}, expected {expected}; {remedy}")
 
     def floats(self, **arrays) -> None:
         """Each an array of floats."""
@@ -60,11 +64,9 @@ class Arguments:
         return hidden
 
     def number(self, argument: str, value, at_least: float = float("-inf")) -> float:
-        try:
-            number = None if isinstance(value, str) else float(value)
-        except (TypeError, ValueError):
-            number = None
-        self.check(number is not None, argument, repr(value), "a number known when tracing", "give a float")
+        number = _number(value)
+        if number is None:
+            self.fail(argument, repr(value), "a number known when tracing", "give a float")
         self.check(number >= at_least, argument, repr(value), f"{at_least:g} or more", "give a larger one")
         return number
 
@@ -94,6 +96,13 @@ def one_of(name, known, what: str, where: str = "", aliases: Mapping[str, str] |
     near = difflib.get_close_matches(getattr(name, "__name__", str(name)).lower(), list(meant), n=1)
     hint = f"did you mean {meant[near[0]]!r}? " if near else "choose another "
     raise OpError(f"{where}unknown {what} {name!r}; {hint}(known: {', '.join(map(repr, known))})")
+
+
+def _number(value) -> float | None:
+    try:
+        return None if isinstance(value, str) else float(value)
+    except (TypeError, ValueError):
+        return None
 
 
 def _is_sequence(value, count: int) -> bool:

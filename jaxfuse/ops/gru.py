@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from itertools import compress
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +88,8 @@ def _reference(config: GRUConfig, gx, wh, bias, h0):
             candidate = jnp.tanh(x[..., 2 * n :] + times(r * h, slice(2 * n, None)))
             gates = [r, z, candidate]
         h = ((1 - z) * candidate + z * h).astype(h0.dtype)
-        return h, (h, *[jnp.concatenate(gates, -1).astype(gx.dtype)] * config.saves)
+        saved = [jnp.concatenate(gates, -1).astype(gx.dtype)] if config.saving else []
+        return h, (h, *saved)
 
     return scan_steps(step, h0, gx, config.reverse)
 
@@ -124,12 +126,12 @@ def _tangent(config: GRUConfig, kept, tangents):
 
 
 def _forward_axes(config: GRUConfig, ranks) -> BatchAxes:
-    return BatchAxes((1, None, 0, 0), (1, *[1] * config.saves))
+    return BatchAxes((1, None, 0, 0), (1,) * (1 + config.saves))
 
 
 def _backward_axes(linear: Linear, ranks) -> BatchAxes:
     outputs = _forward_axes(linear.config, None).inputs
-    return BatchAxes((None, 0, 1, 1, 1), tuple(ax for ax, active in zip(outputs, linear.active) if active))
+    return BatchAxes((None, 0, 1, 1, 1), tuple(compress(outputs, linear.active)))
 
 
 # --- CPU kernel: our own -----------------------------------------------------------------------------------------
@@ -155,9 +157,10 @@ def _run_backward(linear: Linear, args, mesh_axes):
     config, n = linear.config, h0.shape[-1]
     shapes = [(*hs.shape[:-1], 3 * n), gates.shape[1:]]
     types = [*[jax.ShapeDtypeStruct(shape, gates.dtype) for shape in shapes], jax.ShapeDtypeStruct(h0.shape, h0.dtype)]
-    types += [jax.ShapeDtypeStruct(hs.shape, gates.dtype)] * config.reset_after
+    if config.reset_after:
+        types.append(jax.ShapeDtypeStruct(hs.shape, gates.dtype))
     dgx, dbias, dh0, *of_product = ffi.call("jaxfuse_gru_bwd", types, wh, h0, hs, gates, dhs, reverse=config.reverse,
-                                reset_after=config.reset_after)
+                                            reset_after=config.reset_after)
     dwh = None
     if linear.active[1]:
         h = before(h0, hs, config.reverse)
@@ -171,8 +174,6 @@ OP = FusedOp(
     reference=_reference,
     keep=lambda config, args, outs: (args[1], args[3], *outs),
     tangent=_tangent,
-    decompose=_reference,
-    differentiable=lambda config: True,
     for_autodiff=lambda config: dataclasses.replace(config, saving=True),
     forward_kernels=(Kernel(None, _refuse_forward, _run_forward),),
     backward_kernels=(Kernel(None, _refuse_backward, _run_backward),),

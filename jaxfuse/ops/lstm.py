@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from itertools import compress
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +73,8 @@ def _reference(config: LSTMConfig, gx, wh, bias, h0, c0):
         i, f, g, o = gates = jax.nn.sigmoid(i), jax.nn.sigmoid(f), jnp.tanh(g), jax.nn.sigmoid(o)
         c = (f * c + i * g).astype(c0.dtype)
         h = (o * jnp.tanh(wide(c))).astype(h0.dtype)
-        return (h, c), (h, c, *[jnp.concatenate(gates, -1).astype(gx.dtype)] * config.saves)
+        saved = [jnp.concatenate(gates, -1).astype(gx.dtype)] if config.saving else []
+        return (h, c), (h, c, *saved)
 
     return scan_steps(step, (h0, c0), gx, config.reverse)
 
@@ -97,12 +99,12 @@ def _tangent(config: LSTMConfig, kept, tangents):
 
 
 def _forward_axes(config: LSTMConfig, ranks) -> BatchAxes:
-    return BatchAxes((1, None, 0, 0, 0), (1, 1, *[1] * config.saves))
+    return BatchAxes((1, None, 0, 0, 0), (1,) * (2 + config.saves))
 
 
 def _backward_axes(linear: Linear, ranks) -> BatchAxes:
     outputs = _forward_axes(linear.config, None).inputs
-    return BatchAxes((None, 0, 0, 1, 1, 1, 1, 1), tuple(ax for ax, active in zip(outputs, linear.active) if active))
+    return BatchAxes((None, 0, 0, 1, 1, 1, 1, 1), tuple(compress(outputs, linear.active)))
 
 
 # --- CPU kernel: our own -----------------------------------------------------------------------------------------
@@ -137,8 +139,6 @@ OP = FusedOp(
     reference=_reference,
     keep=lambda config, args, outs: (args[1], *args[3:], *outs),
     tangent=_tangent,
-    decompose=_reference,
-    differentiable=lambda config: True,
     for_autodiff=lambda config: dataclasses.replace(config, saving=True),
     forward_kernels=(Kernel(None, _refuse_forward, _run_forward),),
     backward_kernels=(Kernel(None, _refuse_backward, _run_backward),),

@@ -37,12 +37,13 @@ def matrices(x_shape: tuple[int, ...], w_shape: tuple[int, ...], dimension_numbe
     x_free = [d for d in range(len(x_shape)) if d not in (*x_contracted, *x_batch)]
     w_free = [d for d in range(len(w_shape)) if d not in (*w_contracted, *w_batch)]
     parts = dict(x=(x_shape, x_free, [d for d, _ in pairs]), w=(w_shape, [d for _, d in pairs], w_free))
-    steps = {}
+    steps: dict[str, list[int]] = dict(x=[], w=[])
     for name, (shape, *sides) in parts.items():
         for axes in sides:
-            if _step(shape, axes) is None:
+            step = _step(shape, axes)
+            if step is None:
                 return f"axes {tuple(axes)} of {name}, of shape {shape}, do not lie one after the other: no matrix in memory"
-        steps[name] = [_step(shape, axes) for axes in sides]
+            steps[name].append(step)
         if 1 not in steps[name]:
             return f"the last axis of {name}, of shape {shape}, is a batch axis: no matrix in memory"
     batch = [(i, j) for i, j in zip(x_batch, w_batch) if x_shape[i] not in (0, 1)]

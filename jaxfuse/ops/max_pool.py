@@ -204,8 +204,6 @@ OP = FusedOp(
     keep=lambda config, args, outs: (*args, *outs[1:]),
     tangent=_tangent,
     pullback=_pullback,
-    decompose=_reference,
-    differentiable=lambda config: True,
     for_autodiff=lambda config: dataclasses.replace(config, saving=True),
     forward_kernels=(Kernel(None, _refuse, _run_forward), PLAIN._replace(refuse=_refuse_plain)),
     backward_kernels=(Kernel(None, lambda linear, args: _refuse(linear.config, args), _run_backward),

@@ -34,9 +34,9 @@ def candidates(table: np.ndarray):
     """The activations of the table with a parameter read off this table: a slope, a depth."""
     at = dict(zip(FINITE, table[0]))
     for name, known in TABLE.items():
-        alpha = float(np.float32(-at[-1.0] if name == "leaky_relu" else -at[-40.0]))
-        if name not in ("none", "clip") and (not known.has_alpha or 0 < alpha < (1 if name == "leaky_relu" else 20)):
-            yield named(name, alpha) if known.has_alpha else named(name)
+        alpha = float(np.float32(known.alpha.read(at))) if known.alpha else 0.0
+        if name != "none" and (not known.alpha or 0 < alpha < known.alpha.below):
+            yield named(name, alpha)
 
 
 def identified(table: np.ndarray, evaluate: Evaluate, tolerance: float) -> Activation | None:
@@ -69,7 +69,9 @@ def activation_of(arguments: Arguments, activation: ActivationArgument, alpha: f
         return NO_ACTIVATION
     if not callable(activation) or isinstance(activation, type):
         name = arguments.one_of("activation", activation, TABLE, ALIASES)
-        arguments.check(name != "celu" or alpha != 0, "alpha", alpha, "another number than 0, by which celu divides",
+        parameter = TABLE[name].alpha
+        divided = alpha == 0 and parameter is not None and parameter.divides
+        arguments.check(not divided, "alpha", alpha, f"another number than 0, by which {name} divides",
                         "or pass a function, such as jax.nn.celu")
         return named(name, alpha)
     try:

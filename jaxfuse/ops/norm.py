@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import math
 import numbers
+from itertools import compress
 from typing import Any
 
 import jax
@@ -176,7 +177,8 @@ def _reference(config: NormConfig, *args):
     *_, gamma, beta = config.unpack(args)
     s = _summed(config, args)
     y, mean, rstd = _value(config, s, gamma, beta)
-    return (y, *[s] * config.gives_sum, *(mean, rstd) * config.saving)
+    sums, statistics = (s,) if config.gives_sum else (), (mean, rstd) if config.saving else ()
+    return (y, *sums, *statistics)
 
 
 def _keep(config: NormConfig, args, outs):
@@ -211,12 +213,8 @@ def _pullback(linear: Linear, *args):
     dx = sum((_wide(v) for v in ds), reshaped(dx, s.shape)).astype(s.dtype)
     sums = [v.sum(tuple(range(v.ndim - 2))) for v in (g * normalised, g)]
     dparameters = [v.reshape(p.shape + (config.repeats,)).sum(-1).astype(p.dtype) for v, p in zip(sums, args[1:3])]
-    return tuple(d for d, active in zip((*[dx] * (1 + config.has_residual), *dparameters), linear.active) if active)
-
-
-def _decompose(config: NormConfig, *args):
-    z, *rest = OP(dataclasses.replace(config, activation=NO_ACTIVATION), *args)
-    return config.activation.value(z), *rest
+    full = (dx, dx) if config.has_residual else (dx,)
+    return tuple(compress((*full, *dparameters), linear.active))
 
 
 def _forward_axes(config: NormConfig, ranks) -> BatchAxes:
@@ -226,8 +224,8 @@ def _forward_axes(config: NormConfig, ranks) -> BatchAxes:
 
 def _backward_axes(linear: Linear, ranks) -> BatchAxes:
     full = (0,) * (1 + linear.config.has_residual)
-    outputs = tuple(axis for axis, active in zip((*full, None, None), linear.active) if active)
-    return BatchAxes((0, None, None, 0, 0, *(0,) * (1 + linear.config.wants_sum)), outputs)
+    cotangents = (0, 0) if linear.config.wants_sum else (0,)
+    return BatchAxes((0, None, None, 0, 0, *cotangents), tuple(compress((*full, None, None), linear.active)))
 
 
 # --- Kernels: our own --------------------------------------------------------------------------------------------
@@ -270,7 +268,7 @@ def _run_forward(library, config: NormConfig, args, mesh_axes):
     x, residual, *parameters = config.unpack(args)
     outer, full, parameters = _operands(library, config, (x,) if residual is None else (x, residual), parameters)
     types = [jax.ShapeDtypeStruct(full[0].shape, x.dtype)] * (1 + config.gives_sum)
-    statistics = [jax.ShapeDtypeStruct((outer, config.inner[1]), jnp.float32)] * 2 * config.saving
+    statistics = [jax.ShapeDtypeStruct((outer, config.inner[1]), jnp.float32)] * 2 if config.saving else []
     outs = library.call(
         "jaxfuse_norm_fwd", [*types, *statistics], full[0], *parameters, *full[1:],
         has_residual=config.has_residual, wants_sum=config.gives_sum, saving=config.saving, **_attrs(config))
@@ -285,15 +283,15 @@ def _run_backward(library, linear: Linear, args, mesh_axes):
     outer, (s_in, dy_in, *ds_in), parameters = _operands(library, config, (s, dy, *ds), (gamma, beta))
     statistics = [reshaped(v, (outer, config.inner[1])) for v in (mean, rstd)]
     wants_parameters = want_gamma or want_beta
-    vector = jax.ShapeDtypeStruct(config.inner[1:], jnp.float32)
+    vectors = [jax.ShapeDtypeStruct(config.inner[1:], jnp.float32)] * 2 if wants_parameters else []
     dx, *dparameters = library.call(
-        "jaxfuse_norm_bwd", [jax.ShapeDtypeStruct(s_in.shape, s.dtype), *[vector] * 2 * wants_parameters],
+        "jaxfuse_norm_bwd", [jax.ShapeDtypeStruct(s_in.shape, s.dtype), *vectors],
         dy_in, s_in, *parameters, *statistics, *ds_in, has_ds=bool(ds), wants_parameters=wants_parameters, **_attrs(config))
     if mesh_axes and wants_parameters:
         dparameters = lax.psum(dparameters, mesh_axes)
     dparameters = [d.reshape(*config.parameter_shape, config.repeats).sum(-1).astype(p.dtype)
                    for d, p in zip(dparameters, (gamma, beta))] or [None, None]
-    return tuple(g for g, active in zip((*[reshaped(dx, s.shape)] * len(of_full), *dparameters), linear.active) if active)
+    return tuple(compress((*[reshaped(dx, s.shape)] * len(of_full), *dparameters), linear.active))
 
 
 def _kernels(run, config_of) -> tuple[Kernel, ...]:
@@ -308,8 +306,6 @@ OP = FusedOp(
     reference=_reference,
     keep=_keep,
     tangent=_tangent,
-    decompose=_decompose,
-    differentiable=lambda config: True,
     for_autodiff=lambda config: dataclasses.replace(config, saving=True),
     pullback=_pullback,
     forward_kernels=_kernels(_run_forward, lambda config: config),

@@ -201,14 +201,14 @@ class FusedOp:
     tangent(config, kept, tangents)        out tangents of the first outs from `kept`; `None` stands for a zero tangent
     pullback(linear, *kept, *cotangents)   the transpose of `tangent` in plain JAX, where it can move less than JAX's own
     for_autodiff(config) -> config         the same op, also returning what only `keep` needs (e.g. mask bits), last
-    differentiable(config) -> bool         False: autodiff goes through `decompose(config, *args)`, the same value as
-                                           several ops, because `kept` would not be enough
+    decomposed(config) -> function         the same value as several ops, of the same args, where `kept` would not be enough:
+                                           autodiff goes through these; None: it need not
     """
 
-    def __init__(self, name, *, reference, keep, tangent, decompose, differentiable, for_autodiff, forward_kernels,
-                 backward_kernels, forward_axes, backward_axes, pullback=None):
+    def __init__(self, name, *, reference, keep, tangent, for_autodiff, forward_kernels, backward_kernels, forward_axes,
+                 backward_axes, pullback=None, decomposed: Callable[[Any], Callable | None] = lambda config: None):
         self.name, self.keep, self.tangent = name, keep, tangent
-        self.decompose, self.differentiable, self.for_autodiff = decompose, differentiable, for_autodiff
+        self.for_autodiff, self.decomposed = for_autodiff, decomposed
         self.forward = Stage(f"jaxfuse_{name}", reference, forward_kernels, forward_axes)
         self.tangents = Stage(f"jaxfuse_{name}_tangent", self._tangent_reference, (), lambda *_: BatchAxes((), (None,)))
         self.backward = Stage(
@@ -232,8 +232,8 @@ class FusedOp:
     @ours
     def _linearize(self, primals, tangents, *, config):
         saving, primals = self.for_autodiff(config), equally_varying(primals)
-        if not self.differentiable(config):
-            return jvp_of(functools.partial(self.decompose, config), primals, tangents)
+        if several_ops := self.decomposed(config):
+            return jvp_of(several_ops, primals, tangents)
         if saving == config and config.saves:  # a second derivative of a call that was already differentiated once
             return jvp_of(functools.partial(self.forward.reference, config), primals, tangents)
         outs = self.forward(saving, *primals)

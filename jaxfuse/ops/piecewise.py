@@ -129,7 +129,7 @@ def _(function, primals, tangents):
 
 # --- Which one a function is -------------------------------------------------------------------------------------
 
-Evaluate = Callable[[np.ndarray], np.ndarray | None]  # points -> values and derivatives at them, in float64
+Evaluate = Callable[[np.ndarray], np.ndarray]  # points -> values and derivatives at them, in float64
 
 
 def fitted(points: np.ndarray, table: np.ndarray, evaluate: Evaluate) -> PiecewiseLinear | None:
@@ -140,8 +140,8 @@ def fitted(points: np.ndarray, table: np.ndarray, evaluate: Evaluate) -> Piecewi
         return None
     if len(lines) == 2:  # the one that is the identity is the middle
         lines = [*lines, lines[1]] if lines[1] == (1.0, 0.0) else [lines[0], *lines]
-    bounds = [_crossing(lines[i], lines[i + 1], end) for i, end in ((0, -math.inf), (1, math.inf))]
-    if None in bounds or not bounds[0] < bounds[1]:
+    low, high = (_crossing(lines[i], lines[i + 1], end) for i, end in ((0, -math.inf), (1, math.inf)))
+    if low is None or high is None or not low < high:
         return None
     (lower, _), (middle, shift), (upper, _) = lines
     center = _snapped(-shift / middle) if middle else 0.0
@@ -150,11 +150,11 @@ def fitted(points: np.ndarray, table: np.ndarray, evaluate: Evaluate) -> Piecewi
     for i, line in enumerate(lines):
         if line == (0.0, 0.0):  # with the sign of the program's zero
             offsets[i] = math.copysign(0.0, special[0, 1 + i])
-    at_bounds = tuple(_tie(evaluate, bound, slopes) for bound, slopes in zip(bounds, ((lower, middle), (middle, upper))))
+    at_bounds = _tie(evaluate, low, (lower, middle)), _tie(evaluate, high, (middle, upper))
     at_nan = tuple(math.nan if math.isnan(v) else float(v) for v in special[:, 0])
-    plain = PiecewiseLinear((bounds[0], bounds[1]), (lower, middle, upper), (offsets[0], offsets[1], offsets[2]),
-                            (at_bounds[0], at_bounds[1]), at_nan=(at_nan[0], at_nan[1]), center=center)
-    probes = np.array([0.0, -0.0, math.inf, -math.inf, *filter(math.isfinite, bounds)])
+    plain = PiecewiseLinear((low, high), (lower, middle, upper), (offsets[0], offsets[1], offsets[2]), at_bounds,
+                            at_nan=(at_nan[0], at_nan[1]), center=center)
+    probes = np.array([0.0, -0.0, math.inf, -math.inf, *filter(math.isfinite, (low, high))])
     truth = evaluate(probes)[0]
     for inward in ((False, False), (True, False), (False, True), (True, True)):
         function = dataclasses.replace(plain, inward=inward)

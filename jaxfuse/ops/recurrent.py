@@ -1,5 +1,7 @@
 """What lstm and gru share: sequences of steps, `[length, batch, ...]`, and the gradient of the recurrent weights."""
 
+from itertools import compress
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -76,8 +78,7 @@ def weight_gradient(states, dgates, dtype):
 def complete(linear, gradients, forward_axes, mesh_axes):
     """Those that are wanted, what is summed over a sharded batch completed."""
     axes = forward_axes(linear.config, None).inputs
-    wanted, along = zip(*[(g, ax) for g, ax, active in zip(gradients, axes, linear.active) if active])
-    return completed(wanted, along, mesh_axes)
+    return completed(compress(gradients, linear.active), compress(axes, linear.active), mesh_axes)
 
 
 def types_of(function, *args):

@@ -73,14 +73,14 @@ _tables: dict = {}
 def _cached(region: Region):
     """(region_table, its name, *mask_tables) by what the nodes say; the derivative rule of a custom_jvp is told by the function
     that made it."""
-    numbers = {id(region.start): 0}
+    numbers = {region.start: 0}
     text = []
     for node in region.nodes:
-        wiring = [("value", numbers[id(v)]) if id(v) in numbers else constant(v) for v in node.inputs]
-        numbers[id(node.out)] = len(numbers)
+        wiring = [("value", numbers[v]) if v in numbers else constant(v) for v in node.inputs]
+        numbers[node.out] = len(numbers)
         text.append((node.primitive, node.source() if node.primitive == "custom_jvp_call" else "", str(wiring),
                      str({k: v for k, v in node.params.items() if k != "jvp_jaxpr_fun"})))
-    key = tuple(text), tuple(numbers[id(mask)] for mask in region.masks), region.start.shape, str(region.start.dtype)
+    key = tuple(text), tuple(numbers[mask] for mask in region.masks), region.start.shape, str(region.start.dtype)
     if key not in _tables:
         if len(_tables) > 4096:
             _tables.clear()
@@ -93,4 +93,10 @@ def _tabled(region: Region) -> tuple[np.ndarray | None, Activation | None]:
     table, tolerance = region_table(region), _TOLERANCE.get(jnp.dtype(region.start.dtype), 2e-5)
     if table is None:
         return None, None
-    return table, identified(table, lambda points: region_table(region, points), tolerance)
+
+    def evaluate(points: np.ndarray) -> np.ndarray:
+        found = region_table(region, points)
+        assert found is not None, "what could be interpreted can be on other points"
+        return found
+
+    return table, identified(table, evaluate, tolerance)

@@ -1,5 +1,9 @@
 """Whether a kernel takes what a pattern has found, and whether the policy expects a gain of it."""
 
+import jax
+
+from jaxfuse.ops.op import type_of
+from jaxfuse.program.graph import Value
 from jaxfuse.program.site import Unfit
 
 
@@ -12,3 +16,7 @@ def require(stage, config, types, unprofitable, op: str, *rule, cost=lambda kern
     if reason:
         raise Unfit(reason)
     return kernel
+
+
+def types_of(*values: Value) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return tuple(type_of(v.aval) for v in values)

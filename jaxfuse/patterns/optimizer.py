@@ -27,7 +27,7 @@ class Update(NamedTuple):
     """What the update of one tensor is computed from, back to where it is not elementwise any more."""
 
     nodes: tuple[Node, ...]
-    inputs: frozenset[int]  # ids of the program's inputs among it
+    inputs: frozenset[Value]  # the program's inputs among it
     has_gradient: bool
 
 
@@ -44,12 +44,12 @@ def match(graph, node: Node, claimed: set[int], unprofitable):
 
 
 def _kinds(graph: Graph) -> dict[str, list[Node]]:
-    given = set(map(id, graph.inputs))
+    given = set(graph.inputs)
     kinds: dict[str, list[Node]] = {}
     ends = {v.producer.index: v.producer for v in graph.outputs if v.producer is not None}
     for index in sorted(ends):
         node = ends[index]
-        parameter = next((v for v in node.inputs if id(v) in given and v.shape == node.out.shape), None)
+        parameter = next((v for v in node.inputs if v in given and v.shape == node.out.shape), None)
         if parameter is not None and node.primitive in (*ADD, "sub") and index not in graph.fused_away:
             kind = _kind(graph, node, parameter, given)
             if kind:
@@ -57,15 +57,15 @@ def _kinds(graph: Graph) -> dict[str, list[Node]]:
     return kinds
 
 
-def _kind(graph: Graph, node: Node, parameter: Value, given: set[int]) -> str:
+def _kind(graph: Graph, node: Node, parameter: Value, given: set[Value]) -> str:
     """ "sgd", "momentum", "adam", "adamw", or "" for what is no update that we know."""
     other = next((v for v in node.inputs if v is not parameter), parameter)
     update = _update(graph, other, given)
     roots = [n for n in update.nodes if n.primitive == "sqrt"]
     states = [n for n in update.nodes if graph.is_returned(n.out)]
-    decayed = id(parameter) in update.inputs
+    decayed = parameter in update.inputs
     if len(roots) == 1 and len(states) == 2 and not _rescaled(update, roots[0]):
-        if id(parameter) in _update(graph, roots[0].inputs[0], given).inputs:
+        if parameter in _update(graph, roots[0].inputs[0], given).inputs:
             return "adam+weight_decay"
         return "adamw" if decayed else "adam"
     if roots or not all(n.primitive in LINEAR for n in update.nodes) or not update.has_gradient and len(states) != 1:
@@ -74,7 +74,7 @@ def _kind(graph: Graph, node: Node, parameter: Value, given: set[int]) -> str:
         return "momentum+weight_decay" if decayed else "momentum"
     if (
         states
-        or update.inputs - {id(parameter)}
+        or update.inputs - {parameter}
         or not (node.primitive == "sub" or any(map(_is_negative, update.nodes)))
     ):
         return ""  # not a descent: gradients that are added up
@@ -106,7 +106,7 @@ def _rescaled(update: Update, root: Node) -> bool:
     return False
 
 
-def _update(graph: Graph, end: Value, given: set[int]) -> Update:
+def _update(graph: Graph, end: Value, given: set[Value]) -> Update:
     back, inputs, has_gradient = backward(graph), set(), False
     nodes: dict[int, Node] = {}
     stack = [end]
@@ -115,8 +115,8 @@ def _update(graph: Graph, end: Value, given: set[int]) -> Update:
         node = value.producer
         if value.shape != end.shape:
             continue
-        if id(value) in given:
-            inputs.add(id(value))
+        if value in given:
+            inputs.add(value)
         elif node is not None and node.index in back:
             has_gradient = True
         elif node is not None and is_elementwise(node) and node.index not in nodes:

@@ -6,8 +6,8 @@ a report can say what was almost fused.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Set as AbstractSet
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Set as AbstractSet
+from typing import NamedTuple, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +15,7 @@ import numpy as np
 from jaxfuse.analysis.canonical import ADD, NotPerChannel, Region, constant, is_float_cast, per_channel, regions, repeats, unwidened
 from jaxfuse.analysis.elementwise import is_elementwise
 from jaxfuse.analysis.layout import Layout
+from jaxfuse.patterns.chain import Activated, Added, Chain
 from jaxfuse.program.graph import Node, Value
 from jaxfuse.program.site import Unfit
 from jaxfuse.runtime.reasons import no_kernel
@@ -25,81 +26,6 @@ class WalkEnd(NamedTuple):
 
     reason: str
     unfused: str | None = None
-
-
-class Activated(Protocol):
-    """What `name_activation` finds: `jaxfuse.ops.activations.Activation`."""
-
-    @property
-    def name(self) -> str: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Chain:
-    """act((value₀ - center)·scale + offset + residual), or act(…) + residual, as a list of steps from the anchor's value to
-    `end`.
-
-    `layout` is how `end` lies compared with the anchor's value, `residual_layout` how it lay where the residual came in.
-    """
-
-    end: Value
-    layout: Layout
-    nodes: tuple[Node, ...] = ()
-    affine: tuple[tuple[str, Value], ...] = ()  # ("add" | "sub" | "mul" | "div", one number for each channel)
-    residual: Value | None = None
-    residual_layout: Layout | None = None
-    residual_last: bool = False  # it was added after the activation
-    activation: Any = None  # Activated
-    region: Region | None = None  # of the activation
-    region_layout: Layout | None = None  # how its argument lay
-
-    @property
-    def masks(self) -> tuple[Value, ...]:
-        """Comparisons of the activation's argument, which autodiff keeps."""
-        return self.region.masks if self.region else ()
-
-    def masks_from(self, y) -> Iterator[tuple[Value, object]]:
-        """The masks, computed from the activation's value `y`."""
-        return zip(self.masks, self.region.replay(y, self.masks)) if self.masks else iter(())
-
-    def as_activated(self, array):
-        """`array`, which lies as `end` does, as the activation's argument and value lay: `end` may be turned after it."""
-        return self.region_layout.place(self.layout.undo(array, tuple(range(len(self.layout.origin)))))
-
-    @property
-    def affine_steps(self) -> tuple[str, ...]:
-        """"bias" and "scale", in the order in which they come first."""
-        return tuple(dict.fromkeys("bias" if kind in ("add", "sub") else "scale" for kind, _ in self.affine))
-
-    def label(self, anchor: str) -> str:
-        """Like "conv+bias+add+relu". Factors with a mean before them, or a shift after them, are a normalisation. A number, or
-        factors after a bias as in ConvNeXt, are a scale."""
-        steps = self.affine_steps
-        factors = any(kind in ("mul", "div") and value.literal is None for kind, value in self.affine)
-        centered = any(kind == "sub" for kind, _ in self.affine) or bool(self.affine) and self.affine[-1][0] == "add"
-        return "+".join([anchor, *(["bn"] if factors and centered and len(steps) == 2 else steps), *self.after_affine])
-
-    @property
-    def after_affine(self) -> tuple[str, ...]:
-        """The steps after those per channel, in their order: "add", and the activation's name."""
-        added, activated = ("add",) * (self.residual is not None), (self.activation.name,) if self.activation else ()
-        return activated + added if self.residual_last else added + activated
-
-    def coefficients(self, vector: Callable[[Value], Any]):
-        """(center, scale, offset), None where there is none; `vector` gives a step's operand as `[channels]`."""
-        center = scale = offset = None
-        for kind, value in self.affine:
-            operand = vector(value)
-            if kind == "sub" and center is scale is offset is None:
-                center = operand
-            elif kind in ("add", "sub"):
-                signed = operand if kind == "add" else -operand
-                offset = signed if offset is None else offset + signed
-            else:
-                factor = operand if kind == "mul" else 1 / operand
-                scale = factor if scale is None else scale * factor
-                offset = offset if offset is None else offset * factor
-        return center, scale, offset
 
 
 class Walk:
@@ -141,7 +67,7 @@ class Walk:
             return WalkEnd("nothing reads it")
         if self.graph.is_returned(value):
             return WalkEnd(f"{value!r} is returned by the program", self._missed(chain, users))
-        if chain.activation is None:
+        if chain.activated is None:
             activated = self._activations(chain)
             if isinstance(activated, list) or activated and activated.unfused:
                 return activated
@@ -158,7 +84,7 @@ class Walk:
             if layout.axes(self.axis) is None:
                 return WalkEnd(f"{node} merges the channel axis with another")
             return dataclasses.replace(chain, end=node.out, nodes=(*chain.nodes, node), layout=layout)
-        if chain.activation is not None:
+        if chain.activated is not None:
             return self._after_activation(chain, node)
         return self._affine(chain, node)
 
@@ -168,25 +94,25 @@ class Walk:
             return WalkEnd("the activation ends it")
         if not self.adds_last:
             return WalkEnd(no_kernel(f"{node} adds after the activation"), "add")
-        if chain.residual is not None:
+        if chain.added is not None:
             return WalkEnd(f"{node} adds a second full-size value", "add")
         if chain.masks:  # the sum would not tell them
             return WalkEnd(f"{node} adds to a value that {chain.masks[0].producer} is told by", "add")
         other = full_size[full_size[0] is chain.end]
-        return dataclasses.replace(chain, end=node.out, nodes=(*chain.nodes, node), residual=unwidened(other),
-                                   residual_layout=chain.layout, residual_last=True)
+        return dataclasses.replace(chain, end=node.out, nodes=(*chain.nodes, node),
+                                   added=Added(unwidened(other), chain.layout, last=True))
 
     def _activations(self, chain: Chain) -> list[Chain] | WalkEnd | None:
         """The elementwise regions from here that have a name, shortest first; else why the longest has none."""
-        named, stop = [], None
+        named: list[Chain] = []
+        stop = None
         for region in regions(chain.end, self.graph.is_returned, self.ignored):
             if any(n.index in self.claimed for n in region.nodes):
                 continue
             name = self.name_activation(region)
             if not isinstance(name, WalkEnd):
                 nodes = (*chain.nodes, *region.nodes)
-                named.append(dataclasses.replace(chain, end=region.end, nodes=nodes, activation=name, region=region,
-                                                 region_layout=chain.layout))
+                named.append(dataclasses.replace(chain, end=region.end, nodes=nodes, activated=Activated(name, region, chain.layout)))
             else:
                 stop = name
         return named or stop
@@ -203,14 +129,16 @@ class Walk:
         if other is left and kind == "div":
             return WalkEnd(f"{node} has the value on its right side")
         if other is left and kind == "sub":  # other + (-1)·value
-            if chain.residual is not None:
+            if chain.added is not None:
                 return WalkEnd(f"{node} scales the sum with the residual", "scale")
             minus_one = Value(node.out.aval.update(shape=()), literal=np.asarray(-1, node.out.dtype))
             kind, chain = "add", dataclasses.replace(chain, affine=(*chain.affine, ("mul", minus_one)))
-        small = per_channel(other, chain.end, chain.layout.axes(self.axis))
+        channel_axes = chain.layout.axes(self.axis)
+        assert channel_axes is not None, "no step that merges the channel axis with another is taken"
+        small = per_channel(other, chain.end, channel_axes)
         extended = dataclasses.replace(chain, end=node.out, nodes=(*chain.nodes, node))
         if not isinstance(small, NotPerChannel):
-            if chain.residual is not None and kind in ("mul", "div"):
+            if chain.added is not None and kind in ("mul", "div"):
                 return WalkEnd(f"{node} scales the sum with the residual", "scale")
             return dataclasses.replace(extended, affine=(*chain.affine, (kind, small)))
         full_size = other.shape == chain.end.shape and not repeats(other)
@@ -218,13 +146,13 @@ class Walk:
             return WalkEnd(f"{node} subtracts a full-size value: it would be one more pass to change its sign", "sub")
         if kind != "add" or not full_size:
             return WalkEnd(small.reason, dict(add="bias", sub="bias").get(kind, "scale"))
-        if chain.residual is not None:
+        if chain.added is not None:
             return WalkEnd(f"{node} adds a second full-size value", "add")
-        return dataclasses.replace(extended, residual=unwidened(other), residual_layout=chain.layout)
+        return dataclasses.replace(extended, added=Added(unwidened(other), chain.layout))
 
     def _missed(self, chain: Chain, users: list[Node]) -> str | None:
         """What the walk would have taken next, had the value no other reader."""
-        if chain.activation is not None:
+        if chain.activated is not None:
             return None
         users = [node for node in users if len(node.outputs) == 1]
         for node in users:
@@ -235,8 +163,8 @@ class Walk:
                     return named.name
         for node in users:
             taken = self._affine(chain, node) if len(node.inputs) == 2 else None
-            if isinstance(taken, Chain) and (taken.residual is not chain.residual or len(users) == 1):
-                return "add" if taken.residual is not None else dict(add="bias", sub="bias").get(taken.affine[-1][0], "scale")
+            if isinstance(taken, Chain) and (taken.added is not chain.added or len(users) == 1):
+                return "add" if taken.added is not None else dict(add="bias", sub="bias").get(taken.affine[-1][0], "scale")
         return None
 
 
@@ -267,7 +195,7 @@ def ends_wide(graph, node: Node, chain: Chain) -> bool:
     cast alone, or a value on its way to another step, XLA widens while it reads it: written wide, it would be twice the bytes."""
     if node.out.dtype not in NARROW or chain.end.dtype != jnp.float32 or is_float_cast(chain.nodes[-1]):
         return False
-    return bool(chain.activation or chain.residual or chain.affine and graph.is_returned(chain.end))
+    return bool(chain.activated or chain.added or chain.affine and graph.is_returned(chain.end))
 
 
 def as_vector(array, channels: int):

@@ -16,31 +16,31 @@ class Subgraph:
 
     def __init__(self, graph: Graph, kept: list[Node], outputs: list[Value]):
         self.outer = graph.outer
-        copies: dict[int, Value] = {}
-        self._originals: dict[int, Value] = {}
+        copies: dict[Value, Value] = {}
+        self._originals: dict[Value, Value] = {}
 
         def copy(value: Value) -> Value:
-            if id(value) not in copies:
-                copies[id(value)] = Value(value.aval, literal=value.literal)
-                copies[id(value)].users += filter(_is_fused, value.users)
-                self._originals[id(copies[id(value)])] = value
-            return copies[id(value)]
+            if value not in copies:
+                copies[value] = made = Value(value.aval, literal=value.literal)
+                made.users += filter(_is_fused, value.users)
+                self._originals[made] = value
+            return copies[value]
 
         self.inputs = [copy(value) for value in graph.inputs]
         self.nodes = []
         for node in kept:
             node_in_subgraph = node.reading([copy(v) for v in node.inputs])
             for value, made in zip(node.outputs, node_in_subgraph.outputs):
-                copies[id(value)] = made
-                self._originals[id(made)] = value
+                copies[value] = made
+                self._originals[made] = value
                 made.users += filter(_is_fused, value.users)
             self.nodes.append(node_in_subgraph)
         self._twins = {node_in_subgraph.index: node_in_subgraph for node_in_subgraph in self.nodes}
         self.outputs = [copy(value) for value in outputs]
-        self.returned = frozenset(map(id, self.outputs))
+        self.returned = frozenset(self.outputs)
 
     def is_returned(self, value: Value) -> bool:
-        return id(value) in self.returned
+        return value in self.returned
 
     def node_in_subgraph(self, node: Node) -> Node | None:
         """This part's node for one of the graph's."""
@@ -48,7 +48,7 @@ class Subgraph:
 
     def original(self, value: Value) -> Value:
         """The graph's own value; what is not this part's stays as it is."""
-        return self._originals.get(id(value), value)
+        return self._originals.get(value, value)
 
 
 def forward(graph: Graph) -> Graph | Subgraph:
@@ -102,7 +102,7 @@ def _only_for_backward(graph: Graph, i: int) -> bool:
 def _needed(graph: Graph, transposed: frozenset[int], outputs: list[Value]) -> list[Node]:
     """Nodes that are not transposed and that something other than the backward pass reads. Contractions stay: what
     `jax.checkpoint` computes again is only for the backward pass, but a layer all the same."""
-    returned, kept = set(map(id, outputs)), set()
+    returned, kept = set(outputs), set()
     for node in reversed(graph.nodes):
         if (
             node.index not in transposed
@@ -110,7 +110,7 @@ def _needed(graph: Graph, transposed: frozenset[int], outputs: list[Value]) -> l
             and (
                 node.eqn.effects
                 or node.primitive == "dot_general"
-                or any(id(v) in returned or any(n.index in kept or _is_fused(n) for n in v.users) for v in node.outputs)
+                or any(v in returned or any(n.index in kept or _is_fused(n) for n in v.users) for v in node.outputs)
                 or not any(v.users for v in node.outputs)
             )
         ):

@@ -36,6 +36,12 @@ class Value:
     ndim = property(lambda self: len(self.aval.shape))
 
     @property
+    def node(self) -> "Node":
+        """The producer of a value that is known to be computed in the program."""
+        assert self.producer is not None, f"{self!r} is given to the program"
+        return self.producer
+
+    @property
     def spec(self) -> tuple:
         """The mesh axes that each dimension is divided over, where the type says so."""
         sharding = getattr(self.aval, "sharding", None)
@@ -118,10 +124,10 @@ class Graph:
         environment = dict(zip(jaxpr.constvars, self.constants)) | dict(zip(jaxpr.invars, self.inputs))
         self._inline(jaxpr, environment, source_info_util.new_name_stack())
         self.outputs = [self._read(environment, v) for v in jaxpr.outvars]
-        self.returned = frozenset(map(id, self.outputs))
+        self.returned = frozenset(self.outputs)
 
     def is_returned(self, value: Value) -> bool:
-        return id(value) in self.returned
+        return value in self.returned
 
     def original(self, value: Value) -> Value:
         """The value itself; of a part of the graph, what its copy stands for."""
@@ -197,7 +203,7 @@ def key_of(eqn, inputs: list[Value]):
         params = dict(text=str(params["call_jaxpr"].jaxpr))
     key = (
         eqn.primitive,
-        tuple([id(v) if v.literal is None else (np.asarray(v.literal).tobytes(), v.aval) for v in inputs]),
+        tuple([v if v.literal is None else (np.asarray(v.literal).tobytes(), v.aval) for v in inputs]),
         tuple(sorted(params.items())),
     )
     try:
@@ -237,13 +243,12 @@ class Emission(NamedTuple):
         return next((v.producer.eqn.ctx.manager for v in self.defines if v.producer), contextlib.nullcontext())
 
 
-def evaluate(graph, arguments: Sequence, replacements: dict[int, Emission], replay=Node.replay) -> list:
-    """The outputs of a graph, or of a part of one, for `arguments`; `replacements` maps id(value) to what computes it instead of `replay`.
+def evaluate(graph, arguments: Sequence, replacements: dict[Value, Emission], replay=Node.replay) -> list:
+    """The outputs of a graph, or of a part of one, for `arguments`; `replacements` maps a value to what computes it instead of `replay`.
 
     Nodes that nobody needs any more are left out; nodes with effects stay, in their order.
     """
-    known = zip([*graph.inputs, *graph.constants], [*arguments, *graph.constant_arrays])
-    environment = {id(value): array for value, array in known}
+    environment = dict(zip([*graph.inputs, *graph.constants], [*arguments, *graph.constant_arrays]))
     for node in graph.nodes:
         if node.eqn.effects:
             inputs = compute(node.inputs, environment, replacements, replay)
@@ -254,28 +259,29 @@ def evaluate(graph, arguments: Sequence, replacements: dict[int, Emission], repl
     return compute(graph.outputs, environment, replacements, replay)
 
 
-def compute(wanted: Iterable[Value], environment: dict[int, object], replacements: dict[int, Emission], replay=Node.replay) -> list:
-    """The wanted values, computed on demand from those in `environment`, by id, and put there.
+def compute(wanted: Sequence[Value], environment: dict[Value, Any], replacements: dict[Value, Emission], replay=Node.replay) -> list:
+    """The wanted values, computed on demand from those in `environment`, and put there.
 
     Depth-first, without recursion: a program may be thousands of equations deep."""
 
     def read(value: Value):
-        return value.literal if value.literal is not None else environment[id(value)]
+        return value.literal if value.literal is not None else environment[value]
 
     def steps(value: Value) -> Iterator[Value]:
         """Yields the values needed first, then computes `value`."""
-        node, emission = value.producer, replacements.get(id(value))
-        yield from emission.needs if emission else node.inputs
-        if emission:
+        if emission := replacements.get(value):
+            yield from emission.needs
             with emission.context():
-                environment.update((id(v), array) for v, array in emission.run(read))
+                environment.update(emission.run(read))
         else:
-            environment.update(zip(map(id, node.outputs), replay(node, [read(v) for v in node.inputs])))
+            node = value.node
+            yield from node.inputs
+            environment.update(zip(node.outputs, replay(node, [read(v) for v in node.inputs])))
 
     stack: list[tuple[Value, Iterator[Value] | None]] = [(value, None) for value in wanted]
     while stack:
         value, running = stack.pop()
-        if value.literal is not None or id(value) in environment:
+        if value.literal is not None or value in environment:
             continue
         running = running or steps(value)
         needed = next(running, None)

@@ -6,6 +6,11 @@ from jaxfuse.program.graph import Emission, Graph, Node, Value
 from jaxfuse.program.site import Match
 
 
+def reader_index(anchor: Node) -> int:
+    """The index that the match at this node has among the readers of a value: that of no node."""
+    return -1 - anchor.index
+
+
 class FusedReader:
     """Stands among the users of a value for the match that needs it. No pattern looks through it."""
 
@@ -14,7 +19,7 @@ class FusedReader:
     inputs = outputs = ()
 
     def __init__(self, match: Match):
-        self.match, self.index = match, -1 - match.anchor.index  # no node of the graph
+        self.match, self.index = match, reader_index(match.anchor)
 
     def __str__(self):
         return f"the fused {self.match.pattern} ({self.match.direction}) at {self.match.anchor.source()}"
@@ -51,22 +56,22 @@ def _revive(graph: Graph, needs: list[Value]) -> None:
     graph.dead -= revived
 
 
-def circular(graph: Graph, replacements: dict[int, Emission]) -> list[Emission]:
+def circular(graph: Graph, replacements: dict[Value, Emission]) -> list[Emission]:
     """Emissions of which each needs what the next defines, and the last what the first defines: each match is sound by
     itself, two that wait for each other are not."""
-    path: dict[int, Value] = {}  # values whose needs are being looked at
-    done: set[int] = set()
+    path: dict[Value, None] = {}  # values whose needs are being looked at, in their order
+    done: set[Value] = set()
     stack = [(value, False) for value in graph.outputs] + [(v, False) for n in graph.nodes if n.eqn.effects for v in n.inputs]
     while stack:
         value, looked_at = stack.pop()
-        emission = replacements.get(id(value))
+        emission = replacements.get(value)
         if looked_at:
-            path.pop(id(value))
-            done |= {id(value)} | set(map(id, emission.defines if emission else ()))
-        elif id(value) in path:
-            return [replacements[key] for key in path if key in replacements]
-        elif id(value) not in done:
-            path[id(value)] = value
+            path.pop(value)
+            done |= {value, *(emission.defines if emission else ())}
+        elif value in path:
+            return [replacements[each] for each in path if each in replacements]
+        elif value not in done:
+            path[value] = None
             stack.append((value, True))
             needs = emission.needs if emission else value.producer.inputs if value.producer else ()
             stack += [(need, False) for need in needs]

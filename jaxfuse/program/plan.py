@@ -4,17 +4,17 @@ from typing import NamedTuple
 
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from jaxfuse.program.graph import Emission, Graph, evaluate
+from jaxfuse.program.graph import Emission, Graph, Value, evaluate
 from jaxfuse.runtime.settings import ours
 
 
 class Plan(NamedTuple):
-    """A program with its replacements by `id(value)`, its rows in program order, the plans of bodies by the index of their
+    """A program with its replacements by value, its rows in program order, the plans of bodies by the index of their
     node, and for each node that a match takes over the first emission of that match, by index."""
 
     closed: ClosedJaxpr
     graph: Graph
-    replacements: dict[int, Emission]
+    replacements: dict[Value, Emission]
     found: list
     inner: "dict[int, list[Plan]]" = {}
     owners: dict[int, Emission] = {}

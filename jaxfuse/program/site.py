@@ -21,7 +21,7 @@ class Match:
 @dataclasses.dataclass(frozen=True)
 class Refusal:
     """A place that stays as it is, or a step that was not taken, and why. `nodes` are those that this row speaks of: no
-    later pattern makes a row of them."""
+    later pattern makes a row of them. What it `covers` a later pattern may match; it has no other refusal."""
 
     pattern: str
     anchor: Node
@@ -29,6 +29,7 @@ class Refusal:
     reason: str
     direction: str = "forward"
     nodes: tuple[Node, ...] = ()
+    covers: tuple[Node, ...] = ()
 
 
 class Unfit(Exception):

@@ -21,7 +21,7 @@ class Step(NamedTuple):
     is_view: bool = False
 
 
-def timeline(plan: Plan, replacements: dict[int, Emission]) -> list[int]:
+def timeline(plan: Plan, replacements: dict[Value, Emission]) -> list[int]:
     """Bytes alive while each node of the plan's graph runs, with these replacements. A node that does not run has those of the
     one before it. Arguments and constants are alive all the time; they are the caller's."""
     graph = plan.graph
@@ -59,24 +59,24 @@ def size(value: Value) -> int:
     return math.prod(map(known, value.shape)) * getattr(value.dtype, "itemsize", 0)
 
 
-def _steps(plan: Plan, replacements: dict[int, Emission]) -> Iterator[Step]:
+def _steps(plan: Plan, replacements: dict[Value, Emission]) -> Iterator[Step]:
     """What runs, in the order of the program: a fused site where the last of what it defines was, or where it is first read."""
     graph = plan.graph
     needed = _needed(plan, replacements)
     ends: dict[int, int] = {}
     for value in (value for node in graph.nodes for value in node.outputs):
-        if emission := replacements.get(id(value)):
+        if emission := replacements.get(value):
             ends[id(emission)] = max(ends.get(id(emission), 0), value.producer.index if value.producer else 0)
     done: set[int] = set()
     for node in graph.nodes:
-        emissions = [replacements[id(value)] for value in node.outputs if id(value) in replacements]
+        emissions = [replacements[value] for value in node.outputs if value in replacements]
         works: list[Emission | Node] = [*(emission for emission in emissions if ends[id(emission)] == node.index), node]
         for work in works:
             if id(work) in needed:
                 yield from _run(plan, replacements, work, node.index, done)
 
 
-def _run(plan: Plan, replacements: dict[int, Emission], work: Emission | Node, position: int, done: set[int]) -> Iterator[Step]:
+def _run(plan: Plan, replacements: dict[Value, Emission], work: Emission | Node, position: int, done: set[int]) -> Iterator[Step]:
     """The step of `work`, after those that it needs and that have not run."""
     stack: list[tuple[Emission | Node, bool]] = [(work, False)]
     while stack:
@@ -91,7 +91,7 @@ def _run(plan: Plan, replacements: dict[int, Emission], work: Emission | Node, p
             stack += [(before, False) for before in _before(work, replacements) if id(before) not in done]
 
 
-def _needed(plan: Plan, replacements: dict[int, Emission]) -> set[int]:
+def _needed(plan: Plan, replacements: dict[Value, Emission]) -> set[int]:
     """Ids of the emissions and nodes that the outputs and effects need."""
     found: set[int] = set()
     stack: list[Emission | Node] = [node for node in plan.graph.nodes if node.eqn.effects]
@@ -104,14 +104,14 @@ def _needed(plan: Plan, replacements: dict[int, Emission]) -> set[int]:
     return found
 
 
-def _before(work: Emission | Node, replacements: dict[int, Emission]) -> list[Emission | Node]:
+def _before(work: Emission | Node, replacements: dict[Value, Emission]) -> list[Emission | Node]:
     values = work.inputs if isinstance(work, Node) else work.needs
     return [before for value in values if (before := _work(value, replacements)) is not None]
 
 
-def _work(value: Value, replacements: dict[int, Emission]) -> Emission | Node | None:
+def _work(value: Value, replacements: dict[Value, Emission]) -> Emission | Node | None:
     """What computes the value; None for inputs and numbers."""
-    return replacements.get(id(value)) or value.producer
+    return replacements.get(value) or value.producer
 
 
 def _step(plan: Plan, work: Emission | Node, position: int, rewritten: bool) -> Step:

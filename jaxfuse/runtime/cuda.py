@@ -97,7 +97,7 @@ def targets() -> frozenset[str]:
 def info() -> dict[str, str]:
     """What the library says of itself: nvcc's version, architectures, XLA's FFI version; empty if it is not built."""
     found = library()
-    return dict(line.split("=", 1) for line in found.jaxfuse_cuda_info().decode().splitlines()) if found else {}
+    return _info(found) if found else {}
 
 
 def library() -> ctypes.CDLL | None:
@@ -121,9 +121,12 @@ def _library() -> ctypes.CDLL | None:
         loaded.jaxfuse_cuda_info.restype = ctypes.c_char_p
     except (OSError, AttributeError) as error:
         raise RuntimeError(f"jaxfuse: the CUDA library {found} does not load: {error}; {ffi.REINSTALL}") from error
-    lines = loaded.jaxfuse_cuda_info().decode().splitlines()
-    ffi.check_api(dict(line.split("=", 1) for line in lines)["ffi_api"], found)
+    ffi.check(_info(loaded), found)
     return loaded
+
+
+def _info(loaded: ctypes.CDLL) -> dict[str, str]:
+    return dict(line.split("=", 1) for line in loaded.jaxfuse_cuda_info().decode().splitlines())
 
 
 @functools.cache

@@ -45,6 +45,7 @@ REINSTALL = "reinstall jaxfuse with its dependencies: from its source tree, pyth
 VERSION = 1  # of the targets that exported programs call; tests/test_export.py holds what they take
 _NOT_BUILT = "the native module is not built; to build it: python -m pip install . in the source tree of jaxfuse"
 _loading = threading.RLock()
+_expected: dict[str, str] = {}
 _exporting = jax.make_user_context(False)
 _asked: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("asked", default=None)
 _thread_limit = processors.Limit(1, "the native module is not loaded")
@@ -85,6 +86,19 @@ def libraries(run: Any, *types: jax.ShapeDtypeStruct) -> set[str]:
     finally:
         _asked.reset(token)
     return found
+
+
+def no_onednn() -> str | None:
+    """None if oneDNN computes here, else why not: most convolutions are XLA's then."""
+    module = native()
+    return _NOT_BUILT if module is None else module.info().get("no_onednn")
+
+
+def refused_without_onednn(run: Any, *types: jax.ShapeDtypeStruct) -> str | None:
+    """Why the calls that `run` makes of arrays of these types cannot be computed here for want of oneDNN. None: it is here, or our
+    own loops compute them."""
+    reason = no_onednn()
+    return f"the native module has no such kernel: {reason}" if reason and "onednn" in libraries(run, *types) else None
 
 
 def _libraries(target: str, out_types: Any, operands: tuple, attrs: dict) -> list[str]:
@@ -146,8 +160,6 @@ def unavailable(target: str) -> str | None:
         return _NOT_BUILT
     if target in _registered(module):
         return None
-    if target in TARGETS and "no_onednn" in module.info():
-        return f"the native module has no such kernel: {module.info()['no_onednn']}"
     return f"the native module has no such kernel, it comes from another version of jaxfuse; {REINSTALL}"
 
 
@@ -172,7 +184,7 @@ def _native() -> ModuleType | None:
         _thread_limit = processors.limit()
         module.intend_threads(_thread_limit.number)
         module.load_onednn(str(path.with_name(_ONEDNN)))
-        check_api(module.info()["ffi_api"], path)
+        check(module.info(), path)
     except (ImportError, OSError, AttributeError) as error:  # the last: it comes from another version
         raise RuntimeError(f"jaxfuse: the native module {path} does not load: {error}; {REINSTALL}") from error
     sys.modules["jaxfuse._native"] = module
@@ -209,6 +221,19 @@ def _start() -> None:
     """Before the first call, not when this is imported: a program may still say how many threads, or that memory is to stay."""
     _built()
     set_num_threads(_thread_limit)
+
+
+def expect(fact: str, value: str) -> None:
+    """What a library must say of itself, to be called from tables of this package."""
+    _expected[fact] = value
+
+
+def check(info: dict[str, str], path: pathlib.Path) -> None:
+    """Whether a library was built for this jaxlib, and from the same tables as this package."""
+    check_api(info["ffi_api"], path)
+    for fact, value in _expected.items():
+        if info.get(fact) != value:
+            raise RuntimeError(f"jaxfuse: {path} was built from another table of {fact}; {REINSTALL}")
 
 
 def check_api(built: str, path: pathlib.Path) -> None:

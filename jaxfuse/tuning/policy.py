@@ -6,7 +6,7 @@ import math
 from jaxfuse.ops.errors import one_of
 from jaxfuse.runtime import platforms
 from jaxfuse.runtime.reasons import SwitchedOff, Unprofitable, no_kernel
-from jaxfuse.tuning import tuned
+from jaxfuse.tuning import measured, tuned
 from jaxfuse.tuning.rules import TABLE, cuda
 
 POLICIES = ("measured", "always", "never")
@@ -45,13 +45,13 @@ def _by_bytes(op, config, types) -> str:
 def _by_rules(op, config, types, direction: str) -> str:
     table = TABLE[op]
     site = direction, str(types[0].dtype), table.shape_class(config, types), tuned.isa()
-    rule = next((rule for rule in (*tuned.rules(op), *table.rules) if rule.fits(*site)), None)
+    rule = next((rule for rule in (*tuned.rules(op), *measured.rules(op)) if rule.fits(*site)), None)
     if rule is None:
         return f"{op} {direction} of {site[1]} ({site[2]}) has not been measured; python -m jaxfuse bench --tune does it"
     size = table.size(config, types)
     if rule.smallest == math.inf:
         return f"slower than XLA at every size that was measured, up to {rule.largest} {table.unit}"
     if size < rule.smallest:
-        only = ", the largest measured" * (rule.smallest == rule.largest)
+        only = ", the largest measured" if rule.smallest == rule.largest else ""
         return f"too small to gain: {size} {table.unit}, measured faster from {rule.smallest}{only}"
     return ""

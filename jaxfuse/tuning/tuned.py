@@ -8,7 +8,6 @@ import contextlib
 import functools
 import importlib.metadata
 import json
-import math
 import platform
 import re
 import tempfile
@@ -19,7 +18,8 @@ from typing import NamedTuple
 import jaxlib
 
 from jaxfuse.runtime import cache, ffi
-from jaxfuse.tuning.rules.rule import DIRECTIONS, Point, Rule
+from jaxfuse.tuning.measured import parsed
+from jaxfuse.tuning.rules.rule import Rule
 
 FORMAT = 1
 INSTEAD = "the rules that come with jaxfuse are in force, and `python -m jaxfuse bench --tune` measures here"
@@ -51,7 +51,7 @@ def identity() -> dict:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         version = importlib.metadata.version("jaxfuse")
     versions = {"jaxfuse": version, "jaxlib": jaxlib.__version__}
-    return versions | {"cpu": _cpu(), "isa": list(isa()), "threads": _info().get("threads", 0)}
+    return versions | {"cpu": _cpu(), "isa": list(isa()), "threads": ffi.thread_limit().number if _info() else 0}
 
 
 def rules(op: str) -> tuple[Rule, ...]:
@@ -73,9 +73,10 @@ def read() -> Tuned:
 def save(measured: dict[str, tuple[Rule, ...]], date: str) -> Path:
     """Replaces the file, and says where it is. Raises OSError where that is not possible."""
     where = writable()
-    rows = {op: [rule._asdict() for rule in own] for op, own in measured.items()}
+    rows = {op: [dict(shape=rule.shape, dtype=rule.dtype, onednn=rule.onednn, points=rule.points) for rule in own]
+            for op, own in measured.items()}
     data = {"format": FORMAT, "date": date, **identity(), "rules": rows}
-    cache.replace(where, json.dumps(data, indent=1))
+    cache.replace(where, json.dumps(data))
     _warned.cache_clear()
     return where
 
@@ -103,15 +104,7 @@ def _parsed(data: dict) -> Tuned:
     for key, here in identity().items():
         if data[key] != here:
             return Tuned(ignored=f"it was measured with {key} {data[key]}, and here it is {here}")
-    return Tuned({op: tuple(map(_rule, rows)) for op, rows in data["rules"].items()}, str(data["date"]))
-
-
-def _rule(row: dict) -> Rule:
-    points = tuple(Point(*point) for point in row["points"])
-    for point in points:
-        if not all(isinstance(n, (int, float)) and 0 < n < math.inf for n in point[:3]) or point.direction not in DIRECTIONS:
-            raise ValueError(f"a point of {tuple(point)}; expected size, two times and a direction")
-    return Rule(**{**row, "points": points})
+    return Tuned(parsed(data["rules"]), str(data["date"]))
 
 
 def _info() -> dict:

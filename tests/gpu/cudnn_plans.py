@@ -17,6 +17,7 @@ import tempfile
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parent.parent))
 
+from jaxfuse.ops.activations import TABLE, named  # noqa: E402
 from jaxfuse.runtime.cudnn import backend, graph  # noqa: E402
 from jaxfuse.runtime.cudnn.devices import KNOWN  # noqa: E402
 
@@ -48,12 +49,12 @@ def conv(activation="silu", *, scale=False, bias="float32", residual=False, alph
     vector = graph.per_channel("float32", channels, rank)
     return graph.convolution(
         x, w, y, window, scale=vector if scale else None, bias=graph.per_channel(bias, channels, rank) if bias else None,
-        residual=y if residual else None, activation=activation, alpha=alpha, residual_last=residual_last, saves=saves)
+        residual=y if residual else None, activation=named(activation, alpha).cudnn, residual_last=residual_last, saves=saves)
 
 
 def cases():
     """(what, its graph), in bfloat16 unless it says otherwise."""
-    for activation in graph.ACTIVATIONS:
+    for activation in [name for name in TABLE if named(name, 0.1).cudnn]:
         if activation not in ("maximum0", "clip6"):  # as relu and relu6
             yield f"conv + bias + {activation}", conv(activation)
     for what, options in EPILOGUES.items():

@@ -2,6 +2,7 @@
 cancel. Of images oneDNN has kernels for channels first too, which are as fast as this."""
 
 import dataclasses
+from itertools import compress
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,8 +30,8 @@ def forward(refuse, run) -> Kernel:
     """From the kernel's functions for channels last."""
 
     def run_so(config, args, mesh_axes):
-        x, w, out = _orders(config)
-        orders = x, w, *[None] * (config.has_scale + config.has_bias), *[out] * config.has_residual
+        out = _orders(config)[2]
+        orders = _of_arguments(config)
         found = run(channels_last(config), [_turn(a, order) for a, order in zip(args, orders)], mesh_axes)
         return tuple(_turn_back(f, out) for f in found)
 
@@ -41,13 +42,12 @@ def backward(refuse, run) -> Kernel:
     def run_so(linear, args, mesh_axes):
         config = linear.config
         x, w, out = _orders(config)
-        own = x, w, *[None] * (config.has_scale + config.has_bias), *[out] * config.has_residual
+        own = _of_arguments(config)
         types = tuple(t if order is None else t.update(shape=tuple(t.shape[d] for d in order)) for t, order in zip(linear.types, own))
         turned = dataclasses.replace(linear, config=channels_last(config), types=types)
         orders = x, w, *[out] * (len(args) - 2)
         found = run(turned, [_turn(a, order) for a, order in zip(args, orders)], mesh_axes)
-        wanted = [order for order, active in zip(own, linear.active) if active]
-        return tuple(_turn_back(f, order) for f, order in zip(found, wanted))
+        return tuple(map(_turn_back, found, compress(own, linear.active)))
 
     return Kernel(None, lambda linear, args: _refuse(linear.config, *args[:2]) or refuse(linear, args), run_so)
 
@@ -57,6 +57,12 @@ def _orders(config):
     images = [(spec[0], *spec[2:], spec[1]) for spec in (config.lhs_spec, config.out_spec)]
     window = config.rhs_spec
     return images[0], (*window[2:], window[1], window[0]), images[1]
+
+
+def _of_arguments(config):
+    """The same of all arguments, None of those that have no such axes."""
+    x, w, out = _orders(config)
+    return (x, w, *compress((None, None, out), (config.has_scale, config.has_bias, config.has_residual)))
 
 
 def _turn(array, order):

@@ -1,13 +1,14 @@
 """What is static about a convolution: its config, checked from the arguments of `jaxfuse.ops.conv`, and the plain convolution."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NoReturn
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jaxfuse.ops.activations import NO_ACTIVATION, Activation
+from jaxfuse.ops.errors import Arguments
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -84,19 +85,18 @@ def batch_groups_as_features(x, groups: int, spec):
     return jnp.moveaxis(parts, batch, channels).reshape(shape)
 
 
-def dimension_numbers_of(arguments, x, w, dimension_numbers) -> lax.ConvDimensionNumbers:
+def dimension_numbers_of(arguments: Arguments, x, w, dimension_numbers) -> lax.ConvDimensionNumbers:
     """Channels last where none are given."""
     letters = "DHW"[5 - x.ndim :]
     try:
         return lax.conv_dimension_numbers(
             x.shape, w.shape, dimension_numbers or (f"N{letters}C", f"{letters}IO", f"N{letters}C"))
     except (TypeError, ValueError) as error:
-        arguments.check(False, "dimension_numbers", f"{dimension_numbers!r} ({error})",
-                        f"three names like ('N{letters}C', '{letters}IO', 'N{letters}C')", "spell out x, w and the output")
-        raise
+        arguments.fail("dimension_numbers", f"{dimension_numbers!r} ({error})",
+                       f"three names like ('N{letters}C', '{letters}IO', 'N{letters}C')", "spell out x, w and the output")
 
 
-def _refuse_filter(arguments, w, dn, channels: int, features: int, groups: int) -> None:
+def _refuse_filter(arguments: Arguments, w, dn, channels: int, features: int, groups: int) -> NoReturn:
     """Raises, with the shape that w should have, and with a hint where its axes look like PyTorch's."""
     arguments.check(channels % groups == 0, "x", f"of {channels} channels", f"a multiple of feature_group_count {groups}",
                     "check feature_group_count and dimension_numbers")
@@ -107,7 +107,7 @@ def _refuse_filter(arguments, w, dn, channels: int, features: int, groups: int) 
     is_last = dn.rhs_spec[0] == w.ndim - 1
     if is_last and w.shape[1] * groups == channels and w.shape[0] % groups == 0:
         remedy = f"if it is OIHW, as PyTorch has it, give w.transpose{(*range(2, w.ndim), 1, 0)}"
-    arguments.check(False, "w", f"of shape {w.shape}", f"{tuple(expected)}, for {channels} input channels in {groups} groups", remedy)
+    arguments.fail("w", f"of shape {w.shape}", f"{tuple(expected)}, for {channels} input channels in {groups} groups", remedy)
 
 
 def geometry_of(arguments, x, w, window_strides, padding, lhs_dilation, rhs_dilation, feature_group_count, dimension_numbers):

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 import jax
@@ -103,10 +104,11 @@ def _epilogue(config: ConvConfig, y, scale, bias, residual):
     value = config.activation.value(z)
     if config.residual_last:
         value = value + residual.astype(wide)
-    return (value.astype(y.dtype), *[z.astype(y.dtype)] * config.saves)
+    saved = (z.astype(y.dtype),) if config.saves else ()
+    return (value.astype(y.dtype), *saved)
 
 
-def _decompose(config: ConvConfig, *args):
+def _decomposed(config: ConvConfig, *args):
     """The same value by ops that are differentiable: scale, whose gradient needs the product, goes into w
     (scale·conv(x, w) = conv(x, w·scale)). Of another dtype than x's, the product is one in that dtype, as JAX differentiates it;
     or it is by itself, where its cotangent has x's."""
@@ -153,21 +155,19 @@ def _tangent(config: ConvConfig, kept, tangents, convolve=convolve):
 
 
 def _forward_axes(config: ConvConfig, ranks) -> BatchAxes:
-    residual = (config.out_spec[0],) if config.has_residual else ()
-    return BatchAxes(
-        (config.lhs_spec[0], None, *[None] * (config.has_scale + config.has_bias), *residual),
-        (config.out_spec[0],) * (1 + config.saves),
-    )
+    n = config.out_spec[0]
+    added = compress((None, None, n), (config.has_scale, config.has_bias, config.has_residual))
+    return BatchAxes((config.lhs_spec[0], None, *added), (n,) * (1 + config.saves))
 
 
 def _backward_axes(linear: Linear, ranks) -> BatchAxes:
     config, n = linear.config, linear.config.out_spec[0]
     inputs = (config.lhs_spec[0], None, *[n] * (len(ranks) - 2))
     outputs = _forward_axes(config, None).inputs
-    return BatchAxes(inputs, tuple(ax for ax, active in zip(outputs, linear.active) if active))
+    return BatchAxes(inputs, tuple(compress(outputs, linear.active)))
 
 
-# --- CPU kernel: oneDNN ------------------------------------------------------------------------------------------
+# --- CPU kernel: oneDNN, or our own loops --------------------------------------------------------------------------
 
 _DTYPES = ("float32", "bfloat16", "float16")  # float16 by way of float32
 
@@ -201,11 +201,16 @@ def _turned(config: ConvConfig, w):
     return lax.rev(w, config.rhs_spec[2:]) if config.transposed else w
 
 
+def _refuse_library(run, config, args) -> str | None:
+    types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args]
+    return ffi.refused_without_onednn(lambda *arrays: run(config, arrays, ()), *types)
+
+
 def _refuse_forward(config: ConvConfig, args) -> str | None:
     x, w, scale, bias, residual = config.unpack(args)
     if bias is not None and bias.dtype not in (x.dtype, jnp.float32):
         return f"bias of dtype {bias.dtype} with {x.dtype} input"
-    return ffi.unavailable("jaxfuse_conv_fwd") or _refuse_geometry(config, w, x)
+    return ffi.unavailable("jaxfuse_conv_fwd") or _refuse_geometry(config, w, x) or _refuse_library(_run_forward, config, args)
 
 
 def _run_forward(config: ConvConfig, args, mesh_axes):
@@ -223,23 +228,26 @@ def _run_forward(config: ConvConfig, args, mesh_axes):
 
 def _refuse_backward(linear: Linear, args) -> str | None:
     x, w, *others = args
-    return ffi.unavailable("jaxfuse_conv_bwd") or _refuse_geometry(linear.config, w, x, *others)
+    refused = ffi.unavailable("jaxfuse_conv_bwd") or _refuse_geometry(linear.config, w, x, *others)
+    return refused or _refuse_library(_run_backward, linear, args)
 
 
 def _run_backward(linear: Linear, args, mesh_axes):
     config = linear.config
     x, w, *saved_activation, dy = widened(args)
-    wanted = [t for t, active in zip(OP.types_here(linear, args), linear.active) if active]
+    wanted = list(compress(OP.types_here(linear, args), linear.active))
     types = [jax.ShapeDtypeStruct(t.shape, jnp.promote_types(t.dtype, x.dtype)) for t in wanted]
     wants = config.unpack(linear.active)
     want_dx, want_dw, _, want_db, want_dresidual = [bool(want) for want in wants]
     is_dy = config.residual_last and want_dresidual  # the residual's gradient
     results = types[: len(types) - is_dy]
-    operands = [*[x] * want_dw, *[_turned(config, w)] * want_dx, dy, *saved_activation]
+    operands = [*compress((x, _turned(config, w)), (want_dw, want_dx)), dy, *saved_activation]
     attrs = config.geometry_attrs() | dict(
         want_dx=want_dx, want_dw=want_dw, want_db=want_db, want_dresidual=want_dresidual and not is_dy,
         by_value=config.derivative == "y")
-    found = (*(ffi.call("jaxfuse_conv_bwd", results, *operands, **attrs) if results else ()), *[dy] * is_dy)
+    found = tuple(ffi.call("jaxfuse_conv_bwd", results, *operands, **attrs)) if results else ()
+    if is_dy:
+        found = (*found, dy)
     if want_dw:
         found = (*found[:want_dx], _turned(config, found[want_dx]), *found[want_dx + 1 :])
     found = tuple(f.astype(t.dtype) for f, t in zip(found, wanted))
@@ -260,7 +268,7 @@ def _plain(name: str, refuse, convolve, refuse_backward=None) -> tuple[Kernel, K
 
     def run_backward(linear, args, mesh_axes):
         """In float32, where sums of bfloat16 would be rounded at every step."""
-        types = [t for t, active in zip(OP.types_here(linear, args), linear.active) if active]
+        types = compress(OP.types_here(linear, args), linear.active)
         wide = dataclasses.replace(linear, types=tuple(  # of one shard, which is whole here
             t.update(dtype=jnp.promote_types(t.dtype, jnp.float32), sharding=None) for t in linear.types))
         args = [a.astype(jnp.promote_types(a.dtype, jnp.float32)) for a in args]
@@ -285,8 +293,7 @@ OP = FusedOp(
     reference=_reference,
     keep=_keep,
     tangent=_tangent,
-    decompose=_decompose,
-    differentiable=lambda config: not (config.has_scale or config.out_dtype),
+    decomposed=lambda config: functools.partial(_decomposed, config) if config.has_scale or config.out_dtype else None,
     for_autodiff=lambda config: dataclasses.replace(config, saves=int(config.derivative == "z")),
     forward_kernels=(
         *(kernels[0] for kernels in _PLAIN),

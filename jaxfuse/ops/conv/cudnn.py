@@ -5,16 +5,14 @@ channel and a float32 bias on bfloat16 it leaves as passes of their own.
 """
 
 import hashlib
-import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfuse.ops.activations import NO_ACTIVATION, Activation
+from jaxfuse.ops.activations import NO_ACTIVATION
 from jaxfuse.ops.conv import depthwise as conv_depthwise
 from jaxfuse.ops.op import Kernel
-from jaxfuse.ops.piecewise import PiecewiseLinear
 from jaxfuse.runtime import cuda
 from jaxfuse.runtime.cudnn import graph, plans
 
@@ -44,21 +42,8 @@ def _refuse_arrays(config, args) -> str | None:
         return f"negative padding {config.padding}"
     if (config.lhs_spec, config.out_spec) != (_channels_last(len(x.shape)),) * 2:
         return f"axes {config.lhs_spec} -> {config.out_spec}: cuDNN's kernel takes channels-last"
-    return None if _named(config.activation) else f"cuDNN has no {config.activation.name}"
-
-
-def _named(activation: Activation) -> tuple[str, float] | None:
-    """As cuDNN's graph has it: a relu may have another slope below 0, or an upper bound."""
-    f = activation.parameter
-    if not isinstance(f, PiecewiseLinear):
-        known = activation == NO_ACTIVATION or activation.kind in graph.ACTIVATIONS
-        return (activation.kind, f or 0.0) if known else None
-    relu = activation.kind == "piecewise_linear" and f.bounds[0] == f.center == f.offsets[0] == 0 and f.slopes[1] == 1
-    if not relu or not math.isnan(f.at_nan[0]):
-        return None
-    if math.isfinite(f.bounds[1]):
-        return ("clip", f.bounds[1]) if f.slopes[::2] == (0, 0) else None
-    return ("leaky_relu", f.slopes[0]) if f.slopes[0] > 0 else ("relu", 0.0) if f.slopes[0] == 0 else None
+    known = config.activation == NO_ACTIVATION or config.activation.cudnn
+    return None if known else f"cuDNN has no {config.activation.name}"
 
 
 def _refuse_plan(config, args) -> str | None:
@@ -96,7 +81,7 @@ def _graph(config, args) -> graph.Graph:
         graph.window_of(config.window_strides, config.padding, config.rhs_dilation),
         scale=None if scale is None else graph.per_channel("float32", channels, len(axes)),
         bias=None if bias is None else graph.per_channel(bias.dtype, channels, len(axes)),
-        residual=None if residual is None else y, **dict(zip(("activation", "alpha"), _named(config.activation))),
+        residual=None if residual is None else y, activation=config.activation.cudnn,
         residual_last=config.residual_last, saves=bool(config.saves))
 
 

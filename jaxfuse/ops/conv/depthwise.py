@@ -92,7 +92,11 @@ def _run_backward(axes, linear, args, mesh_axes):
         *map(_images, saved_activation), by_value=config.derivative == "y", **_attributes(config))
     dw = lax.transpose(dw.reshape([w.shape[d] for d in _filter_axes(config)]), np.argsort(_filter_axes(config)))
     dresidual = dy if config.residual_last or not dz else dz[0]
-    gradients = [dx.reshape(x.shape), dw, *[db] * config.has_bias, *[dresidual.reshape(dy.shape)] * config.has_residual]
+    gradients = [dx.reshape(x.shape), dw]
+    if config.has_bias:
+        gradients.append(db)
+    if config.has_residual:
+        gradients.append(dresidual.reshape(dy.shape))
     found = [g.astype(t.dtype) for g, t, active in zip(gradients, linear.types, linear.active, strict=True) if active]
     return completed(found, axes(linear, [a.ndim for a in args]).outputs, mesh_axes)
 

@@ -161,8 +161,8 @@ class _Reader:
         self._take(e)
         sums = (n for v in (e.out, *[n.out for n in e.out.users if n.primitive == CAST]) for n in v.users if n.primitive == "reduce_sum")
         total = next((n for n in sums if [self.labels[int(d)] for d in n.params["axes"]] == [self.key_axis]), None)
-        divided = total and self._combined("div", total, tuple(a for a in self.labels if a != self.key_axis))
-        if divided is None:
+        divided = self._combined("div", total, tuple(a for a in self.labels if a != self.key_axis)) if total else None
+        if total is None or divided is None:
             raise Unfit(f"{e} is not divided by its sum")
         self.nodes += [largest, total]
         self._take(divided)
@@ -247,8 +247,8 @@ class _Reader:
             raise Unfit(f"the values, {v!r}, have {len(free)} axes of their own: the kernel takes one")
         v_labels = tuple("e" if d in free else known[d] or next(self.fresh, None) for d in range(v.ndim))
         left = [self.labels[d] for d in range(self.value.ndim) if d not in (*own_contracted, *own_batch)]
-        halves = [left, ["e"]] if side == 0 else [["e"], left]
-        self._take(node, (*[self.labels[d] for d in own_batch], *halves[0], *halves[1]))
+        batch_labels = [self.labels[d] for d in own_batch]
+        self._take(node, (*batch_labels, *left, "e") if side == 0 else (*batch_labels, "e", *left))
         while (after := self._only_reader()) is not None and after.primitive == "transpose" and self._moved(after):
             pass
         return self._form(v, v_labels)
@@ -270,7 +270,7 @@ class _Reader:
             return tuple(dataclasses.replace(o, labels=named(o.labels)) for o in found)
 
         specs = [named(labels) for labels in (self.sides[1 - keys], self.sides[keys], v_labels)]
-        lost = [a for a in specs[0] if a != "d" and a not in named(self.labels)]
+        lost = [a for a in specs[0] if a and a != "d" and a not in named(self.labels)]
         if any(None in spec for spec in specs) or any(is_long(sizes[a]) for a in self.sides[1 - keys] if renamed.get(a, a) in lost):
             raise Unfit(f"{self.node} and the product with the values do not have the same axes")
         of_q, of_k, of_v = ("".join(filter(None, spec)) for spec in specs)

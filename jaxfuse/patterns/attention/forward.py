@@ -4,6 +4,7 @@ own of these nodes."""
 import dataclasses
 import functools
 import math
+from itertools import compress
 from typing import NamedTuple
 
 import jax
@@ -54,7 +55,8 @@ class _Site:
         self.fixed = [part.original(o.value) for o in (*form.masks, *form.factors, *form.dropped)]
         narrow = [unwidened(v) for v in self.inputs[:3]]
         self.moving = [*narrow, *self.inputs[3:]] if len({v.dtype for v in narrow}) == 1 else self.inputs
-        self.label = "attention" + "+bias" * bool(form.biases) + "+mask" * bool(form.masks) + "+dropout" * bool(form.dropped)
+        added = (("bias", form.biases), ("mask", form.masks), ("dropout", form.dropped))
+        self.label = "+".join(["attention", *[name for name, found in added if found]])
         self.config = AttentionConfig(*form.specs, form.out.replace("e", "") + "e", scale=form.scale, fill=form.fill,
                                       out_dtype=str(self.end.dtype))
         spec: dict = {name: "".join(a for a in self.config.scores if any(a in o.spec for o in found)) if found else None
@@ -72,7 +74,8 @@ class _Site:
             mine = {n.index for n in self.form.nodes}
             raise Unfit(f"what is inside is read by {next((n for n in readers if n.index not in mine), self.node)} too")
         types = self._types()
-        require(OP.forward, self.config, types, unprofitable, "attention", self.config, types)
+        direction = "backward" if gradient else "forward"  # where the program has the gradient both are worth it, or neither
+        require(OP.forward, self.config, types, unprofitable, "attention", self.config, types, direction)
         saved = self._saved(types) if gradient else ()
         back = [self._backward(gradient, types, saved)] if gradient else []
         scores = 2 * 4 * math.prod(self.config.sizes(*types[:3])[a] for a in self.config.scores)  # written and read again
@@ -103,7 +106,7 @@ class _Site:
         joined = ((form.biases, biases, config.bias, jnp.add), (form.masks, masks, config.mask, jnp.logical_and),
                   (form.dropped, dropped, config.factor, jnp.multiply))
         return [q, k, v, *[functools.reduce(join, [_to_layout(o, a, spec) for o, a in zip(found, arrays)])
-                           for found, arrays, spec, join in joined if found]]
+                           for found, arrays, spec, join in joined if spec is not None]]
 
     def _types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         avals = [v.aval for v in self.moving], [v.aval for v in self.fixed]
@@ -129,7 +132,7 @@ class _Site:
 
     def _gradient(self) -> "_Gradient | None":
         """The gradients that the program computes of q, k, v and the biases, if it does so as JAX does."""
-        if len(set(map(id, self.inputs))) < len(self.inputs):
+        if len(set(self.inputs)) < len(self.inputs):
             return None
         nodes = between([*self.inputs, *self.fixed], self.end)
         if nodes is None:
@@ -142,16 +145,16 @@ class _Site:
 
     def _backward(self, gradient: "_Gradient", types, saved: tuple[Value, ...]) -> Match:
         """The gradients. Raises `Unfit` where no kernel takes them."""
-        wants_bias = max(gradient.of) > 2
-        active = (*[i in gradient.of for i in range(3)], *[wants_bias] * bool(self.form.biases),
-                  *[False] * (bool(self.form.masks) + bool(self.form.dropped)))
+        wanted = (*[i in gradient.of for i in range(3)], max(gradient.of) > 2, False, False)
+        given = (True, True, True, bool(self.form.biases), bool(self.form.masks), bool(self.form.dropped))
+        active = tuple(compress(wanted, given))
         linear = Linear(dataclasses.replace(self.config, saving=True), active, types, len(types) + 3)
         kept = tuple(v.aval for v in saved)
         _, refused = OP.backward.kernel(linear, (*types, *kept, kept[0]))
         extra = tuple(v for added in gradient.added for v in added)
         needs = (*self.moving, *self.fixed, *saved, gradient.dy, *extra)
         require_batch_sharding(needs)
-        if depends_on(list(needs), set(map(id, gradient.found)), min(v.producer.index for v in gradient.found)):
+        if depends_on(list(needs), set(map(id, gradient.found)), min(v.node.index for v in gradient.found)):
             raise Unfit("the gradients of this attention depend on each other")
         if refused:
             raise Unfit(refused)

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfuse.analysis.canonical import constant, size, unwidened
-from jaxfuse.analysis.forms import Form, Forms, Product, Vector, batch_sum, is_sum_of_gradient, needs_of, tensors_of
+from jaxfuse.analysis.forms import Form, Forms, Vector, batch_sum, is_sum_of_gradient, number
 from jaxfuse.analysis.layout import channels_last, inverse, transposed
-from jaxfuse.analysis.moments import Moments
+from jaxfuse.analysis.statistics import Statistics
 from jaxfuse.ops.batch_norm_grad import DX, SUMS, GradientConfig
 from jaxfuse.patterns.activation_grad import ActivationGrad, activation_grads_at
 from jaxfuse.patterns.activations import is_derivative
@@ -36,10 +36,10 @@ class Gradient(NamedTuple):
     x alone, of which only the offset is left; results: what has the form a·g + b·(x - mean) + c, and is read as a gradient;
     nodes: indices of what is no longer needed then."""
 
-    moments: Moments
+    statistics: Statistics
     forms: Forms
     g: Value
-    sums: list[tuple[Value, Form | Product]]
+    sums: list[tuple[Value, Form]]
     zeros: list[tuple[Value, Form]]
     results: list[tuple[Value, Form]]
     nodes: frozenset[int]
@@ -47,50 +47,55 @@ class Gradient(NamedTuple):
 
     @property
     def mean(self) -> Value:
-        return self.moments.means[0]
+        return self.statistics.means[0]
 
     @property
     def defines(self) -> tuple[Value, ...]:
         return tuple(value for value, _ in (*self.sums, *self.zeros, *self.results))
 
 
-def find(graph: Graph, moments: Moments) -> Gradient | None:
+def find(graph: Graph, statistics: Statistics) -> Gradient | None:
     """The gradient through the batch statistics of x, if the program computes it."""
-    x = moments.x
-    products = [form for _, form in Forms(x, moments.axis, moments.means).sums if isinstance(form, Product)]
-    tensors = {id(t): t for p in products for side in p for t, _ in side.terms.values() if t is not x}
+    x = statistics.x
+    products = (product for _, form in Forms(x, statistics.axis, statistics.means).sums if form.degree > 1 for product in form.terms)
+    tensors = dict.fromkeys(tensor for product in products for tensor in product if tensor is not x)
     if not tensors:
         return None
-    forms = Forms(x, moments.axis, moments.means, sorted(tensors.values(), key=lambda t: t.producer.index if t.producer else -1))
+    forms = Forms(x, statistics.axis, statistics.means, sorted(tensors, key=_index))
     sums = _first([(value, form) for value, form in forms.sums if is_sum_of_gradient(form, x)])
     zeros = [(value, form) for value, form in forms.sums
-             if isinstance(form, Form) and set(form.terms) == {id(x)} and id(value) not in moments.known]
-    cotangents = {id(t): t for _, form in sums for t in tensors_of(form) if t is not x}
+             if form.degree == 1 and form.tensors == {x} and value not in statistics.known]
+    cotangents = {t for _, form in sums for t in form.tensors} - {x}
     if len(cotangents) != 1:
         return None
-    (g,) = cotangents.values()
+    (g,) = cotangents
     results = _results(graph, forms, x, g)
     fused_away = dead_after(graph, tuple(value for value, _ in (*sums, *zeros, *results)), kept=g)
-    return Gradient(moments, forms, g, sums, zeros, results, frozenset(fused_away))
+    return Gradient(statistics, forms, g, sums, zeros, results, frozenset(fused_away))
 
 
 def through_activation(graph: Graph, gradient: Gradient) -> Iterator[Gradient]:
     """The same gradient from the cotangent of an activation's value, where g is that times a function of a value which is
     computed from x, per channel and with other tensors added."""
-    arguments = [(value, form) for value, form in gradient.forms.of.values() if isinstance(form, Form) and value.producer
-                 and id(gradient.moments.x) in form.terms and id(gradient.g) not in form.terms]
-    for z, _ in sorted(arguments, key=lambda known: -known[0].producer.index):
+    arguments = [value for value, form in gradient.forms.of.items() if form.degree == 1 and value.producer
+                 and gradient.statistics.x in form.tensors and gradient.g not in form.tensors]
+    for z in sorted(arguments, key=_index, reverse=True):
         for slope in activation_grads_at(graph, z, gradient.g):
             fused_away = dead_after(graph, (*gradient.defines, gradient.g), kept=slope.dy)
             yield gradient._replace(nodes=frozenset(fused_away), slope=slope)
 
 
-def _first(sums: list[tuple[Value, Form | Product]]) -> list[tuple[Value, Form | Product]]:
+def _index(value: Value) -> int:
+    """Of the node that computes it."""
+    return value.producer.index if value.producer else -1
+
+
+def _first(sums: list[tuple[Value, Form]]) -> list[tuple[Value, Form]]:
     """Those that need none of the others: a sum of the result, a bias gradient, is not one of those behind the result."""
-    sums = sorted(sums, key=lambda known: known[0].producer.index)
-    found: list[tuple[Value, Form | Product]] = []
+    sums = sorted(sums, key=lambda known: known[0].node.index)
+    found: list[tuple[Value, Form]] = []
     for value, form in sums:
-        if not found or not depends_on(needs_of(form), {id(v) for v, _ in found}, found[0][0].producer.index):
+        if not found or not depends_on([*form.needs], {id(v) for v, _ in found}, found[0][0].node.index):
             found.append((value, form))
     return found
 
@@ -98,10 +103,10 @@ def _first(sums: list[tuple[Value, Form | Product]]) -> list[tuple[Value, Form |
 def _results(graph: Graph, forms: Forms, x: Value, g: Value) -> list[tuple[Value, Form]]:
     """Values with g and x in their form that are read by something else than more of it."""
     found: list[tuple[Value, Form]] = []
-    for value, form in sorted(forms.of.values(), key=lambda known: known[0].producer.index if known[0].producer else -1):
-        if isinstance(form, Product) or not {id(x), id(g)} <= set(form.terms) or value.aval.shape != x.shape or value.dtype != x.dtype:
+    for value, form in sorted(forms.of.items(), key=lambda known: _index(known[0])):
+        if form.degree > 1 or not {x, g} <= form.tensors or value.aval.shape != x.shape or value.dtype != x.dtype:
             continue
-        if any(known is operand for known, _ in found for operand in value.producer.inputs):
+        if value.producer is None or any(known is operand for known, _ in found for operand in value.producer.inputs):
             continue
         if graph.is_returned(value) or any(node.index not in forms.nodes for node in value.users):
             found.append((value, form))
@@ -114,28 +119,29 @@ def mask_of(gradient: Gradient, chain: Chain) -> Value | None:
     if node is None or node.primitive != "select_n" or len(node.inputs) != 3 or constant(node.inputs[1]) != 0:
         return None
     mask = node.inputs[0]
-    return mask if any(m is mask for m in chain.masks) and is_derivative(chain.region, mask, chain.activation) else None
+    known = chain.region is not None and mask in chain.masks and is_derivative(chain.region, mask, chain.activation)
+    return mask if known else None
 
 
 def fused(graph: Graph, gradient: Gradient, label: str, anchor, saved: SavedActivation | None, xla_fuses_neighbour: bool,
           unprofitable) -> Match:
     """`saved` is what the forward pass keeps of the activation's derivative, `xla_fuses_neighbour`: XLA can
     compute a neighbour along with it; whether it is to, policy says. Raises `Unfit` where no kernel takes them."""
-    moments, g, x = gradient.moments, gradient.g, gradient.moments.x
-    order = channels_last(x.ndim, moments.axis)
+    statistics, g, x = gradient.statistics, gradient.g, gradient.statistics.x
+    order = channels_last(x.ndim, statistics.axis)
     dy, config = g, GradientConfig(0)
     if saved:
-        dy = unwidened(gradient.slope.dy) if gradient.slope else g.producer.inputs[2]
+        dy = unwidened(gradient.slope.dy) if gradient.slope else g.node.inputs[2]
         config = saved.config
     config = dataclasses.replace(config, axis=x.ndim - 1)
     dy_last, x_last, masks = transposed(graph, dy, order), transposed(graph, x, order), saved.values if saved else ()
-    vector = jax.ShapeDtypeStruct((x.shape[moments.axis],), jnp.float32)
+    vector = jax.ShapeDtypeStruct((x.shape[statistics.axis],), jnp.float32)
     full = [jax.ShapeDtypeStruct([v.shape[d] for d in order], v.dtype) for v in (dy, x)]
     if xla_fuses_neighbour:
         cost = unprofitable("batch_norm", config, full, "backward", cost=FUSED_BY_XLA)
         config = dataclasses.replace(config, xla_fuses_neighbour=bool(cost))
     require(SUMS, config, (*full, vector, *masks), unprofitable, "batch_norm", config, full, "backward")
-    factors = [need for _, form in gradient.sums for need in needs_of(form)]
+    factors = [need for _, form in gradient.sums for need in form.needs]
 
     def operands(read):
         return read(dy_last), read(x_last), jnp.asarray(read(gradient.mean)).astype(jnp.float32).reshape(-1)
@@ -143,35 +149,37 @@ def fused(graph: Graph, gradient: Gradient, label: str, anchor, saved: SavedActi
     def run_sums(read):
         sum_g, sum_gx = SUMS(config, *operands(read), *map(read, masks))
         for value, form in gradient.sums:
-            yield value, batch_sum(form, x, g, sum_g, sum_gx, moments.count, read).astype(value.dtype).reshape(value.shape)
+            yield value, batch_sum(form, x, g, sum_g, sum_gx, statistics.count, read).astype(value.dtype).reshape(value.shape)
 
     full_needs = (dy_last, x_last, gradient.mean, *masks)
     emissions = [Emission((*full_needs, *factors), tuple(value for value, _ in gradient.sums), run_sums)]
-    emissions += [_zero(moments, *zero) for zero in gradient.zeros]
+    emissions += [_zero(statistics, *zero) for zero in gradient.zeros]
     emissions += [_result(graph, gradient, config, operands, full_needs, *result, saved is not None and i == 0)
                   for i, result in enumerate(gradient.results)]
     bytes_saved = np.dtype(x.dtype).itemsize * size(x) * 4
     return Match(label, anchor, (), tuple(emissions), (dy, x), bytes_saved, "backward")
 
 
-def _zero(moments: Moments, value: Value, form: Form) -> Emission:
+def _zero(statistics: Statistics, value: Value, form: Form) -> Emission:
     """Σ(q·(x - mean) + r) = count·r"""
 
+    offset = form.terms.get((), number(0))
+
     def run(read):
-        total = jnp.float32(0) if form.offset is None else moments.count * form.offset.of(read)
+        total = statistics.count * offset.of(read)
         yield value, jnp.broadcast_to(total.astype(value.dtype), (size(value),)).reshape(value.shape)
 
-    return Emission(form.offset.needs if form.offset else (), (value,), run)
+    return Emission(offset.needs, (value,), run)
 
 
 def _result(graph, gradient: Gradient, config, operands, full_needs, value: Value, form: Form, gated: bool) -> Emission:
-    x, g, axis = gradient.moments.x, gradient.g, gradient.moments.axis
+    x, g, axis = gradient.statistics.x, gradient.g, gradient.statistics.axis
     channels, order = x.shape[axis], channels_last(x.ndim, axis)
-    others = [(t, k) for t, k in form.terms.values() if t is not x and t is not g]
-    needs = (*full_needs, *[t for t, _ in others], *needs_of(form))
+    others = {tensor: form.terms[tensor,] for tensor in form.tensors - {x, g}}
+    needs = (*full_needs, *others, *form.needs)
     if gated and _is_read(graph, gradient, g):
         sums = {id(v) for v, _ in gradient.sums}
-        if not depends_on(list(needs[len(full_needs):]), {id(g)}, g.producer.index, behind=sums):
+        if not depends_on(list(needs[len(full_needs):]), {id(g)}, g.node.index, behind=sums):
             config = dataclasses.replace(config, wants_g=True)
     given = (value, g) if config.wants_g else (value,)
     defines = (*given, *[transposed(graph, v, order) for v in given]) if axis != x.ndim - 1 else given
@@ -181,10 +189,10 @@ def _result(graph, gradient: Gradient, config, operands, full_needs, value: Valu
             made = jnp.float32(0) if coefficient is None else coefficient.of(read)
             return jnp.broadcast_to(made.astype(jnp.float32), (channels,))
 
-        a, b, c = map(per_channel, (form.coefficient(g), form.coefficient(x), form.offset))
+        a, b, c = map(per_channel, map(form.terms.get, ((g,), (x,), ())))
         masks = [read(need) for need in full_needs[3:]]
         made = DX(config, *operands(read), a, b, c, *masks)
-        for tensor, coefficient in others:
+        for tensor, coefficient in others.items():
             made[0] = (made[0] + per_channel(coefficient) * jnp.transpose(read(tensor), order)).astype(x.dtype)
         return zip(defines, (*[jnp.transpose(array, inverse(order)) for array in made], *made))
 

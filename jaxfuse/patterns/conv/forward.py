@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jaxfuse.analysis.canonical import constant, size, varying_axes
-from jaxfuse.analysis.layout import channels_last, inverse, to_layout, only_moved, transposed
+from jaxfuse.analysis.layout import channels_last, inverse, is_transposed, only_moved, to_layout, transposed
 from jaxfuse.ops.activations import NO_ACTIVATION
 from jaxfuse.ops.conv.config import batch_groups_as_features
 from jaxfuse.ops.conv.conv import OP, ConvConfig
@@ -21,6 +21,7 @@ from jaxfuse.patterns.kernel import require
 from jaxfuse.patterns.walk import NARROW, Chain, Walk, as_vector, ends_wide, longest, require_no_sharding
 from jaxfuse.program.autodiff import backward
 from jaxfuse.program.graph import Emission, Node, Value
+from jaxfuse.program.liveness import reader_index
 from jaxfuse.program.site import Match, Refusal, Unfit, UnfusedStep
 from jaxfuse.runtime.reasons import no_kernel
 
@@ -57,7 +58,7 @@ def match(graph, node: Node, claimed: set[int], unprofitable):
 
 
 def _rows(graph, node: Node, head: "Head", claimed: set[int], unprofitable):
-    walk = Walk(graph, head.config.out_spec[1], claimed, name_activation, frozenset({_gradient(node)}), adds_last=True)
+    walk = Walk(graph, head.config.out_spec[1], claimed, name_activation, frozenset({reader_index(node)}), adds_last=True)
     chains, stop = walk.chains(head.out)
     attempt = functools.partial(_fused, graph, node, head, unprofitable=unprofitable)
     found, chain, refused = longest(chains, node.out.dtype, attempt, also=lambda chain: ends_wide(graph, node, chain))
@@ -145,7 +146,7 @@ def _head(graph, config: ConvConfig, x: Value, w: Value, out: Value) -> Head:
         source, moved = only_moved(x)
         if source is not x:
             config = dataclasses.replace(config, lhs_spec=tuple(moved[d] for d in config.lhs_spec))
-            x, steps = source, ("transpose",) * (moved != tuple(sorted(moved))) + steps
+            x, steps = source, (*_turned(moved), *steps)
         elif x.producer is not None and x.producer.primitive == "pad":
             try:
                 config = dataclasses.replace(config, padding=_with_pad(config, x.producer))
@@ -155,7 +156,7 @@ def _head(graph, config: ConvConfig, x: Value, w: Value, out: Value) -> Head:
         else:
             break
     order = channels_last(x.ndim, config.lhs_spec[1])
-    if (id(x), order) in graph.transposes:  # another fused op gives it so, or wants it so
+    if is_transposed(graph, x, order):
         moved = inverse(order)
         config, x = dataclasses.replace(config, lhs_spec=tuple(moved[d] for d in config.lhs_spec)), transposed(graph, x, order)
     return Head(config, (x, w), out, steps, refused)
@@ -180,8 +181,12 @@ def _with_pad(config: ConvConfig, pad: Node):
 
 
 def _label(head: Head, chain: Chain) -> str:
-    order = chain.layout.axis_order
-    return "+".join([*head.steps, chain.label(head.name), *["transpose"] * (order != tuple(sorted(order)))])
+    return "+".join([*head.steps, chain.label(head.name), *_turned(chain.layout.axis_order)])
+
+
+def _turned(order: tuple[int, ...]) -> tuple[str, ...]:
+    """The step's name where it changes the order of axes."""
+    return () if order == tuple(sorted(order)) else ("transpose",)
 
 
 def _configured(config: ConvConfig, chain: Chain, permutation) -> ConvConfig:
@@ -200,20 +205,18 @@ def _target(graph, chain: Chain, channel_axis: int):
     layout = chain.layout
     if layout.is_permutation:
         order = channels_last(chain.end.ndim, layout.permutation.index(channel_axis))
-        if (id(chain.end), order) in graph.transposes:
+        if is_transposed(graph, chain.end, order):
             return tuple(layout.permutation[d] for d in order), transposed(graph, chain.end, order)
     return layout.axis_order, None
 
 
-def _gradient(node: Node) -> int:
-    """The index under which this convolution's fused gradient stands among the readers of a value (liveness.FusedReader)."""
-    return -1 - node.index
-
-
-def _read_by_gradient(node: Node, chain: Chain) -> list[Value]:
-    """Inner values of the chain that the convolution's fused gradient reads: the activation's argument, at most."""
-    values = [v for n in (node, *chain.nodes) for v in n.outputs if v is not chain.end]
-    return [v for v in values if any(user.index == _gradient(node) for user in v.users)]
+def _saved_z(node: Node, chain: Chain) -> list[Value]:
+    """The activation's argument, if the convolution's fused gradient reads it. Raises `Unfit` where that reads another inner value."""
+    inner = [v for n in (node, *chain.nodes) for v in n.outputs if v is not chain.end]
+    read = [v for v in inner if any(user.index == reader_index(node) for user in v.users)]
+    if read and (chain.region is None or read != [chain.region.start]):
+        raise Unfit(f"{read[0]!r} is read by the convolution's gradient too")
+    return read
 
 
 def _scaled_residual(graph, chain: Chain, kernel) -> str:
@@ -228,47 +231,44 @@ def _scaled_residual(graph, chain: Chain, kernel) -> str:
 
 def _fused(graph, node: Node, head: Head, chain: Chain, unprofitable) -> Match:
     """Raises `Unfit` where no kernel takes the chain."""
-    x, w = head.operands
-    saved_z = _read_by_gradient(node, chain)
-    if saved_z and (chain.region is None or saved_z != [chain.region.start]):
-        raise Unfit(f"{saved_z[0]!r} is read by the convolution's gradient too")
-    given_dtype = chain.end.dtype
-    if chain.residual is not None and chain.residual.dtype != given_dtype:
+    (x, w), end, channel_axis = head.operands, chain.end, head.config.out_spec[1]
+    saved_z = _saved_z(node, chain)
+    if chain.residual is not None and chain.residual.dtype != end.dtype:
         raise Unfit(f"residual {chain.residual!r} is of another dtype than {node.out!r}")
-    channel_axis, has_residual = head.config.out_spec[1], chain.residual is not None
     permutation, channels_last_copy = _target(graph, chain, channel_axis)
     config = dataclasses.replace(_configured(head.config, chain, permutation), saves=len(saved_z))
-    if given_dtype != node.out.dtype:
-        config = dataclasses.replace(config, out_dtype=str(given_dtype), rounds=True)
-    added, undo = to_layout(graph, chain.residual, chain.residual_layout, permutation) if has_residual else (None, None)
-    full = (x, w, added) if has_residual else (x, w)
+    if end.dtype != node.out.dtype:
+        config = dataclasses.replace(config, out_dtype=str(end.dtype), rounds=True)
     smalls = tuple(value for _, value in chain.affine)
-    channels = head.out.shape[channel_axis]
+    vector = functools.partial(as_vector, channels=head.out.shape[channel_axis])
     groups = node.params["batch_group_count"]
     spread_x = functools.partial(batch_groups_as_features, groups=groups, spec=config.lhs_spec) if groups > 1 else lambda x: x
     given = x.dtype if all(v.dtype == x.dtype for v in smalls) else jnp.float32
-    vectors = [jax.ShapeDtypeStruct((channels,), given)] * (config.has_scale + config.has_bias)
     given_x, given_w = (jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (x, w))
-    types = [jax.eval_shape(spread_x, given_x), given_w, *vectors]
-    types += [jax.ShapeDtypeStruct([head.out.shape[d] for d in permutation], given_dtype)] * has_residual
+    types = [jax.eval_shape(spread_x, given_x), given_w]
+    types += [jax.ShapeDtypeStruct((head.out.shape[channel_axis],), given) for has in (config.has_scale, config.has_bias) if has]
+    full: tuple[Value, ...] = head.operands
+    if chain.residual is not None:
+        added, undo = to_layout(graph, chain.residual, chain.residual_layout, permutation)
+        full = (x, w, added)
+        types.append(jax.ShapeDtypeStruct([head.out.shape[d] for d in permutation], end.dtype))
     require(OP.forward, config, tuple(types), unprofitable, "conv", config, types, cost=functools.partial(_scaled_residual, graph, chain))
-    vector = functools.partial(as_vector, channels=channels)
 
     def run(read):
         center, scale, offset = chain.coefficients(lambda value: vector(read(value)))
         if center is not None:  # (k - center)·scale + offset = k·scale + (offset - center·scale)
             shift = -center if scale is None else -center * scale
             offset = shift if offset is None else offset + shift
-        residual = undo(read(added)) if has_residual else None
+        residual = None if chain.residual is None else undo(read(added))
         operands = [a for a in (scale, offset, residual) if a is not None]
         y, *z = OP(config, spread_x(read(x)), read(w), *operands)
         yield from ((value, chain.region_layout.place(array, permutation)) for value, array in zip(saved_z, z))
         if channels_last_copy:
             yield channels_last_copy, y
-        yield chain.end, chain.layout.place(y, permutation)
+        yield end, chain.layout.place(y, permutation)
         yield from chain.masks_from(chain.layout.place(y, permutation))
 
-    itemsize = np.dtype(given_dtype).itemsize
-    saved = 2 * itemsize * size(head.out) * bool(chain.nodes)
-    emission = Emission((*full, *smalls), (chain.end, *[channels_last_copy] * bool(channels_last_copy), *chain.masks, *saved_z), run)
+    saved = 2 * np.dtype(end.dtype).itemsize * size(head.out) if chain.nodes else 0
+    ends = (end, channels_last_copy) if channels_last_copy else (end,)
+    emission = Emission((*full, *smalls), (*ends, *chain.masks, *saved_z), run)
     return Match(_label(head, chain), node, (node, *head.nodes, *chain.nodes), (emission,), full, saved)

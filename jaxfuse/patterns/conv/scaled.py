@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jaxfuse.analysis.canonical import NotPerChannel, constant, is_float_cast, per_channel, unwidened
-from jaxfuse.analysis.forms import Form, Forms, Product, Vector, batch_sum, is_sum_of_gradient, needs_of, tensors_of
+from jaxfuse.analysis.forms import Form, Forms, Vector, batch_sum, is_sum_of_gradient
 from jaxfuse.analysis.layout import in_place, is_reshape
 from jaxfuse.program.graph import Graph, Node, Value
 
@@ -22,7 +22,7 @@ class Scaled(NamedTuple):
     y: Value
     axis: int
     factor: Vector
-    sums: tuple[tuple[Value, Form | Product], ...]
+    sums: tuple[tuple[Value, Form], ...]
 
     @property
     def is_number(self) -> bool:
@@ -30,7 +30,7 @@ class Scaled(NamedTuple):
 
     @property
     def needs(self) -> tuple[Value, ...]:
-        return (*self.factor.needs, *[need for _, form in self.sums for need in needs_of(form)])
+        return (*self.factor.needs, *[need for _, form in self.sums for need in form.needs])
 
     def times(self, read, w, axis: int):
         """The filter, or its gradient, times the factor; `axis` is the convolution's output channels."""
@@ -51,14 +51,13 @@ def ways(graph: Graph, node: Node, dz: Value, axis: int) -> Iterator[Scaled]:
     y, dz = _reshaped(node.out), in_place(dz)
     for g in _unscaled(graph, dz, axis):
         forms = Forms(y, axis, (), [g])
-        known = forms.of.get(id(dz))
-        form = known[1] if known else None
-        if not isinstance(form, Form) or set(form.terms) != {id(g)} or form.offset is not None:
+        form = forms.of.get(dz)
+        if form is None or set(form.terms) != {(g,)}:
             continue
         sums = [(value, form) for value, form in forms.sums
-                if is_sum_of_gradient(form, y) and any(t is g for t in tensors_of(form))]
-        if not any(isinstance(form, Form) and len(form.terms) > 1 for _, form in sums):
-            yield Scaled(g, y, axis, form.coefficient(g), tuple(sums))
+                if is_sum_of_gradient(form, y) and g in form.tensors]
+        if not any(form.degree == 1 and len(form.tensors) > 1 for _, form in sums):
+            yield Scaled(g, y, axis, form.terms[g,], tuple(sums))
 
 
 def _reshaped(value: Value) -> Value:

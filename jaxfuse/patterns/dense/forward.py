@@ -2,7 +2,7 @@
 
 Layers that read one input are one site: act(x·w₁)·(x·w₂) is a gated layer, equal epilogues are "dense+bias x3" (query, key
 and value). In a differentiated program the row of a layer's activation gradient stands beside it, where no kernel has taken
-it (`activation_grad`, `dense_grad`).
+it (`activation_grad`, `gradient`).
 """
 
 import dataclasses
@@ -64,9 +64,7 @@ class DenseWalk(Walk):
         if node.primitive in ADD and len(self.channel_axes) > 1 and varying_axes(other) <= self.channel_axes:
             small = per_channel(other, chain.end, tuple(sorted(self.channel_axes)))
             small = other if isinstance(small, NotPerChannel) else small
-            return dataclasses.replace(
-                chain, end=node.out, nodes=(*chain.nodes, node), affine=(*chain.affine, ("add", small))
-            )
+            return dataclasses.replace(chain, end=node.out, nodes=(*chain.nodes, node), affine=(*chain.affine, ("add", small)))
         if node.primitive == "mul" and other.shape == chain.end.shape and varying_axes(other) > self.channel_axes:
             return WalkEnd(f"{node} multiplies by another full-size value")  # a gate, a mask: not a missed scale
         return step
@@ -79,8 +77,6 @@ def anchors(graph):
 
 def match(graph, node: Node, claimed: set[int], unprofitable):
     """Yields the rows of all layers that read this one's input, one for each group."""
-    if node.index in claimed:
-        return
     part = forward(graph)
     layers = [layer_of(part, n, claimed) for n in _siblings(node) if n.index not in claimed]
     activated = [layer for layer in layers if layer.chain.activation]
@@ -90,9 +86,7 @@ def match(graph, node: Node, claimed: set[int], unprofitable):
     rows += [_half_gated(part, layer, layers, claimed) for layer in layers[:] if not layer.chain.activation and layer in layers]
     groups: dict[tuple, list[Layer]] = {}
     for layer in layers:  # a query's scale is no reason to compute it apart from key and value
-        groups.setdefault((layer.label.removesuffix("+scale"), layer.stop if layer.stop.unfused else None), []).append(
-            layer
-        )
+        groups.setdefault((layer.label.removesuffix("+scale"), layer.stop if layer.stop.unfused else None), []).append(layer)
     rows += [_row(sorted(group, key=lambda layer: len(layer.label))) for group in groups.values()]
     for row in filter(None, rows):
         yield from dense_site.found(graph, part, row, unprofitable)
@@ -194,22 +188,15 @@ def is_product(node: Node) -> bool:
 
 
 def batch_axes(node: Node) -> tuple[int, ...]:
-    _, (batch, _) = node.params["dimension_numbers"]
-    return tuple(batch)
+    return tuple(node.params["dimension_numbers"][1][0])
 
 
 def _siblings(node: Node) -> list[Node]:
     """The layers that contract the same axes of the same input, in program order."""
     side = int(_weight_is_left(node, _transposed(node)[1]))
     contracted = node.params["dimension_numbers"][0]
-    return [
-        n
-        for n in node.inputs[side].users
-        if is_product(n)
-        and not batch_axes(n)
-        and n.inputs[side] is node.inputs[side]
-        and n.params["dimension_numbers"][0][side] == contracted[side]
-    ]
+    return [n for n in node.inputs[side].users if is_product(n) and not batch_axes(n) and n.inputs[side] is node.inputs[side]
+            and n.params["dimension_numbers"][0][side] == contracted[side]]
 
 
 # --- gates -------------------------------------------------------------------------------------------------------
@@ -243,9 +230,7 @@ def _half_gated(part, layer: Layer, layers: list[Layer], claimed: set[int]) -> R
                     return _gated_row([layer], f"+{ends[-1].activation.name}", reason, (users[0], *ends[-1].nodes, product))
     for product in [n for n in users if n.primitive == "mul"]:
         gate = next((v.producer for v in product.inputs if v is not layer.chain.end), None)
-        source = next(
-            (s for s in layers if s is not layer and gate in s.chain.end.users and len(gate.inputs) == 1), None
-        )
+        source = next((s for s in layers if s is not layer and gate in s.chain.end.users and len(gate.inputs) == 1), None)
         if source:
             layers.remove(layer)
             layers.remove(source)

@@ -12,8 +12,7 @@ from jaxfuse.analysis.canonical import constant, size
 from jaxfuse.analysis.layout import inverse, to_layout
 from jaxfuse.ops.activations import NO_ACTIVATION
 from jaxfuse.ops.dense import OP, DenseConfig
-from jaxfuse.ops.op import type_of
-from jaxfuse.patterns.kernel import require
+from jaxfuse.patterns.kernel import require, types_of
 from jaxfuse.patterns.walk import Chain, as_vector, ends_wide, longest, require_no_sharding
 from jaxfuse.program.autodiff import Subgraph
 from jaxfuse.program.graph import Emission, Graph, Node
@@ -82,10 +81,6 @@ def config_of(node: Node, weight_left: bool = False) -> DenseConfig:
                        precision=precision)
 
 
-def types_of(*values) -> tuple[jax.ShapeDtypeStruct, ...]:
-    return tuple(type_of(v.aval) for v in values)
-
-
 def features(layer) -> tuple[int, ...]:
     """The axes of the layer's output that its weight makes, as the op has them: last."""
     contracted, batch = layer.node.params["dimension_numbers"]
@@ -125,23 +120,23 @@ def _fused(graph: Graph, part, layer, config: DenseConfig, chain: Chain, unprofi
     outputs = [d for d in order if d >= len(order) - len(shape)]
     if chain.affine and outputs != sorted(outputs):
         raise Unfit(f"the bias lies otherwise than the outputs of {layer.node}")
-    smalls = tuple(part.original(value) for _, value in chain.affine)
+    needs = tuple(part.original(v) for v in (layer.x, layer.w, *[value for _, value in chain.affine]))
     channels = int(np.prod(shape))
-    if any(size(value) not in (1, channels) for value in smalls):
+    if any(size(value) not in (1, channels) for value in needs[2:]):
         raise Unfit(f"the bias is not one number for each of the {channels} outputs")
-    config = dataclasses.replace(
-        config, has_bias=bool(chain.affine), has_residual=chain.residual is not None,
-        activation=chain.activation or NO_ACTIVATION, out_dtype=str(chain.end.dtype))
     z = _saved(graph, part, layer, chain)
-    config = dataclasses.replace(config, saving=z is not None)
-    x, w, residual = part.original(layer.x), part.original(layer.w), chain.residual
-    added = undo = None
+    config = dataclasses.replace(
+        config, has_bias=bool(chain.affine), has_residual=chain.residual is not None, saving=z is not None,
+        activation=chain.activation or NO_ACTIVATION, out_dtype=str(chain.end.dtype))
+    types = types_of(*needs[:2])
+    if config.has_bias:
+        types += (jax.ShapeDtypeStruct(shape, jnp.float32),)
     if config.has_residual:
-        added, undo = to_layout(graph, part.original(residual), chain.residual_layout, range(len(order)))
-    out_shape = [layer.start.shape[d] for d in inverse(order)]
-    types = [*types_of(x, w), *[jax.ShapeDtypeStruct(shape, jnp.float32)] * config.has_bias,
-             *[jax.ShapeDtypeStruct(out_shape, added.dtype) for _ in range(config.has_residual)]]
+        added, undo = to_layout(graph, part.original(chain.residual), chain.residual_layout, range(len(order)))
+        types += (jax.ShapeDtypeStruct([layer.start.shape[d] for d in inverse(order)], added.dtype),)
+        needs += (added,)
     require(OP.forward, config, types, unprofitable, "dense", config, types)
+    ends = (chain.end, *([z.end] if z else []), *chain.masks)
 
     def run(read):
         center, _, offset = chain.coefficients(lambda value: as_vector(read(part.original(value)), channels))
@@ -150,7 +145,7 @@ def _fused(graph: Graph, part, layer, config: DenseConfig, chain: Chain, unprofi
         operands = [] if offset is None else [offset.reshape(shape)]
         if config.has_residual:
             operands.append(lax.transpose(undo(read(added)), inverse(order)))
-        outs = [out if straight else lax.transpose(out, order) for out in OP(config, read(x), read(w), *operands)]
+        outs = [out if straight else lax.transpose(out, order) for out in OP(config, *map(read, needs[:2]), *operands)]
         end = chain.layout.place(outs[0])
         yield part.original(chain.end), end
         if z is not None:
@@ -158,9 +153,7 @@ def _fused(graph: Graph, part, layer, config: DenseConfig, chain: Chain, unprofi
         for mask, array in chain.masks_from(end):
             yield part.original(mask), array
 
-    needs = (x, w, *smalls, *[added] * config.has_residual)
-    defines = (part.original(chain.end), *[part.original(z.end) for z in [z] if z], *map(part.original, chain.masks))
-    return Site(chain, Emission(needs, defines, run))
+    return Site(chain, Emission(needs, tuple(map(part.original, ends)), run))
 
 
 def _saved(graph: Graph, part, layer, chain: Chain) -> Chain | None:

@@ -1,4 +1,4 @@
-"""What a recognised norm computes, as the op's config and its parameters: read from the tables of analysis/rows.py."""
+"""What a recognised norm computes, as the op's config and its parameters: read from its form in each row (analysis/rows.py)."""
 
 import itertools
 import math
@@ -7,8 +7,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.analysis.canonical import is_long
-from jaxfuse.analysis.rows import MEAN, VAR, Key, Rows, merged, row_major
+from jaxfuse.analysis.axes import IndexMap, is_long
+from jaxfuse.analysis.forms import Parameter
+from jaxfuse.analysis.rows import MEAN, ONE, VAR, Rows
+from jaxfuse.analysis.statistics import Statistics
 from jaxfuse.ops.norm_config import NormConfig
 from jaxfuse.program.graph import Node, Value
 from jaxfuse.program.site import Unfit
@@ -27,56 +29,56 @@ class Root(NamedTuple):
 
 class NormForm(NamedTuple):
     """inner: (spatial, groups, length), the axes of x from `first` on. gammas and betas: sums of products of parameters,
-    (number, parameters)."""
+    (number, which parameters)."""
 
     root: Root
     first: int
     inner: tuple[int, int, int]
     repeats: int
-    gammas: list[tuple[float, Key]]
-    betas: list[tuple[float, Key]]
-    parameters: dict[int, Value]
+    gammas: list[tuple[float, tuple[Parameter, ...]]]
+    betas: list[tuple[float, tuple[Parameter, ...]]]
 
-    def config(self, **options) -> NormConfig:
-        return NormConfig(self.inner, options.pop("rank") - self.first, self.root.epsilon, self.repeats,
+    def config(self, rank: int, **options) -> NormConfig:
+        return NormConfig(self.inner, rank - self.first, self.root.epsilon, self.repeats,
                           self.root.outside, self.root.centered, **options)
 
     def used(self) -> list[Value]:
-        names = dict.fromkeys(name for _, key in (*self.gammas, *self.betas) for name, *_ in key)
-        return [self.parameters[name] for name in names]
+        return list(dict.fromkeys(p.value for _, product in (*self.gammas, *self.betas) for p in product))
 
     def arrays(self, read):
         """gamma and beta, [groups, length/repeats], from what the program has."""
         groups, length = self.inner[1], self.inner[2] // self.repeats
 
-        def spread(name, stride, count):
-            vector = jnp.asarray(read(self.parameters[name])).astype(jnp.float32).reshape(-1)
-            inside = stride // self.repeats if count > 1 else 1
-            return jnp.tile(jnp.repeat(vector, inside), groups * length // (inside * count)).reshape(groups, length)
+        def spread(parameter):
+            vector = jnp.asarray(read(parameter.value)).astype(jnp.float32).reshape(-1)
+            inside = parameter.stride // self.repeats if parameter.length > 1 else 1
+            return jnp.tile(jnp.repeat(vector, inside), groups * length // (inside * parameter.length)).reshape(groups, length)
 
         def total(terms, otherwise):
-            products = [math.prod([spread(*p) for p in key], start=jnp.float32(c)) for c, key in terms]
+            products = [math.prod(map(spread, product), start=jnp.float32(c)) for c, product in terms]
             return jnp.broadcast_to(sum(products[1:], products[0]) if products else otherwise, (groups, length))
 
         return total(self.gammas, jnp.float32(1)), total(self.betas, jnp.float32(0))
 
 
-def read_form(x: Value, axes: set[int], same: list[Value], nodes: list[Node], end: Value) -> NormForm:
+def read_form(statistics: Statistics, same: list[Value], nodes: list[Node], end: Value) -> NormForm:
     """The form of `end`. Raises `Unfit` where it has none."""
-    rows = Rows(x, axes, same, nodes)
-    known = rows.known.get(id(end))
-    if known is None or any(power > 1 for power, _ in known.terms):
+    x = statistics.x
+    known = Rows(statistics, same, nodes).known.get(end)
+    if known is None or known.places is None or x not in known.form.tensors:
         raise Unfit(UNREAD)
-    if merged(sum(known.digits, ())) != merged(sum(row_major(x.shape), ())):
+    if known.places.flat != IndexMap.of(x.shape).flat:
         raise Unfit(f"{end!r} has the elements of {x!r} in another order")
-    scaled = {key: table for (power, key), table in known.terms.items() if power == 1 and np.abs(table).max() > 0}
+    scales = {tuple(factor for factor in factors if factor is not x): table for factors, table in known.form.terms.items() if x in factors}
+    offsets = {factors: table for factors, table in known.form.terms.items() if x not in factors}
+    scaled = {key: table for key, table in scales.items() if np.abs(table).max() > 0}
     root = next((_root(table) for table in scaled.values()), None)
     if root is None:
         raise Unfit(UNREAD)
     unit = next(iter(scaled.values())) / root.factor
     gammas, betas = [], []
-    for key in dict.fromkeys(key for _, key in known.terms):
-        table, rest = scaled.get(key, 0 * unit), known.terms.get((0, key), 0 * unit)
+    for key in dict.fromkeys((*scales, *offsets)):
+        table, rest = scaled.get(key, 0 * ONE), offsets.get(key, 0 * ONE)
         rest = rest if root.centered else rest - MEAN * table
         factor, shift = (table / unit).mean(), rest.mean()
         if not _equal(table, factor * unit) or not np.allclose(rest, shift, 1e-6, 1e-7 * np.abs(table).max()):
@@ -85,9 +87,9 @@ def read_form(x: Value, axes: set[int], same: list[Value], nodes: list[Node], en
         betas += [(float(shift), key)] * bool(abs(shift) > 1e-7)
     if gammas == [(1.0, ())] or len(gammas) == 1 and not gammas[0][1] and abs(gammas[0][0] - 1) < 1e-6:
         gammas = []
-    used = {p for _, key in (*gammas, *betas) for p in key}
-    view = _view(x, axes, [(stride, count) for _, stride, count in used if count > 1])
-    return NormForm(root, *view, gammas, betas, rows.parameters)
+    used = {p for _, product in (*gammas, *betas) for p in product}
+    view = _view(x, set(range(x.ndim)) - set(statistics.kept), [(p.stride, p.length) for p in used if p.length > 1])
+    return NormForm(root, *view, gammas, betas)
 
 
 def _equal(a, b) -> bool:

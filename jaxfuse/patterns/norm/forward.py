@@ -1,16 +1,17 @@
 """Layer, RMS, group and instance norm: statistics of each row, each group of channels, each channel of each example.
 
-From a mean of squares the walk goes forward over what is computed of the
-statistics alone (broadcasts, epsilon, gamma and beta multiplied in) and over what is done to x with it; where that ends, the norm ends.
-What it computes is read off in norm_form.py, and made a Match of in norm_match.py.
+From a sum of squares the walk goes forward over what is computed of the statistics alone (broadcasts, epsilon, gamma and beta
+multiplied in) and over what is done to x with it. Where that ends, the norm ends. form.py reads off what it computes, site.py
+makes a Match of it.
 """
 
 import dataclasses
+import functools
 
-import numpy as np
-
-from jaxfuse.analysis.canonical import ADD, CAST, constant, is_float_cast, is_square, size, unwidened, varying_axes
-from jaxfuse.analysis.layout import RESHAPES
+from jaxfuse.analysis.axes import IndexMap
+from jaxfuse.analysis.canonical import ADD, CAST, constant, is_float_cast, size, varying_axes
+from jaxfuse.analysis.layout import RESHAPES, Layout
+from jaxfuse.analysis.statistics import Statistics, narrowest, square
 from jaxfuse.patterns.dense.forward import is_parameter
 from jaxfuse.patterns.norm.site import add_before, fused
 from jaxfuse.patterns.walk import depends_on
@@ -19,55 +20,51 @@ from jaxfuse.program.graph import Node, Value
 from jaxfuse.program.site import Refusal
 
 SHAPED = (*RESHAPES, "transpose", CAST)
-ARITHMETIC = (
-    *ADD,
-    "sub",
-    "mul",
-    "div",
-    "neg",
-    "max",
-    "sqrt",
-    "rsqrt",
-    "square",
-    "integer_pow",
-    "pow",
-    "select_n",
-    "stop_gradient",
-)
+ARITHMETIC = (*ADD, "sub", "mul", "div", "neg", "max", "sqrt", "rsqrt", "square", "integer_pow", "pow", "select_n", "stop_gradient")
 LARGEST = 64  # nodes of one norm
 
 
 def anchors(graph):
     """Sums over some axes of the squares of a value, or of a value less its mean."""
-    return [n for n in forward(graph).nodes if n.primitive == "reduce_sum" and _squared(n.inputs[0]) is not None]
+    return [n for n in forward(graph).nodes if n.primitive == "reduce_sum" and _normalised(n) is not None]
+
+
+def _normalised(node: Node) -> Value | None:
+    """What the sum of squares `node` is a statistic of."""
+    found = square(node.inputs[0])
+    if found is None or found.masked:
+        return None
+    return found.minuend if found.is_deviation else found.base
 
 
 def match(graph, node: Node, claimed: set[int], unprofitable):
     """Yields a Match or a Refusal if the sum of squares is made into a normalisation of rows."""
-    x = _squared(node.inputs[0])
+    x = _normalised(node)
+    if x is None:
+        return
     kept = [d for d in range(x.ndim) if d not in node.params["axes"]]
     if node.index in claimed or len(kept) == 1 and kept != [0]:  # the latter is batch_norm's
         return
     part = forward(graph)
     norm = _Norm(part, node, x)
-    if norm.end is None or not (norm.centered or norm.has_mean_square()) or any(n.index in claimed for n in norm.nodes):
+    if norm.end is None or not (norm.centered or norm.has_mean()) or any(n.index in claimed for n in norm.nodes):
         return
-    name, reason = _name(norm, tuple(node.params["axes"]), kept)
+    name, reason = _name(norm, norm.end, tuple(node.params["axes"]), kept)
     reason = reason or norm.stop_gradient_reason() or norm.read_elsewhere(part) or norm.mismatch
     if reason:
         before = add_before(part, x, claimed)
         unfused = norm.unfused if norm.mismatch == reason else ""
-        nodes = (*[before] * (before is not None), *norm.nodes)
+        nodes = (*([before] if before else []), *norm.nodes)
         yield Refusal(f"{'add+' * (before is not None)}{name}{unfused}", node, (x,), reason, nodes=nodes)
         return
     yield from fused(graph, part, node, norm, name, claimed, unprofitable)
 
 
-def _name(norm: "_Norm", axes: tuple[int, ...], kept: list[int]) -> tuple[str, str]:
+def _name(norm: "_Norm", end: Value, axes: tuple[int, ...], kept: list[int]) -> tuple[str, str]:
     """(name, what is wrong with the axes)."""
     x, last = norm.x, norm.x.ndim - 1
     trailing = tuple(sorted(axes)) == tuple(range(len(kept), x.ndim))
-    if _regrouped(x, axes, norm.end):
+    if _regrouped(x, axes, end):
         return "group_norm", ""
     if 0 not in axes and x.ndim > 2 and (kept == [0, last] or trailing and len(axes) > 1 and norm.scaled_along(kept)):
         return "instance_norm", ""
@@ -80,38 +77,12 @@ def _name(norm: "_Norm", axes: tuple[int, ...], kept: list[int]) -> tuple[str, s
 def _regrouped(x: Value, axes: tuple[int, ...], end: Value) -> bool:
     """Whether x is another array with its channels split into groups, normalised over more than the channels of one place,
     or to be put together again."""
-    node = _narrowest(x).producer
+    node = narrowest(x).producer
     if node is None or node.primitive != "reshape":
         return False
     source = node.inputs[0]
     split = x.shape[-1] != source.shape[-1]
     return len(axes) > 1 and (split or x.ndim > source.ndim) or split and end.shape != x.shape
-
-
-def _squared(value: Value) -> Value | None:
-    """What `value` is the square of, or of which it is the squared distance from the mean; casts are seen through."""
-    node = _narrowest(value).producer
-    if node is None or not node.inputs or not is_square(node, node.inputs[0]):
-        return None
-    base = node.inputs[0]
-    centering = _narrowest(base).producer
-    if centering is not None and centering.primitive == "sub" and _is_mean(centering.inputs[1]):
-        base = centering.inputs[0]
-    return _narrowest(base)
-
-
-def _is_mean(value: Value) -> bool:
-    """Whether the value is a sum over some axes, divided."""
-    while value.producer is not None and value.producer.primitive in (*SHAPED, "div", "mul"):
-        value = value.producer.inputs[0]
-    return value.producer is not None and value.producer.primitive == "reduce_sum"
-
-
-def _narrowest(value: Value) -> Value:
-    """What widening casts were made of."""
-    while (inner := unwidened(value)) is not value:
-        value = inner
-    return value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,68 +98,60 @@ class _Norm:
 
     def __init__(self, part, node: Node, x: Value):
         self.x, self.axes = x, set(map(int, node.params["axes"]))
-        self.statistics: dict[int, Value] = {}
-        self.full: dict[int, tuple[Value, _Step]] = {}
+        self.statistics: dict[Value, None] = {}  # in order
+        self.full: dict[Value, _Step] = {}
         self.parameters: list[tuple[Value, Value]] = []  # gamma and beta, with the value that they are applied to
         self.nodes: list[Node] = []
         self.mismatch = self.unfused = ""
         self.first = node.index
-        self._start(node, x)
-        ends = [v for v, step in self.full.values() if step.scaled and self._readers(v, part)]
-        self.end = max(ends, key=lambda v: v.producer.index, default=None)
-        if len(ends) == 1:
-            self._leave_after_transpose()
-        elif ends:
-            self._leave_after_meeting(ends)
-        self.centered = self.end is not None and self.full[id(self.end)][1].centered
-
-    def _moves(self, value: Value) -> list[Node]:
-        """The casts and the moves of elements that end in the value, last first, as far as they move what is scaled."""
-        moves, mine = [], {n.index for n in self.nodes}
-        while (node := value.producer).index in mine and node.primitive in SHAPED and self.full[id(node.inputs[0])][1].scaled:
-            moves.append(node)
-            value = node.inputs[0]
-        return moves
-
-    def _leave(self, after: list[Node], end: Value):
-        """The norm ends in `end`; the nodes `after` it are no part of it."""
-        self.end = end
-        self.nodes = [n for n in self.nodes if n not in after]
-        self.full = {key: of for key, of in self.full.items() if of[0].producer not in after}
-
-    def _leave_after_transpose(self):
-        """The result is what is transposed in the end, if it is: the walk goes on from there."""
-        moves = self._moves(self.end)
-        if first := [i for i, node in enumerate(moves) if node.primitive == "transpose"]:
-            self._leave(moves[: first[-1] + 1], moves[first[-1]].inputs[0])
-
-    def _leave_after_meeting(self, ends: list[Value]):
-        """What is read here as it is and there in another shape or type is the last value that all of these are made of."""
-        moves = [self._moves(end) for end in ends]
-        before = [[end, *[n.inputs[0] for n in of]] for end, of in zip(ends, moves)]
-        common = next((v for v in before[0] if all(v in values for values in before)), None)
-        if common is not None:
-            self._leave([n for of, values in zip(moves, before) for n in of[: values.index(common)]], common)
-
-    def _start(self, node: Node, x: Value):
-        """Seeds: the sum of squares, the sum of x over the same axes, x and its other shapes and types."""
-        frontier: dict[int, Node] = {}
-
-        def add(value: Value):
-            frontier.update((n.index, n) for n in value.users if n.index >= 0)
-
         self.same = self._shapes(x)
+        self._seed(node, x)
+        self._follow()
+        self.end = self._end([v for v, step in self.full.items() if step.scaled and (self._readers(v) or part.is_returned(v))])
+        self.centered = self.end is not None and self.full[self.end].centered
+
+    @functools.cached_property
+    def moments(self) -> Statistics:
+        """Those of x that a kernel computes."""
+        seen = [(value, Layout(self.x.shape, IndexMap.of(value.shape))) for value in self.same]
+        return Statistics(self.x, tuple(d for d in range(self.x.ndim) if d not in self.axes), seen)
+
+    def _end(self, ends: list[Value]) -> Value | None:
+        """The one of the scaled values, which others read, that the norm ends in: before a transpose in the end, from where the walk
+        goes on; and of what is read here as it is and there in another shape or type, the last that all of these are made of.
+        What follows is no part of it."""
+        paths = [self._path(end) for end in ends]
+        last = max(ends, key=lambda v: v.node.index, default=None)
+        if len(ends) == 1:
+            end = next((before for v, before in reversed([*zip(paths[0], paths[0][1:])]) if v.node.primitive == "transpose"), last)
+        else:
+            end = next((v for v in (paths or [[]])[0] if all(v in path for path in paths)), None)
+        after = [v.node for path in paths if end for v in path[: path.index(end)]]
+        self.nodes = [n for n in self.nodes if n not in after]
+        self.full = {value: step for value, step in self.full.items() if value.producer not in after}
+        return end or last
+
+    def _path(self, value: Value) -> list[Value]:
+        """The value and what it is a cast or a move of, as far as that is scaled."""
+        path, mine = [value], {n.index for n in self.nodes}
+        while (node := path[-1].node).index in mine and node.primitive in SHAPED and self.full[node.inputs[0]].scaled:
+            path.append(node.inputs[0])
+        return path
+
+    def _seed(self, node: Node, x: Value):
+        """With the sum of squares, the sum of x over the same axes, x and its other shapes and types."""
         for value in self.same:
-            self.full[id(value)] = value, _Step()
+            self.full[value] = _Step()
             for user in value.users:
                 if user.primitive == "reduce_sum" and user.params["axes"] == node.params["axes"]:
-                    self.statistics[id(user.out)] = user.out
+                    self.statistics[user.out] = None
                     self.nodes.append(user)
-            add(value)
-        self.statistics[id(node.out)] = node.out
-        self.nodes += [_narrowest(node.inputs[0]).producer, node]
-        for value in list(self.statistics.values()):
-            add(value)
+        self.statistics[node.out] = None
+        self.nodes += [narrowest(node.inputs[0]).node, node]
+
+    def _follow(self):
+        """What is computed of the seeds, in program order."""
+        frontier = {n.index: n for value in (*self.full, *self.statistics) for n in value.users if n.index >= 0}
         seen = {n.index for n in self.nodes}
         while frontier and len(seen) < LARGEST:
             node = frontier.pop(min(frontier))
@@ -198,13 +161,13 @@ class _Norm:
                 continue
             seen.add(node.index)
             if self._is_statistic(node):
-                self.statistics[id(node.out)] = node.out
+                self.statistics[node.out] = None
             elif (step := self._step(node)) is not None:
-                self.full[id(node.out)] = node.out, step
+                self.full[node.out] = step
             else:
                 continue
             self.nodes.append(node)
-            add(node.out)
+            frontier |= {n.index: n for n in node.out.users if n.index >= 0}
 
     def _shapes(self, x: Value) -> list[Value]:
         """x, what it is a reshape or cast of, and the casts and reshapes of these."""
@@ -215,33 +178,30 @@ class _Norm:
 
     def _is_statistic(self, node: Node) -> bool:
         """Computed from statistics, parameters and numbers, not from x."""
-        others = [v for v in node.inputs if id(v) not in self.statistics]
+        others = [v for v in node.inputs if v not in self.statistics]
         return len(others) < len(node.inputs) and all(self._is_small(v) for v in others)
 
     def _is_small(self, value: Value) -> bool:
         """A number, or a parameter: not another full-size value."""
-        if id(value) in self.full:
+        if value in self.full:
             return False
-        return (
-            constant(value) is not None
-            or len(varying_axes(value)) < self.x.ndim - len(self.axes) + 1
-            and (size(value) < size(self.x) or is_parameter(value))
-        )
+        smaller = len(varying_axes(value)) < self.x.ndim - len(self.axes) + 1 and (size(value) < size(self.x) or is_parameter(value))
+        return smaller or constant(value) is not None
 
     def _step(self, node: Node) -> _Step | None:
         """What the node does to x on its way, None if it is no step of a norm."""
-        inside = [v for v in node.inputs if id(v) in self.full]
+        inside = [v for v in node.inputs if v in self.full]
         if not inside:
             return None
-        before = [self.full[id(v)][1] for v in inside]
+        before = [self.full[v] for v in inside]
         step = _Step(any(s.centered for s in before), any(s.scaled for s in before))
         if node.primitive in SHAPED:
             return step if step.scaled or step.centered or node.primitive == CAST else None
-        others = [v for v in node.inputs if id(v) not in self.full]
+        others = [v for v in node.inputs if v not in self.full]
         if len(node.inputs) != 2 or len(others) != 1:
             return None
         (other,) = others
-        if id(other) in self.statistics:
+        if other in self.statistics:
             if node.primitive in ("mul", "div"):
                 return None if step.scaled else dataclasses.replace(step, scaled=True)
             return dataclasses.replace(step, centered=True) if node.primitive in (*ADD, "sub") else None
@@ -253,7 +213,7 @@ class _Norm:
 
     def _is_made_of_the_end(self, other: Value) -> bool:
         """Whether it is computed from what is normalised already, as the mean of a norm that follows is: no gamma or beta."""
-        scaled = {key for key, (_, step) in self.full.items() if step.scaled}
+        scaled = {id(value) for value, step in self.full.items() if step.scaled}
         return depends_on([other], scaled, self.first)
 
     def _fits(self, node: Node, parameter: Value, value: Value) -> bool:
@@ -270,28 +230,18 @@ class _Norm:
         self.unfused = self.unfused or f"+{kind}"
         return False
 
-    def _readers(self, value: Value, part) -> list:
+    def _readers(self, value: Value) -> list[Node]:
         """What reads the value and is not part of the norm."""
         mine = {n.index for n in self.nodes}
-        readers = [n for n in value.users if n.index not in mine]
-        return readers + ["the program's result"] * part.is_returned(value)
+        return [n for n in value.users if n.index not in mine]
 
-    def has_mean_square(self) -> bool:
+    def has_mean(self) -> bool:
         """Whether a sum is divided by its count: what is divided by its length is a vector, not a norm layer."""
-        count = size(self.x) // max(
-            1, np.prod([n for d, n in enumerate(self.x.shape) if d not in self.axes], dtype=int)
-        )
-        divided = [(n, constant(v)) for n in self.nodes if n.primitive in ("div", "mul") for v in n.inputs]
-        return any(
-            c is not None and abs((c if n.primitive == "div" else c * count**2) - count) < 1e-6 * count
-            for n, c in divided
-        )
+        return any(moment.weight == 1 for moment in self.moments.known.values())
 
     def scaled_along(self, kept: list[int]) -> bool:
         """Whether gamma or beta has one number for each channel, not for each place in a row."""
-        return any(
-            v.ndim == self.x.ndim and varying_axes(p) and varying_axes(p) <= set(kept) for p, v in self.parameters
-        )
+        return any(v.ndim == self.x.ndim and varying_axes(p) and varying_axes(p) <= set(kept) for p, v in self.parameters)
 
     def stop_gradient_reason(self) -> str:
         """The op's value is the same, its gradient is not."""
@@ -299,10 +249,10 @@ class _Norm:
         return f"{node} holds a part of it: the kernel's gradient is that of the whole" if node else ""
 
     def read_elsewhere(self, part) -> str:
-        for value, step in self.full.values():
+        for value, step in self.full.items():
             if value is not self.end and (step.scaled or step.centered):
-                for reader in self._readers(value, part):
-                    if isinstance(reader, str):
-                        return f"{value!r} is returned by the program"
-                    return f"{value!r} is read by {reader} too"
+                if readers := self._readers(value):
+                    return f"{value!r} is read by {readers[0]} too"
+                if part.is_returned(value):
+                    return f"{value!r} is returned by the program"
         return ""

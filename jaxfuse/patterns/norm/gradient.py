@@ -39,7 +39,7 @@ class NormGradient(NamedTuple):
 def find(graph: Graph, part, form, chain: Chain, x: Value, config: NormConfig) -> NormGradient | None:
     """The gradient of the norm and the activation after it, if the program computes it."""
     parameters = [part.original(v) for v in form.used()]
-    end = part.original(chain.region.start if chain.activation else chain.end)
+    end = part.original(chain.region.start if chain.region else chain.end)
     for root in _roots(x):
         nodes = between([root, *parameters], end)
         if nodes:
@@ -69,7 +69,7 @@ def fused(graph: Graph, label: str, anchor: Node, gradient: NormGradient, form, 
     needs = (x, gradient.dy, *gradient.saved, *gradient.added, *parameters, *[v for _, added in gradient.of_parameters for v in added])
     require_batch_sharding(needs)
     defines = gradient.defines
-    if depends_on(list(needs), set(map(id, defines)), min(v.producer.index for v in defines)):
+    if depends_on(list(needs), set(map(id, defines)), min(v.node.index for v in defines)):
         raise Unfit("the norm's gradients depend on each other")
     if reason:
         raise Unfit(reason)

@@ -27,7 +27,7 @@ def fused(graph, part, node: Node, norm, name: str, claimed: set[int], unprofita
     what it does not."""
     x, before = norm.x, add_before(part, norm.x, claimed)
     chains, _ = Walk(part, norm.end.ndim - 1, claimed, name_activation).chains(norm.end)
-    form = functools.cache(lambda: read_form(x, norm.axes, norm.same, norm.nodes, norm.end))
+    form = functools.cache(lambda: read_form(norm.moments, norm.same, norm.nodes, norm.end))
     dtype = x.dtype if any(chain.end.dtype == x.dtype for chain in chains) else norm.end.dtype
 
     def attempt(chain):
@@ -95,7 +95,7 @@ class _Site:
         """Raises `Unfit` where something else reads an inner value; `fused_away` are nodes that are not needed any more."""
         nodes = (*self.norm.nodes, *self.chain.nodes)
         mine = {n.index for n in nodes} | fused_away
-        for value in {id(v): v for n in nodes for v in map(self.part.original, n.outputs)}.values():
+        for value in dict.fromkeys(v for n in nodes for v in map(self.part.original, n.outputs)):
             if value is self.end or _is_cast_of(value, self.x) or _is_before(value, self.x):
                 continue
             if self.graph.is_returned(value):  # as a loop's body does with what its backward loop reads
@@ -112,11 +112,11 @@ class _Site:
 
 def _is_before(value: Value, x: Value) -> bool:
     """Whether it is computed first, as what x is a reshape of."""
-    return x.producer is not None and value.producer.index < x.producer.index
+    return x.producer is not None and value.node.index < x.producer.index
 
 
 def _is_cast_of(value: Value, x: Value) -> bool:
-    return value.producer.primitive == CAST and value.producer.inputs[0] is x
+    return value.node.primitive == CAST and value.node.inputs[0] is x
 
 
 def _steps(chain) -> str:

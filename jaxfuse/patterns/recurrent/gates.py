@@ -295,4 +295,7 @@ def whole(parts: list, axis: int):
 
 
 def _feature(form: Affine, rank: int) -> int:
-    return 0 if rank == 1 else 1 - form.batch
+    if rank == 1:
+        return 0
+    assert form.batch is not None, "of two axes one is the batch's"
+    return 1 - form.batch

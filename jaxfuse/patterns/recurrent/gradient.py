@@ -6,6 +6,7 @@ the merged graph of both tells, its results are the gradients that the fused seq
 
 import functools
 import itertools
+from typing import NamedTuple
 
 import jax
 from jax.extend.core import jaxpr_as_fun
@@ -22,6 +23,7 @@ from jaxfuse.runtime.private import scan_over
 
 REARRANGED = (*RESHAPES, CAST, "transpose", "concatenate", "slice", "split", "stack")
 DEEPEST = 6  # nodes before the loop that a constant of it is followed back over
+MOST_CHOICES = 4  # of slices that may be those of a gradient
 OTHER = "the loop that computes its gradient is not the one that JAX makes of it"
 
 
@@ -42,8 +44,6 @@ def matches(graph: Graph, node: Node, loop) -> tuple[Match, Match]:
         raise Unfit(OTHER)
     joint = ScanPair(graph, first, second)
     leaves, moving = _leaves(joint)
-    if moving is None:
-        raise Unfit(OTHER)
     alone = _alone(joint, leaves)
     if any(n.primitive in (*CUSTOM_DERIVATIVE_CALLS, "stop_gradient") for n in Graph(alone.nodes[0].params["jaxpr"]).nodes):
         raise Unfit(OTHER)  # JAX's gradient of the loop is not that of its values
@@ -51,33 +51,37 @@ def matches(graph: Graph, node: Node, loop) -> tuple[Match, Match]:
     if found is None:
         raise Unfit(OTHER)
     outside = [*leaves, *node.inputs[first.consts :]]
-    gradient = next((g for g in _candidates(joint, alone, len(leaves), moving) if g.is_computed_by(graph, joint, outside)), None)
-    if gradient is None:
-        raise Unfit(OTHER)
-    return _fused(joint, alone, found, gradient, outside)
+    for gradient in _candidates(joint, alone, len(leaves), moving):
+        computed = gradient.computed_by(graph, joint, outside)
+        if computed:
+            return _fused(joint, alone, found, gradient, computed, outside)
+    raise Unfit(OTHER)
 
 
-def _leaves(joint: ScanPair) -> tuple[list[Value], int | None]:
+def _leaves(joint: ScanPair) -> tuple[list[Value], int]:
     """What the loop's constants are made of, for JAX computes before the loop what every step would compute of them alone.
-    The backward loop sums gradients of so many of these, the first ones, in any order among those of one type."""
+    The backward loop sums gradients of so many of these, the first ones, in any order among those of one type. Raises `Unfit`
+    where it sums something else."""
     first, second = joint.first, joint.second
     sums = second.node.outputs[: second.carried - first.carried]
     wanted = {(v.shape, v.dtype) for v in sums}
-    leaves: dict[int, Value] = {}
+    leaves: dict[Value, None] = {}
     stack = [(v, DEEPEST) for v in first.node.inputs[: first.consts][::-1]]
     while stack:
         value, depth = stack.pop()
         node = value.producer
         if (value.shape, value.dtype) in wanted or depth == 0 or node is None or node.primitive not in REARRANGED:
-            leaves[id(value)] = value
+            leaves[value] = None
         else:
             stack += [(v, depth - 1) for v in node.inputs[::-1] if v.literal is None]
-    values, moving = list(leaves.values()), []
+    values = list(leaves)
+    moving: list[int] = []
     for total in sums:
         fitting = (i for i, v in enumerate(values) if i not in moving and (v.shape, v.dtype) == (total.shape, total.dtype))
-        moving.append(next(fitting, None))
-    if None in moving:
-        return values, None
+        place = next(fitting, None)
+        if place is None:
+            raise Unfit(OTHER)
+        moving.append(place)
     return [values[i] for i in moving] + [v for i, v in enumerate(values) if i not in moving], len(moving)
 
 
@@ -91,13 +95,21 @@ def _alone(joint: ScanPair, leaves: list[Value]) -> Graph:
     step = jaxpr_as_fun(body.replace(jaxpr=inner))
 
     def one(*arrays):
-        given = dict(zip(map(id, leaves), arrays))
+        given = dict(zip(leaves, arrays))
         return step(*compute(consts, given, {}), *arrays[len(leaves) :])
 
     of_step = jax.make_jaxpr(one)(*[v.aval for v in leaves], *[v.aval for v in body.jaxpr.invars[first.consts :]])
     params = scan_over(first.node.eqn, of_step, len(leaves), used)
     loop = functools.partial(first.node.eqn.primitive.bind, **params)
     return Graph(jax.make_jaxpr(loop)(*[v.aval for v in (*leaves, *first.node.inputs[first.consts :])]))
+
+
+class _Computed(NamedTuple):
+    """How the program's loops compute a gradient of JAX's: what its loops read besides, each with the program's own value, and for
+    each result of the program's second loop the place of the same result of its own."""
+
+    own: list[tuple[Value, Value]]
+    places: list[int]
 
 
 class _Gradient:
@@ -121,43 +133,45 @@ class _Gradient:
         self.arguments, self.cotangents = self.graph.inputs[: len(inputs)], self.graph.inputs[len(inputs) :]
         self.scans = [n for n in self.graph.nodes if n.primitive == "scan"]
 
-    def is_computed_by(self, graph: Graph, joint: ScanPair, outside: list[Value]) -> bool:
-        """Whether every step of the program's loops gives what a step of these gives; `outside` are the program's values for
-        the arguments."""
+    def computed_by(self, graph: Graph, joint: ScanPair, outside: list[Value]) -> _Computed | None:
+        """If every step of the program's loops gives what a step of these gives; `outside` are the program's values for the
+        arguments."""
         if len(self.scans) != 2:
-            return False
+            return None
         first, second = map(Loop, self.scans)
         other = ScanPair(self.graph, first, second)
         if second.options != joint.second.options or len(other.own) != len(joint.own):
-            return False
+            return None
         values = self._outside(graph, outside)
-        given = {id(v): i for i, v in enumerate(joint.first.node.inputs[: joint.first.consts])}
-        sources = [given.get(id(values.get(id(v)))) for v in first.node.inputs[: first.consts]]
-        sources += range(joint.first.consts, len(joint.first.node.inputs))
+        given = {v: i for i, v in enumerate(joint.first.node.inputs[: joint.first.consts])}
+        known = [given[values[v]] for v in first.node.inputs[: first.consts] if values.get(v) in given]
+        if len(known) < first.consts:
+            return None
+        sources = [*known, *range(joint.first.consts, len(joint.first.node.inputs))]
         rest = self.arguments[len(self.arguments) - len(sources[first.consts :]) :]
-        if [id(v) for v in first.node.inputs[first.consts :]] != [id(v) for v in rest]:
-            return False
-        self.own = [(second.node.inputs[k], joint.second.node.inputs[i]) for k, i in zip(other.own, joint.own)]
-        if None in sources or not all(self._is_same(values, *pair) for pair in self.own):
-            return False
-        self.places = _same_step(joint, other, sources)
-        return self.places is not None
+        if first.node.inputs[first.consts :] != rest:
+            return None
+        own = [(second.node.inputs[k], joint.second.node.inputs[i]) for k, i in zip(other.own, joint.own)]
+        if not all(self._is_same(values, *pair) for pair in own):
+            return None
+        places = _same_step(joint, other, sources)
+        return None if places is None else _Computed(own, places)
 
-    def _outside(self, graph: Graph, outside: list[Value]) -> dict[int, Value]:
+    def _outside(self, graph: Graph, outside: list[Value]) -> dict[Value, Value]:
         """The program's own values for what this gradient computes before its loops."""
-        values = dict(zip(map(id, self.arguments), outside))
+        values = dict(zip(self.arguments, outside))
         for node in self.graph.nodes:
-            inputs = [v if v.literal is not None else values.get(id(v)) for v in node.inputs]
-            known = graph.known(node.eqn, inputs) if None not in inputs and node.primitive != "scan" else None
-            values |= zip(map(id, node.outputs), known.outputs if known else ())
+            if node.primitive != "scan" and all(v.literal is not None or v in values for v in node.inputs):
+                known = graph.known(node.eqn, [values.get(v, v) for v in node.inputs])
+                values |= zip(node.outputs, known.outputs if known else ())
         return values
 
-    def _is_same(self, values: dict[int, Value], mine: Value, own: Value) -> bool:
+    def _is_same(self, values: dict[Value, Value], mine: Value, own: Value) -> bool:
         """Whether what the loops read besides is the same value, zero in both, or a cotangent."""
         if (mine.shape, mine.dtype) != (own.shape, own.dtype):
             return False
         number = constant(mine)
-        return values.get(id(mine)) is own or any(mine is v for v in self.cotangents) or number is not None and number == constant(own)
+        return values.get(mine) is own or any(mine is v for v in self.cotangents) or number is not None and number == constant(own)
 
 
 def _candidates(joint: ScanPair, alone: Graph, leaves: int, moving: int):
@@ -171,11 +185,11 @@ def _candidates(joint: ScanPair, alone: Graph, leaves: int, moving: int):
         yield _Gradient(alone, [*range(moving), *range(leaves, slices), *xs], [*range(first.carried), *ys])
 
 
-def _subsets(values: list[Value], among: range, like: list[Value], most: int = 4) -> list[tuple[int, ...]]:
-    """Choices of some of the values, in their order, whose types are these."""
+def _subsets(values: list[Value], among: range, like: list[Value]) -> list[tuple[int, ...]]:
+    """Choices of some of the values, in their order, whose types are these; `MOST_CHOICES` at most."""
     wanted = [(v.shape, v.dtype) for v in like]
     fitting = (c for c in itertools.combinations(among, len(wanted)) if [(values[i].shape, values[i].dtype) for i in c] == wanted)
-    return list(itertools.islice(fitting, most))
+    return list(itertools.islice(fitting, MOST_CHOICES))
 
 
 def _same_step(joint: ScanPair, other: ScanPair, sources: list[int]) -> list[int] | None:
@@ -193,8 +207,8 @@ def _same_step(joint: ScanPair, other: ScanPair, sources: list[int]) -> list[int
 
     merged = Graph(jax.make_jaxpr(both)(*[v.aval for v in program.jaxpr.invars]))
     sums, half, count = Sums(merged), len(merged.outputs) // 2, second.carried - joint.first.carried
-    totals = [inputs + joint.own.index(k) if k in joint.own else None for k in range(second.consts, second.consts + count)]
-    if len(merged.outputs) != 2 * half or None in totals:
+    totals = [inputs + joint.own.index(k) for k in range(second.consts, second.consts + count) if k in joint.own]
+    if len(merged.outputs) != 2 * half or len(totals) < count:
         return None
     made = [sums.addends(v) for v in merged.outputs]
     for i, position in enumerate(totals):  # what a step adds to the sum that it is handed
@@ -210,22 +224,23 @@ def _same_step(joint: ScanPair, other: ScanPair, sources: list[int]) -> list[int
     return places if half not in places else None
 
 
-def _fused(joint: ScanPair, alone: Graph, found: Match, gradient: _Gradient, outside: list[Value]) -> tuple[Match, Match]:
+def _fused(joint: ScanPair, alone: Graph, found: Match, gradient: _Gradient, computed: _Computed,
+           outside: list[Value]) -> tuple[Match, Match]:
     node, second, own = joint.first.node, joint.second.node, alone.nodes[0]
-    results = {id(v): i for i, v in zip(gradient.moving, gradient.graph.outputs)}
-    of_result = [results.get(id(gradient.scans[1].outputs[place])) for place in gradient.places]
+    results = {v: i for i, v in zip(gradient.moving, gradient.graph.outputs)}
+    of_result = [results.get(gradient.scans[1].outputs[place]) for place in computed.places]
     if any(i is None and v.users for i, v in zip(of_result, second.outputs)):
         raise Unfit(OTHER)
     (emission,), moving = found.emissions, gradient.moving
-    cotangents = [next(v for mine, v in gradient.own if mine is ct) if any(mine is ct for mine, _ in gradient.own) else None
-                  for ct in gradient.cotangents]
-    if None in cotangents:
+    own_of = dict(reversed(computed.own))
+    if any(ct not in own_of for ct in gradient.cotangents):
         raise Unfit(OTHER)
+    cotangents = [own_of[ct] for ct in gradient.cotangents]
 
     def differentiated(*arrays):
         def value(*given):
-            full = dict(zip(map(id, own.inputs), arrays)) | {id(own.inputs[i]): a for i, a in zip(moving, given)}
-            outs = [array for _, array in emission.run(lambda v: full[id(v)])]
+            full = dict(zip(own.inputs, arrays)) | {own.inputs[i]: a for i, a in zip(moving, given)}
+            outs = [array for _, array in emission.run(lambda v: full[v])]
             return [outs[i] for i in gradient.driven], outs
 
         _, back, outs = jax.vjp(value, *[arrays[i] for i in moving], has_aux=True)

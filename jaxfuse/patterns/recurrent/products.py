@@ -17,7 +17,7 @@ def every_step(function, shared: list, steps: list, length: int) -> list:
     """`function(*shared, *of_step)` at every step, as lists; `steps` have all steps first."""
     axes = (*[None] * len(shared), *[0] * len(steps))
     graph = Graph(jax.make_jaxpr(jax.vmap(function, axes, axis_size=length))(*shared, *steps))
-    products = {id(n.out): found for n in graph.nodes if is_product(n) and (found := _product(n))}
+    products = {n.out: found for n in graph.nodes if is_product(n) and (found := _product(n))}
     return evaluate(graph, [*shared, *steps], products)
 
 

@@ -11,12 +11,13 @@ from jaxfuse.ops.gru import OP as GRU, GRUConfig
 from jaxfuse.ops.lstm import OP as LSTM, LSTMConfig
 from jaxfuse.ops.recurrent import before
 from jaxfuse.patterns.kernel import require
+from jaxfuse.patterns.recurrent.cell import CarriedCell, Cell
 from jaxfuse.patterns.recurrent.gates import STATE, Affine, Follower, Loop, PreProjection, each, plain, whole
 from jaxfuse.program.graph import Emission, Graph, Node, Value
 from jaxfuse.program.site import Match, Unfit
 
 
-def sequences(node: Node, body: Graph, cells: list, unprofitable) -> Match:
+def sequences(node: Node, body: Graph, cells: list[CarriedCell], unprofitable) -> Match:
     """The scan over these cells, in the order of its body, as fused sequences. Raises `Unfit` where they cannot serve it."""
     sharded = next((v for v in node.inputs if any(v.spec)), None)
     if sharded is not None:
@@ -39,7 +40,7 @@ def sequences(node: Node, body: Graph, cells: list, unprofitable) -> Match:
         return zip(node.outputs, _run(body, node.params, cells, [read(v) for v in node.inputs]))
 
     emission = Emission(tuple(node.inputs), tuple(node.outputs), run)
-    name = "+".join(cell.pattern.removesuffix("_cell") for cell in cells)  # several layers in one loop
+    name = "+".join(carried.cell.pattern.removesuffix("_cell") for carried in cells)  # several layers in one loop
     return Match(name, node, (node,), (emission,), tuple(node.inputs), 0)
 
 
@@ -47,7 +48,7 @@ def _call(op, config, args):
     return op(config, *args)
 
 
-def _run(body: Graph, params: dict, cells: list, arrays: list, call=_call) -> list:
+def _run(body: Graph, params: dict, cells: list[CarriedCell], arrays: list, call=_call) -> list:
     if params["length"] == 0:
         raise Unfit("the loop makes no step")
     loop = Loop(body, params, arrays)
@@ -65,40 +66,40 @@ def _run(body: Graph, params: dict, cells: list, arrays: list, call=_call) -> li
     return [*final, *loop.compute(list(body.outputs[n_carry:]))]
 
 
-def _sequence(loop: Loop, cell, call) -> dict[Value, object]:
+def _sequence(loop: Loop, carried: CarriedCell, call) -> dict[Value, object]:
     """Computes the cell's states at all steps, and gives them to the loop; returns each carried value's last one."""
-    states = cell.carried
+    cell, states = carried.cell, carried.states
     initial = [loop.initial[next(i for i, v in enumerate(loop.carried) if v is state)] for state in states]
     if any(state.ndim not in (1, 2) for state in states):
         raise Unfit(f"a state {states[0]!r}: the kernel takes [batch, hidden] or [hidden]")
     single, hidden = states[0].ndim == 1, states[0].shape[-1]
     starts = [a[None] if single else a for a in initial]
     make = _lstm if cell.pattern == "lstm_cell" else _gru
-    outs = make(loop, cell, starts, hidden, call)
+    outs = make(loop, cell, states[0], starts, hidden, call)
     outs = [a[:, 0] if single else a for a in outs]
     known: dict[Value, Any] = {}
     ends: dict[Value, Any] = {}
-    for state, after, made, start, steps in zip(states, cell.after, cell.made, initial, outs):
+    for state, after, made, start, steps in zip(states, carried.after, cell.made, initial, outs):
         known |= {made: steps.astype(made.dtype), after: steps, state: before(start, steps, loop.reverse)}
         ends[state] = loop.last(steps)
     loop.learn(known)
     return ends
 
 
-def _lstm(loop: Loop, cell, starts, hidden: int, call):
-    follower = Follower(loop, cell.carried[0], {gate.end: gate.start for gate in cell.gates})
+def _lstm(loop: Loop, cell: Cell, state: Value, starts, hidden: int, call):
+    follower = Follower(loop, state, {gate.end: gate.start for gate in cell.gates})
     forms = [follower.follow(gate.value) for gate in cell.gates]
     gx, wh, bias = _joined(loop, forms, starts[0].shape[0], hidden)
     return call(LSTM, LSTMConfig(loop.reverse), (gx, wh, bias, *starts))
 
 
-def _gru(loop: Loop, cell, starts, hidden: int, call):
+def _gru(loop: Loop, cell: Cell, state: Value, starts, hidden: int, call):
     update, candidate, reset, *others = cell.gates
     if any(other.value is not reset.value for other in others):
         raise Unfit(f"{candidate.node} has two reset gates")
     aliases = {gate.end: gate.start for gate in (update, reset)}
-    r, z = (Follower(loop, cell.carried[0], aliases).follow(gate.value) for gate in (reset, update))
-    n = Follower(loop, cell.carried[0], {candidate.end: candidate.start}, reset.value).follow(candidate.value)
+    r, z = (Follower(loop, state, aliases).follow(gate.value) for gate in (reset, update))
+    n = Follower(loop, state, {candidate.end: candidate.start}, reset.value).follow(candidate.value)
     if cell.complement:  # σ(-z) = 1 - σ(z)
         z = each(z, lambda a: -a)
     if isinstance(n, PreProjection) or n.inner is None or n.weights is not None:

@@ -4,7 +4,7 @@ or hash one. Every sum and every pointwise step is in float32, whatever the dtyp
 import dataclasses
 import math
 from collections.abc import Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 FLOAT = "float32"
 
@@ -113,32 +113,21 @@ class Builder:
         return tensor
 
 
+class PointwiseStep(NamedTuple):
+    """`mode` is a key of `backend.POINTWISE`, `settings` has those of `backend` that are not as usual."""
+
+    mode: str
+    settings: dict[str, Any] = {}
+
+
 def window_of(strides, padding, dilation):
     """The settings of a convolution: a stride, a pair of paddings and a dilation for each spatial axis."""
     low, high = zip(*padding)
     return (("strides", tuple(strides)), ("low", tuple(low)), ("high", tuple(high)), ("dilation", tuple(dilation)))
 
 
-# name in jaxfuse.ops.activations -> (mode, settings) with alpha
-ACTIVATIONS = {
-    "relu": lambda alpha: ("relu", {}),
-    "maximum0": lambda alpha: ("relu", {}),
-    "relu6": lambda alpha: ("relu", dict(upper=6.0)),
-    "clip6": lambda alpha: ("relu", dict(upper=6.0)),
-    "clip": lambda alpha: ("relu", dict(upper=alpha)),
-    "leaky_relu": lambda alpha: ("relu", dict(slope=alpha)),
-    "elu": lambda alpha: ("elu", dict(elu_alpha=alpha)),
-    "sigmoid": lambda alpha: ("sigmoid", {}),
-    "tanh": lambda alpha: ("tanh", {}),
-    "silu": lambda alpha: ("swish", dict(swish_beta=1.0)),
-    "gelu": lambda alpha: ("gelu", {}),
-    "gelu_tanh": lambda alpha: ("gelu_tanh", {}),
-    "softplus": lambda alpha: ("softplus", dict(softplus_beta=1.0)),
-}
-
-
-def convolution(x: Layout, w: Layout, y: Layout, window, *, scale=None, bias=None, residual=None, activation="none", alpha=0.0,
-                residual_last=False, saves=False) -> Graph:
+def convolution(x: Layout, w: Layout, y: Layout, window, *, scale=None, bias=None, residual=None,
+                activation: PointwiseStep | None = None, residual_last=False, saves=False) -> Graph:
     """y = activation(scale · conv(x, w) + bias + residual), or activation(…) + residual; with `saves` also z, what the activation
     is applied to. Operands: x, w, then what there is of scale, bias and residual (layouts, or None); results: y, then z."""
     builder = Builder()
@@ -149,9 +138,8 @@ def convolution(x: Layout, w: Layout, y: Layout, window, *, scale=None, bias=Non
     for mode, operand in (("mul", factor), ("add", offset), ("add", None if residual_last else addend)):
         z = builder.pointwise(mode, z, operand) if operand else z
     value = z
-    if activation != "none":
-        mode, settings = ACTIVATIONS[activation](alpha)
-        value = builder.pointwise(mode, value, **settings)
+    if activation:
+        value = builder.pointwise(activation.mode, value, **activation.settings)
     if residual_last and addend:
         value = builder.pointwise("add", value, addend)
     return builder.finish([*operands, *filter(None, extras)], [(value, y.dtype), *[(z, y.dtype)] * saves])

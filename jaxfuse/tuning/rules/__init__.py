@@ -1,8 +1,8 @@
-"""When the fused kernels are worth it: one module for each op, its rules beside the way to measure them again.
+"""How it is decided whether a fused kernel is worth it: one module for each op says how a site's size is counted and what to measure.
 
-A new op is a module with `RULES = OpRules(unit, size, rules, size_sweeps)` and a line in `TABLE`. Write `size` and the sweeps
-first, let `python -m jaxfuse bench --tune` measure on a quiet machine, and put the times into the rules: one for each dtype
-and shape class. The pattern asks `unprofitable(op, config, types)`, or `unprofitable(op, config, types, "backward")` for a gradient
+A new op is a module with `RULES = OpRules(unit, size, size_sweeps)` and a line in `TABLE`. Then `python -m jaxfuse bench --tune`
+measures it on a quiet machine; its file goes to `tuning/measured/`. The pattern asks `unprofitable(op, config, types)`, or
+`unprofitable(op, config, types, "backward")` for a gradient
 that autodiff has already made, with the types of the forward op in both cases.
 """
 

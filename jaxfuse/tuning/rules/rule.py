@@ -6,12 +6,6 @@ from typing import Any, NamedTuple
 
 NOISE = 1.05  # times as long: nothing to tell two equal ways apart
 DIRECTIONS = ("forward", "backward")
-# Of a Rule: where it was measured, and the instruction set that was meant. A rule of bfloat16 names the one with bf16 where
-# oneDNN computes: without it, as with AMX, other code runs, which nobody measured.
-ZEN_3 = dict(isa="avx2", machine="AMD Zen 3, 2 cores, AVX2")  # oneDNN computes bfloat16 in float32 there
-ZEN_4 = dict(isa="avx512", machine="AMD Zen 4, 2 cores, AVX-512")
-ZEN_4_BUSY = dict(isa="avx512", machine="AMD Zen 4, 2 cores, AVX-512, with other work on them")
-ZEN_4_BF16 = dict(isa="avx512_core_bf16", machine="AMD Zen 4, 2 cores, AVX-512")
 
 
 class Point(NamedTuple):
@@ -25,8 +19,8 @@ class Point(NamedTuple):
 
 class Rule(NamedTuple):
     """For which sites of an op the points speak; None: for any. `direction` "forward" or "backward", `shape` one of the op's
-    shape classes, `isa` a name that `jaxfuse.tuning.tuned.isa()` has ("avx2", "avx512", "avx512_core_bf16", "avx512_core_amx"). Every
-    built-in rule names one; what a user measures holds for that machine alone.
+    shape classes, `isa` a name that `jaxfuse.tuning.tuned.isa()` has ("avx2", "avx512", "avx512_core_bf16", "avx512_core_amx"). What
+    comes with jaxfuse names one; what a user measures holds for that machine alone. `onednn`: it had a part in it, and must be there.
 
     Without a direction the forward and the backward points count together: what is rewritten going forward may be
     differentiated later.
@@ -38,10 +32,15 @@ class Rule(NamedTuple):
     shape: str | None = None
     isa: str | None = None
     machine: str = "this machine"
+    onednn: bool = False
 
     def fits(self, direction: str, dtype: str, shape: str, isa: tuple[str, ...]) -> bool:
         own = (self.direction, direction), (self.dtype, dtype), (self.shape, shape)
-        return all(mine in (None, theirs) for mine, theirs in own) and (self.isa is None or self.isa in isa)
+        return all(mine in (None, theirs) for mine, theirs in own) and self.holds_with(isa)
+
+    def holds_with(self, isa: tuple[str, ...]) -> bool:
+        """`isa`: of our own loops and, where it is there, of oneDNN."""
+        return self.isa in (None, *isa) and (not self.onednn or len(isa) == 2)
 
     @property
     def smallest(self) -> float:
@@ -69,11 +68,11 @@ class Rule(NamedTuple):
         """The smallest size in words."""
         if self.smallest == math.inf:
             return f"never, up to {self.largest} {unit}"
-        only = "the largest measured: " * (self.smallest == self.largest)
+        only = "the largest measured: " if self.smallest == self.largest else ""
         return f"{only}{self.smallest} {unit}" if self.smallest else "any size"
 
 
-class Ladder(NamedTuple):
+class SizeSweep(NamedTuple):
     """What to measure for a shape class: `program(x, *parameters)`, plain JAX with a value of x's shape, at growing shapes,
     each a tuple with the shape of every argument."""
 
@@ -86,17 +85,12 @@ class OpRules(NamedTuple):
 
     unit: what `size(config, types)` counts, as in "operations"; `types` are the op's arguments with shape and dtype, of the
     forward op in both directions. `shape_class(config, types)` names a kind of site that has a size sweep, or rules, of its own.
-    `rules` are read top-down, the first that fits decides. `size_sweeps`: for each shape class how to measure it again.
+    `size_sweeps`: for each shape class what to measure. `directions_apart`: whether a site is judged by its own direction alone.
     """
 
     unit: str
     size: Callable[[Any, tuple], int]
-    rules: tuple[Rule, ...]
-    size_sweeps: dict[str, Ladder]
+    size_sweeps: dict[str, SizeSweep]
     shape_class: Callable[[Any, tuple], str] = lambda config, types: "any"
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
-
-
-def points(*rows: tuple) -> tuple[Point, ...]:
-    """Points from rows (size, (XLA, fused) forward, (XLA, fused) backward); the last may be left out."""
-    return tuple(Point(size, xla, fused, direction) for size, *pairs in rows for direction, (xla, fused) in zip(DIRECTIONS, pairs))
+    directions_apart: bool = False

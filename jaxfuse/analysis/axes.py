@@ -1,0 +1,161 @@
+"""Where the elements of a value come from, after steps that only move or repeat them: an index map with mixed radices.
+
+Each axis of the value has a run of digits, most significant first. A digit is (stride, length): the element whose digits are
+d₁, d₂, … is the one at flat index Σ stride·d of the origin. Along a digit with stride 0 the value repeats.
+
+    float32[2, 6, 8] itself            ((48, 2),)  ((8, 6),)  ((1, 8),)
+    transposed to [8, 2, 6]            ((1, 8),)  ((48, 2),)  ((8, 6),)
+    that, reshaped to [8, 12]          ((1, 8),)  ((8, 12),)             for 48 = 6·8 the two digits are one
+    [6], broadcast to [2, 6, 8]        ((0, 2),)  ((1, 6),)  ((0, 8),)
+
+A negative stride -1 - i is that of an axis along which the value was stacked with others, as the i-th of them.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+
+from jaxfuse.program.graph import Node
+from jaxfuse.runtime import private
+
+Run = tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexMap:
+    runs: tuple[Run, ...]
+
+    @classmethod
+    def of(cls, shape) -> "IndexMap":
+        """Of the origin itself."""
+        strides = [math.prod([n if is_long(n) else 1 for n in shape[d + 1 :]]) for d in range(len(shape))]
+        return cls(tuple(((stride, n),) for stride, n in zip(strides, shape)))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(length(run) for run in self.runs)
+
+    @property
+    def flat(self) -> Run:
+        """The digits of all axes, in order."""
+        return merged(digit for run in self.runs for digit in run)
+
+    def without(self, axes) -> "IndexMap":
+        return IndexMap(tuple(run for d, run in enumerate(self.runs) if d not in axes))
+
+    def then(self, node: Node) -> "IndexMap | None":
+        """The map of the node's output, if the node only moves or repeats the elements of its input."""
+        shape = node.out.shape
+        match node.primitive:
+            case "transpose":
+                return IndexMap(tuple(self.runs[d] for d in node.params["permutation"]))
+            case "broadcast_in_dim":
+                source = dict(zip(node.params["broadcast_dimensions"], map(merged, self.runs)))
+                return IndexMap(tuple(source.get(d, ()) for d in range(len(shape)))).repeated_to(shape)
+            case "reshape" | "squeeze" | "expand_dims" | "copy" | "pvary":
+                return self if shape == self.shape else self.reshaped(shape)
+            case "slice":
+                return self._taken(**node.params)
+        return None
+
+    def stacked(self, axis: int, index: int, count: int) -> "IndexMap":
+        """Of `count` values that are stacked along an axis: the one at the index."""
+        return IndexMap((*self.runs[:axis], ((-1 - index, count),), *self.runs[axis:]))
+
+    @property
+    def is_stacked(self) -> bool:
+        return any(stride < 0 for stride, _ in self.flat)
+
+    def _taken(self, start_indices, limit_indices, strides) -> "IndexMap | None":
+        """A slice of what was stacked, which takes this value only, and all of it."""
+        runs: list[Run] = []
+        for run, start, limit in zip(self.runs, start_indices, limit_indices):
+            own = limit - start == 1 and [stride for stride, _ in run] == [-1 - start]
+            if strides is not None or not own and limit - start != length(run):
+                return None
+            runs.append(() if own else run)
+        return IndexMap(tuple(runs))
+
+    def reshaped(self, shape) -> "IndexMap | None":
+        """None where an axis of the shape would have a part of a digit that is not a digit itself."""
+        pending = list(reversed(self.flat))
+        runs: list[Run] = []
+        for n in shape:
+            run, rest = [], n
+            while rest != 1:
+                if not pending:
+                    return None
+                stride, own = pending.pop()
+                if _divides(own, rest):
+                    run.append((stride, own))
+                    rest = 1 if rest == own else rest // own
+                elif _divides(rest, own):
+                    run.append((stride * (own // rest), rest))
+                    pending.append((stride, own // rest))
+                    rest = 1
+                else:
+                    return None
+            runs.append(merged(run))
+        return IndexMap(tuple(runs)) if not pending else None
+
+    def merged_with(self, other: "IndexMap") -> "IndexMap | None":
+        """That of an elementwise function of two values: each digit that either of them has. None where they disagree."""
+        runs = []
+        for left, right in zip(self.runs, other.runs):
+            cuts = sorted({*_ends(left), *_ends(right)}, key=private.known)  # JAX cannot tell whether 1 < t
+            mine, theirs = _cut(left, cuts), _cut(right, cuts)
+            if mine is None or theirs is None or any(a != b and a[0] and b[0] for a, b in zip(mine, theirs)):
+                return None
+            runs.append(tuple(a if a[0] else b for a, b in zip(mine, theirs)))
+        return IndexMap(tuple(runs))
+
+    def repeated_to(self, shape) -> "IndexMap":
+        """Axes of length 1 repeat."""
+        return IndexMap(tuple(run if length(run) == n else ((0, n),) for run, n in zip(self.runs, shape)))
+
+
+def is_long(n) -> bool:
+    """Whether an axis of this length has more places than one; one of unknown length is taken to."""
+    return n not in (0, 1)
+
+
+def length(run: Run) -> int:
+    return math.prod(n for _, n in run)
+
+
+def merged(digits: Iterable[tuple[int, int]]) -> Run:
+    """The same with neighbours that are one larger digit as one, and those of one value left out."""
+    out: list[tuple[int, int]] = []
+    for stride, n in digits:
+        if n == 1:
+            continue
+        if out and out[-1][0] == stride * n:
+            n *= out.pop()[1]
+        out.append((stride, n))
+    return tuple(out)
+
+
+def _divides(n, of) -> bool:
+    return n == of or is_long(n) and is_long(of) and of % n == 0
+
+
+def _ends(run: Run) -> Iterator[int]:
+    """How many elements lie in what follows each digit, and in all."""
+    n = 1
+    yield n
+    for _, own in reversed(run):
+        n *= own
+        yield n
+
+
+def _cut(run: Run, cuts: list[int]) -> Run | None:
+    """The digits cut at these numbers of elements, each of which must divide the next."""
+    out, n = [], 1
+    for stride, own in reversed(run):
+        inside = [c for c in cuts if n <= c <= n * own]
+        for low, high in zip(inside, inside[1:]):
+            if high % low:
+                return None
+            out.append((stride * (low // n), high // low))
+        n *= own
+    return tuple(out[::-1])

@@ -1,0 +1,261 @@
+"""LSTM and GRU cells by their algebra.
+
+LSTM   c' = σ(f)·c + σ(i)·tanh(g),  h' = σ(o)·tanh(c'),  f, i, g, o sums of dense layers of x and h
+GRU    h' = (1-z)·n + z·h  or  n + z·(h-n),  z = σ(...),  n = tanh(... + r·(...)) or a dense layer of r·h,  r = σ(...)
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from jaxfuse.analysis.canonical import ADD, CAST, Region, constant, uncast
+from jaxfuse.analysis.elementwise import is_elementwise
+from jaxfuse.analysis.layout import RESHAPES
+from jaxfuse.ops.activations import Activation
+from jaxfuse.patterns.activations import name_activation
+from jaxfuse.program.graph import Node, Value
+
+REARRANGED = (*RESHAPES, CAST, "transpose", "slice", "split", "concatenate")
+LARGEST_GATE = 40  # nodes between a gate and the dense layers it comes from
+LONGEST_SPELLING = 10  # nodes of a gate's function that is not one primitive
+
+
+class Function(NamedTuple):
+    """The elementwise function `name`, whose last node is `node`; `nodes` are all that belong to it."""
+
+    name: str
+    node: Node
+    nodes: tuple[Node, ...]
+
+
+class Gate(NamedTuple):
+    """`value` is `end` rearranged, which is the function `name` of `start`, a sum of the outputs of `dots`; `nodes` are all
+    nodes on the way."""
+
+    name: str
+    node: Node
+    dots: tuple[Node, ...]
+    nodes: tuple[Node, ...]
+    value: Value
+    start: Value
+    end: Value
+
+
+class Cell(NamedTuple):
+    pattern: str
+    state: Value  # the state that is carried by a sum: c of an LSTM, h of a GRU
+    next_state: Value
+    gates: tuple[Gate, ...]  # of an LSTM i, f, g, o; of a GRU z, n and every r
+    nodes: tuple[Node, ...]
+    mismatch: str = ""
+    output: Value | None = None  # h' of an LSTM
+    complement: bool = False  # a GRU's h' = (1-z)·h + z·n
+
+    @property
+    def made(self) -> tuple[Value, ...]:
+        """The next states: h' and c' of an LSTM."""
+        return (self.next_state,) if self.output is None else (self.output, self.next_state)
+
+
+class CarriedCell(NamedTuple):
+    """A cell in a scan: its states (h and c of an LSTM) and what the scan carries on in their place."""
+
+    cell: Cell
+    states: tuple[Value, ...]
+    after: tuple[Value, ...]
+
+
+def cell_of(node: Node) -> Cell | None:
+    """The cell whose state this sum is."""
+    return _lstm(node) or _gru(node)
+
+
+def _lstm(node: Node) -> Cell | None:
+    found = _kept_and_written(node)
+    output = _output(node.out) if found else None
+    if found is None or output is None:
+        return None
+    forgets, state, written = found
+    if len({gate.node.inputs[0] for gate in (forgets, *written)}) < 3:
+        return None
+    admits, candidate = sorted(written, key=lambda gate: gate.name != "sigmoid")
+    squash, gate = output
+    roles = [
+        ("forget gate", forgets, "sigmoid"),
+        ("input gate", admits, "sigmoid"),
+        ("candidate", candidate, "tanh"),
+        ("output", squash, "tanh"),
+        ("output gate", gate, "sigmoid"),
+    ]
+    nodes = (node, *(v.node for v in node.inputs), *squash.nodes)
+    gates = (admits, forgets, candidate, gate)
+    return Cell("lstm_cell", state, node.out, gates, nodes, _misfit("an LSTM", roles), squash.nodes[-1].out)
+
+
+def _kept_and_written(node: Node) -> tuple[Gate, Value, list[Gate]] | None:
+    """(forget gate, state, the two gates of what is written to it) of a sum of two products."""
+    left, right = (_product(v) for v in node.inputs)
+    if not left or not right:
+        return None
+    for keep, write in ((left, right), (right, left)):
+        written = [gate for v in write if (gate := _gate(v))]
+        if len(written) == 2:
+            for value, state in (keep, keep[::-1]):
+                forget = _gate(value)
+                if forget and (forget.name == "sigmoid" or _gate(state) is None):
+                    return forget, state, written
+    return None
+
+
+def _output(state: Value) -> tuple[Function, Gate] | None:
+    """(function of the state, output gate) of h' = σ(o)·tanh(c'), the product included in the first one's nodes."""
+    for value in (state, *[n.out for n in state.users if n.primitive == CAST]):
+        for node in value.users:
+            if not (is_elementwise(node) and [v for v in node.inputs if constant(v) is None] == [value]):
+                continue
+            for product in node.out.users:
+                if product.primitive == "mul" and len(set(product.inputs)) == 2:
+                    other = product.inputs[1] if product.inputs[0] is node.out else product.inputs[0]
+                    gate = _gate(other)
+                    if gate:
+                        return Function(_function(value, node.out, (node,)), node, (node, product)), gate
+    return None
+
+
+def _gru(node: Node) -> Cell | None:
+    for update, new, old, nodes, complement in _interpolations(node):
+        updates, candidate = _gate(update), _gate(new, resets=True)
+        if not updates or not candidate or updates.name != "sigmoid":
+            continue
+        resets = [gate for n in candidate.nodes if n.primitive == "mul" for v in n.inputs if (gate := _gate(v))]
+        if resets:
+            roles = [("reset gate", resets[0], "sigmoid"), ("candidate", candidate, "tanh")]
+            return Cell("gru_cell", old, node.out, (updates, candidate, *resets), nodes, _misfit("a GRU", roles),
+                        complement=complement)
+    return None
+
+
+def _interpolations(node: Node) -> Iterator[tuple[Value, Value, Value, tuple[Node, ...], bool]]:
+    """(z, n, h, nodes, whether z weighs n and not h) for every reading of the sum as an interpolation of two values."""
+    left, right = node.inputs
+    of_left, of_right = _product(left), _product(right)
+    if of_left and of_right:
+        for (a, b), (c, d) in ((of_left, of_right), (of_right, of_left)):
+            for gate, one in ((a, b), (b, a)):
+                for complement, other in ((c, d), (d, c)):
+                    if _is_one_minus(complement, gate):
+                        nodes = (left.node, right.node, complement.node)
+                        yield gate, one, other, nodes, True
+                        yield gate, other, one, nodes, False
+    for start, product, factors in ((left, right, of_right), (right, left, of_left)):
+        for gate, difference in (factors, factors[::-1]) if factors else ():
+            step = difference.producer
+            if step is not None and step.primitive == "sub" and step.inputs[1] is start:
+                way = (product.node, step)
+                yield gate, start, step.inputs[0], way, False
+                yield gate, step.inputs[0], start, way, True
+
+
+def _misfit(what: str, roles) -> str:
+    """The first gate that is another function than it should be."""
+    for role, gate, expected in roles:
+        if gate.name != expected:
+            return f"{gate.node} computes {gate.name}: the {role} of {what} is {expected}"
+    return ""
+
+
+# --- gates -------------------------------------------------------------------------------------------------------
+
+
+def _gate(value: Value, resets: bool = False) -> Gate | None:
+    """The function of a sum of dense layers that this value is; with `resets`, the sum may contain products too."""
+    end, nodes = _rearranged(value)
+    start = end
+    spelling: tuple[Node, ...] = ()
+    while (before := _before(start)) is not None and len(spelling) < LONGEST_SPELLING:
+        start, spelling = before[0], (*before[1], *spelling)
+        dots, way = _summed(start, resets)
+        if dots:
+            name = _function(start, end, spelling)
+            return Gate(name, spelling[-1], dots, (*nodes, *spelling, *way), value, start, end)
+    return None
+
+
+def _before(value: Value) -> tuple[Value, tuple[Node, ...]] | None:
+    """(x, nodes) if the value is a function of x alone, element by element; x is the nearest such value."""
+    nodes: dict[int, Node] = {}
+    frontier: dict[Value, None] = {value: None}
+    while frontier and len(nodes) < LONGEST_SPELLING:  # empty: it is computed from constants alone
+        last = max(frontier, key=lambda v: v.producer.index if v.producer else -1)
+        node = last.producer
+        if node is None or not (is_elementwise(node) or _is_unknown_function(node)):
+            return None
+        nodes[node.index] = node
+        del frontier[last]
+        frontier |= dict.fromkeys(v for v in node.inputs if constant(v) is None)
+        if len(frontier) == 1:
+            return next(iter(frontier)), tuple(nodes[i] for i in sorted(nodes))
+    return None
+
+
+def _is_unknown_function(node: Node) -> bool:
+    return (
+        len(node.inputs) == len(node.outputs) == 1
+        and node.out.shape == node.inputs[0].shape
+        and node.primitive not in REARRANGED
+        and jnp.issubdtype(node.out.dtype, jnp.floating)
+    )
+
+
+def _function(start: Value, end: Value, nodes: tuple[Node, ...]) -> str:
+    primitive = {"logistic": "sigmoid", "tanh": "tanh"}.get(nodes[-1].primitive) if len(nodes) == 1 else None
+    if primitive:
+        return primitive
+    named = name_activation(Region(start, end, nodes))
+    return named.name if isinstance(named, Activation) else "no known activation"
+
+
+def _summed(value: Value, resets: bool) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
+    """(dense layers, all nodes) of a sum of dense layers, biases and rearrangements; none if it is anything else."""
+    dots: dict[int, Node] = {}
+    nodes: dict[int, Node] = {}
+    stack = [value]
+    while stack and len(nodes) < LARGEST_GATE:
+        node = stack.pop().producer
+        if node is None or node.index in nodes:
+            continue
+        if node.primitive == "dot_general":
+            dots[node.index] = nodes[node.index] = node
+            if resets:  # a GRU may reset the state before its dense layer
+                stack += [v for v in node.inputs if is_product(v)]
+        elif node.primitive in (*ADD, "sub", *REARRANGED) or resets and node.primitive == "mul":
+            nodes[node.index] = node
+            stack += node.inputs
+    return tuple(dots.values()), tuple(nodes.values())
+
+
+def _rearranged(value: Value) -> tuple[Value, list[Node]]:
+    """Back over reshapes, casts and splits."""
+    nodes = []
+    while value.producer is not None and value.producer.primitive in REARRANGED and len(value.producer.inputs) == 1:
+        nodes.append(value.producer)
+        value = value.producer.inputs[0]
+    return value, nodes
+
+
+def is_product(value: Value) -> bool:
+    return _product(value) is not None
+
+
+def _product(value: Value) -> tuple[Value, Value] | None:
+    node = uncast(value).producer
+    if node is None or node.primitive != "mul" or () in [v.shape for v in node.inputs]:
+        return None
+    left, right = node.inputs
+    return left, right
+
+
+def _is_one_minus(value: Value, gate: Value) -> bool:
+    node = value.producer
+    return node is not None and node.primitive == "sub" and node.inputs[1] is gate and constant(node.inputs[0]) == 1

@@ -1,0 +1,78 @@
+"""Clang takes the native module's sources as g++ does, without a warning.
+
+Where the system has none, `python -m pip install ziglang` brings one; dnnl.hpp and pybind11 come with pyproject.toml's [build-system].
+"""
+
+import importlib.metadata
+import importlib.util
+import pathlib
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+
+import jax
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+ZIG = [sys.executable, "-m", "ziglang", "c++", "-target", "x86_64-linux-gnu"] if importlib.util.find_spec("ziglang") else None
+CLANG = [found] if (found := shutil.which("clang++")) else ZIG
+FLAGS = ["-std=c++17", "-O0", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-psabi", '-DJAXFUSE_NO_CUDA=""', '-DJAXFUSE_COMPILER=""']
+OF_A_BUILD = r"fatal error: '(dnnl\.hpp|pybind11/\S+|Python\.h)' file not found"
+
+pytestmark = pytest.mark.skipif(CLANG is None or platform.machine() not in ("x86_64", "AMD64"), reason="no clang++ for x86")
+
+
+def lists() -> str:
+    return (ROOT / "CMakeLists.txt").read_text()
+
+
+LOOPS = re.search(r"set\(LOOPS ([^)]*)\)", lists())[1].split()
+SOURCES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "xla_ext").rglob("*.cc"))
+
+
+def compiled_loops(namespace: str, isa: str) -> str:
+    """The source that CMake makes of them for one instruction set."""
+    text = (ROOT / "xla_ext/loops.cc.in").read_text()
+    for name, value in dict(NAMESPACE=namespace, FILE=namespace.replace("::", "_"), ISA=isa).items():
+        text = text.replace(f"@{name}@", value)
+    return text
+
+
+def options(isa: str) -> list[str]:
+    return re.search(rf"SOURCE \$\{{{isa}_SOURCES\}} APPEND PROPERTY\s+COMPILE_OPTIONS ([^)]*)\)", lists())[1].split()
+
+
+def headers() -> list[str]:
+    """The folders of those that are installed."""
+    folders = [jax.ffi.include_dir(), sysconfig.get_path("include")]
+    for package, header in (("onednn-devel-cpu-gomp", "dnnl.hpp"), ("pybind11", "pybind11/pybind11.h")):
+        try:
+            files = importlib.metadata.files(package) or ()
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        folders += [str(f.locate().resolve()).removesuffix(header) for f in files if f.as_posix().endswith("/" + header)][:1]
+    return [argument for folder in folders for argument in ("-isystem", folder)]
+
+
+def compile_with_clang(source: pathlib.Path, target: pathlib.Path, *more: str) -> None:
+    run = subprocess.run([*CLANG, *FLAGS, *more, f"-I{ROOT / 'xla_ext'}", *headers(), "-c", str(source), "-o", str(target)],
+                         capture_output=True, text=True)
+    if missing := re.search(OF_A_BUILD, run.stderr):
+        pytest.skip(f"{missing[1]} is not installed")
+    assert run.returncode == 0 and "warning:" not in run.stderr, run.stderr[-3000:]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_file(name, tmp_path):
+    compile_with_clang(ROOT / name, tmp_path / "object.o", '-DJAXFUSE_NO_ONEDNN="of a test"')
+
+
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
+@pytest.mark.parametrize("namespace", LOOPS)
+def test_loops(namespace, isa, tmp_path):
+    source = tmp_path / "loops.cc"
+    source.write_text(compiled_loops(namespace, isa))
+    compile_with_clang(source, tmp_path / "object.o", *options(isa))

@@ -1,0 +1,29 @@
+"""--no-skips: a test that is skipped for want of something that could be installed fails; one that the machine cannot run does not."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+TESTS = """
+import pytest
+
+def test_of_a_package():
+    pytest.importorskip("no_such_package")
+
+@pytest.mark.skipif(True, reason="no such compiler")
+def test_of_a_compiler():
+    pass
+
+def test_of_a_cpu():
+    pytest.skip("this CPU has no such instructions")
+"""
+
+
+def test_what_fails(tmp_path):
+    (tmp_path / "test_skips.py").write_text(TESTS)
+    command = [sys.executable, "-m", "pytest", "-q", "-rfs", "-n", "0", "-p", "conftest", "-p", "no:cacheprovider", "--rootdir", tmp_path]
+    paths = os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])
+    run = subprocess.run([*command, "--no-skips", tmp_path], env=os.environ | dict(PYTHONPATH=paths), capture_output=True, text=True)
+    assert "1 failed, 1 skipped, 1 error" in run.stdout, run.stdout + run.stderr
+    assert "no such compiler" in run.stdout and "this CPU has no such instructions" in run.stdout

@@ -1,3 +1,0 @@
-#include "conv_depthwise_loops.h"
-
-const jaxfuse::conv::depthwise::Kernels jaxfuse::conv::depthwise::portable_kernels = kernels;

@@ -1,0 +1,174 @@
+// A task takes some tiles, all of whose channels it transforms into memory of its own. Then, a panel of features after the other:
+// for each of the 16 points a product of these tiles and of the transformed filter, and the outputs made of the 16.
+#include "conv_winograd.h"
+
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "conv_winograd_kernels.h"
+#include "dense.h"
+#include "onednn/onednn.h"
+#include "parallel.h"
+#include "scratch.h"
+#include "simd_level.h"
+
+namespace jaxfuse::conv::winograd {
+namespace {
+
+const Kernels& kernels() { return choose(portable_kernels, avx2_kernels, avx512_kernels); }
+
+int64_t parts(int64_t extent, int64_t size) { return (extent + size - 1) / size; }
+int64_t rounded(int64_t extent, int64_t unit) { return parts(extent, unit) * unit; }
+
+constexpr int64_t kInner = 128;            // products of a sum in f32, which is then added to those before
+constexpr int64_t kTileFloats = 96 << 10;  // of transformed tiles that a task has: they stay in the second-level cache
+constexpr int64_t kPadding = 16;           // between their rows: a power of two would meet in the same lines of the cache
+
+struct Sizes {
+  int64_t batch, height, width, channels, features, out_height, out_width;
+  int64_t lines, per_line, tiles;  // of tiles
+
+  Sizes(const Geometry& g, const Tensor& x, const Tensor& w, const Tensor& y)
+      : batch(x.shape[0]), height(x.shape[1]), width(x.shape[2]), channels(x.shape[3]), features(w.shape[g.rhs_spec[0]]),
+        out_height(y.shape[1]), out_width(y.shape[2]), lines(parts(out_height, 2)), per_line(parts(out_width, 2)),
+        tiles(batch * lines * per_line) {}
+};
+
+// Where a tile lies: the image, and its first output.
+struct Place {
+  int64_t image, line, column;
+
+  Place(const Sizes& s, int64_t tile)
+      : image(tile / s.per_line / s.lines), line(tile / s.per_line % s.lines * 2), column(tile % s.per_line * 2) {}
+};
+
+class Winograd {
+ public:
+  // `flipped`: by the filter read from its last tap to its first.
+  Winograd(const Forward& f, bool flipped)
+      : f_(f), flipped_(flipped), s_(f.geometry, f.x, f.w, f.y), loops_(kernels()), columns_(rounded(s_.features, loops_.columns)),
+        row_(s_.channels + kPadding), filter_(kPoints * s_.channels * columns_ * sizeof(float)), zeros_(s_.channels),
+        finisher_({f.activation, f.parameters, f.scale, f.bias, f.residual, f.residual_last, f.y, f.z}) {}
+
+  bool run() {
+    transform_filter();
+    const int64_t most = std::max(loops_.rows, kTileFloats / kPoints / row_ / loops_.rows * loops_.rows);
+    const int64_t tasks = std::max(parts(s_.tiles, most), std::min<int64_t>(max_threads(), parts(s_.tiles, loops_.rows)));
+    const int64_t step = rounded(parts(s_.tiles, tasks), loops_.rows);
+    std::atomic<bool> finite{true};
+    parallel_for(parts(s_.tiles, step), [&](int64_t task) {
+      if (!run_tiles(task * step, std::min(step, s_.tiles - task * step))) finite = false;
+    });
+    return finite;
+  }
+
+ private:
+  // One panel of `columns` features after the other, each with its points one after the other.
+  void transform_filter() {
+    const Shape strides = f_.geometry.filter_strides(f_.w);
+    constexpr int64_t kStep = 32;  // channels
+    const int64_t steps = parts(s_.channels, kStep), point = s_.channels * loops_.columns;
+    parallel_for(columns_ / loops_.columns * steps, [&](int64_t i) {
+      const int64_t feature = i / steps * loops_.columns, channel = i % steps * kStep;
+      const float* w = f_.w.as<float>() + feature * strides[0] + channel * strides[1];
+      Filter filter{w, strides[2], strides[3], strides[1], strides[0]};
+      if (flipped_) filter = {w + 2 * (strides[2] + strides[3]), -strides[2], -strides[3], strides[1], strides[0]};
+      loops_.transform_filter(filter, std::min(kStep, s_.channels - channel), s_.features - feature,
+                              panel(feature) + channel * loops_.columns, point);
+    });
+  }
+
+  float* panel(int64_t feature) const { return filter_.as<float>() + feature * s_.channels * kPoints; }
+
+  bool run_tiles(int64_t first, int64_t count) const {
+    const int64_t point = count * row_, products = count * loops_.columns;
+    const Scratch scratch((kPoints * (point + products) + 2 * 2 * products) * sizeof(float));
+    float *tiles = scratch.as<float>(), *sums = tiles + kPoints * point, *z = sums + kPoints * products;
+    for (int64_t t = 0; t < count; ++t) transform_input(first + t, tiles + t * row_, point);
+    bool finite = true;
+    for (int64_t feature = 0; feature < s_.features; feature += loops_.columns) {
+      for (int64_t p = 0; p < kPoints; ++p) {
+        multiply(tiles + p * point, count, panel(feature) + p * s_.channels * loops_.columns, sums + p * products);
+      }
+      finite &= finish(first, count, feature, sums, z);
+    }
+    return finite;
+  }
+
+  void transform_input(int64_t tile, float* to, int64_t point) const {
+    const Place place(s_, tile);
+    const float* pixels[kPoints];
+    for (int64_t i = 0; i < kPoints; ++i) {
+      const int64_t h = place.line + i / kSide - f_.geometry.padding_low[0], w = place.column + i % kSide - f_.geometry.padding_low[1];
+      const bool inside = h >= 0 && h < s_.height && w >= 0 && w < s_.width;
+      pixels[i] = inside ? f_.x.as<float>() + ((place.image * s_.height + h) * s_.width + w) * s_.channels : zeros_.data();
+    }
+    loops_.transform_input(pixels, s_.channels, to, point);
+  }
+
+  void multiply(const float* a, int64_t rows, const float* b, float* sums) const {
+    for (int64_t k = 0; k < s_.channels; k += kInner) {
+      const int64_t steps = std::min(kInner, s_.channels - k);
+      for (int64_t r = 0; r < rows; r += loops_.rows) {
+        loops_.multiply(a + r * row_ + k, row_, std::min(loops_.rows, rows - r), b + k * loops_.columns, steps,
+                        sums + r * loops_.columns, loops_.columns, k == 0);
+      }
+    }
+  }
+
+  // The outputs of these tiles, line by line of tiles.
+  bool finish(int64_t first, int64_t count, int64_t feature, const float* sums, float* z) const {
+    bool finite = true;
+    for (int64_t t = 0, beside; t < count; t += beside) {
+      const Place place(s_, first + t);
+      beside = std::min(count - t, s_.per_line - place.column / 2);
+      float* const lines[2] = {z, z + 2 * beside * loops_.columns};
+      finite &= loops_.transform_output({sums + t * loops_.columns, count * loops_.columns, loops_.columns, beside, loops_.columns,
+                                         {lines[0], lines[1]}, loops_.columns});
+      for (int64_t line = 0; line < std::min<int64_t>(2, s_.out_height - place.line); ++line) {
+        const int64_t pixel = (place.image * s_.out_height + place.line + line) * s_.out_width + place.column;
+        const int64_t pixels = std::min(2 * beside, s_.out_width - place.column), columns = std::min(loops_.columns, s_.features - feature);
+        dense::kernels().epilogue(
+            finisher_.arguments(lines[line], loops_.columns, pixel * s_.features + feature, feature, columns, s_.features), 0, pixels);
+      }
+    }
+    return finite;
+  }
+
+  const Forward f_;
+  const bool flipped_;
+  const Sizes s_;
+  const Kernels& loops_;
+  const int64_t columns_, row_;
+  const Scratch filter_;
+  const std::vector<float> zeros_;
+  const dense::Finisher finisher_;
+};
+
+}  // namespace
+
+bool takes(const Geometry& g, const Tensor& x, const Tensor& w, const Tensor& y) {
+  const Shape ones(2, 1);
+  const bool fits = x.dtype == DType::F32 && y.dtype == DType::F32 && g.groups == 1 && g.strides == ones && g.dilation == ones &&
+                    g.lhs_dilation == ones && w.shape[g.rhs_spec[2]] == 3 && w.shape[g.rhs_spec[3]] == 3 &&
+                    is_channels_last(g.lhs_spec) && is_channels_last(g.out_spec);
+  if (!fits || !onednn::is_loaded()) return false;  // which computes what is not finite
+  const Sizes s(g, x, w, y);
+  // A transformed filter is 16/9 of itself, written and read again: a few tiles do not make up for many of its numbers.
+  constexpr int64_t kFewestFeatures = 32, kFewestTiles = 48, kMostNumbersForATile = 1400;
+  return std::min(s.channels, s.features) >= kFewestFeatures && s.tiles >= kFewestTiles &&
+         s.channels * s.features <= kMostNumbersForATile * s.tiles;
+}
+
+bool forward(const Forward& f) { return Winograd(f, false).run(); }
+
+bool takes_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g) {
+  return takes(geometry.adjoint(w), g, w, dx);
+}
+
+bool data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g) {
+  return Winograd({geometry.adjoint(w), g, w, {}, {}, {}, dx, Activation::none, {}}, true).run();
+}
+
+}  // namespace jaxfuse::conv::winograd

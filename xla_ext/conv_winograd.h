@@ -1,0 +1,18 @@
+// 3×3 convolutions of stride 1 by Winograd's F(2×2): 16 products for the 36 of four outputs. In f32, channels last.
+#pragma once
+
+#include "conv.h"
+
+namespace jaxfuse::conv::winograd {
+
+// Whether it is faster than oneDNN's, in batches of this size and features of this number.
+bool takes(const Geometry& geometry, const Tensor& x, const Tensor& w, const Tensor& y);
+
+// All of f. False where a result is not finite: infinities and NaN may have come to pixels that they do not belong to.
+bool forward(const Forward& f);
+
+// The same for dx, the convolution of g by the spatially flipped filter.
+bool takes_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g);
+bool data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g);
+
+}  // namespace jaxfuse::conv::winograd

@@ -1,0 +1,122 @@
+// The loops of conv_winograd_kernels.h, for the ISA that the including conv_winograd_<isa>.cc file is compiled for. F(2×2, 3×3) of
+// Lavin and Gray, "Fast algorithms for convolutional neural networks" (2015):
+//   y = Aᵀ·[(G·g·Gᵀ) ⊙ (Bᵀ·d·B)]·A
+//        1  0  0               1  0 -1  0          1  1  1  0
+//   G =  ½  ½  ½         Bᵀ =  0  1  1  0    Aᵀ =  0  1 -1 -1
+//        ½ -½  ½               0 -1  1  0
+//        0  0  1               0  1  0 -1
+#pragma once
+
+#include "conv_winograd_kernels.h"
+#include "product_tile.h"
+
+namespace jaxfuse::conv::winograd {
+namespace {
+
+constexpr int64_t kVectors = 2, kColumns = kVectors * kLanes;
+constexpr int64_t kRows = kLanes == 16 ? 14 : 6;  // with the columns they fill the registers
+
+// ---- G·g·Gᵀ
+
+struct Three {
+  Floats at[3];
+};
+struct Four {
+  Floats at[kSide];
+};
+
+inline Four filter_line(const Three& g) {
+  const Floats outer = 0.5f * (g.at[0] + g.at[2]), inner = 0.5f * g.at[1];
+  return {g.at[0], outer + inner, outer - inner, g.at[2]};
+}
+
+inline Floats load_features(const float* w, int64_t step, int64_t count) {
+  if (step == 1 && count >= kLanes) return load(w);
+  float values[kLanes] = {};
+  for (int64_t k = 0; k < kLanes && k < count; ++k) values[k] = w[k * step];
+  return load(values);
+}
+
+void transform_filter(const Filter& f, int64_t channels, int64_t count, float* to, int64_t point) {
+  for (int64_t c = 0; c < channels; ++c) {
+    for (int64_t k = 0; k < kColumns; k += kLanes) {
+      const float* w = f.w + c * f.channel + k * f.feature;
+      Four lines[3];
+      for (int64_t i = 0; i < 3; ++i) {
+        Three g;
+        for (int64_t j = 0; j < 3; ++j) g.at[j] = load_features(w + i * f.line + j * f.column, f.feature, count - k);
+        lines[i] = filter_line(g);
+      }
+      float* at = to + c * kColumns + k;
+      for (int64_t j = 0; j < kSide; ++j) {
+        const Four u = filter_line({lines[0].at[j], lines[1].at[j], lines[2].at[j]});
+        for (int64_t i = 0; i < kSide; ++i) store(at + (i * kSide + j) * point, u.at[i]);
+      }
+    }
+  }
+}
+
+// ---- Bᵀ·d·B
+
+inline Four input_line(Floats d0, Floats d1, Floats d2, Floats d3) { return {d0 - d2, d1 + d2, d2 - d1, d1 - d3}; }
+
+void transform_input(const float* const* pixels, int64_t channels, float* to, int64_t point) {
+  for_vectors(0, channels, [&](int64_t c, auto lanes) {
+    Four columns[kSide];
+#pragma GCC unroll 4
+    for (int64_t j = 0; j < kSide; ++j) {
+      columns[j] = input_line(load(pixels[j] + c, lanes), load(pixels[kSide + j] + c, lanes), load(pixels[2 * kSide + j] + c, lanes),
+                              load(pixels[3 * kSide + j] + c, lanes));
+    }
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < kSide; ++i) {
+      const Four v = input_line(columns[0].at[i], columns[1].at[i], columns[2].at[i], columns[3].at[i]);
+#pragma GCC unroll 4
+      for (int64_t j = 0; j < kSide; ++j) store(to + (i * kSide + j) * point + c, v.at[j], lanes);
+    }
+  });
+}
+
+// ---- the products of a point
+
+void multiply(const float* a, int64_t a_row, int64_t rows, const float* b, int64_t steps, float* sums, int64_t stride, bool first) {
+  static constexpr int64_t kLine = 0;
+  product::outer_products<kRows, false, kVectors>({a, b, &kLine, 1, steps, 1, kColumns, a_row}, rows, sums, stride, first, Whole{});
+}
+
+// ---- Aᵀ·m·A
+
+// A sum that is finite if all of its terms are, but for terms near the end of f32's range.
+inline Floats outputs_of_tile(const float* m, int64_t point, float* const z[2], int64_t z_pixel) {
+  Floats lines[2][kSide];
+#pragma GCC unroll 4
+  for (int64_t j = 0; j < kSide; ++j) {
+    const Floats m1 = load(m + (kSide + j) * point), m2 = load(m + (2 * kSide + j) * point);
+    lines[0][j] = load(m + j * point) + (m1 + m2), lines[1][j] = (m1 - m2) - load(m + (3 * kSide + j) * point);
+  }
+  Floats sum{};
+#pragma GCC unroll 2
+  for (int64_t i = 0; i < 2; ++i) {
+    const Floats left = lines[i][0] + (lines[i][1] + lines[i][2]), right = (lines[i][1] - lines[i][2]) - lines[i][3];
+    store(z[i], left);
+    store(z[i] + z_pixel, right);
+    sum += left + right;
+  }
+  return sum;
+}
+
+bool transform_output(const Outputs& out) {
+  Floats sum{};
+  for (int64_t tile = 0; tile < out.tiles; ++tile) {
+    for (int64_t k = 0; k < out.columns; k += kLanes) {
+      float* const z[2] = {out.z[0] + 2 * tile * out.z_pixel + k, out.z[1] + 2 * tile * out.z_pixel + k};
+      sum += outputs_of_tile(out.m + tile * out.m_row + k, out.m_point, z, out.z_pixel);
+    }
+  }
+  return to_bits(sum - sum == 0.0f) == (1u << kLanes) - 1;
+}
+
+constexpr Kernels kernels = {kRows, kColumns, transform_filter, transform_input, multiply, transform_output};
+
+}  // namespace
+}  // namespace jaxfuse::conv::winograd

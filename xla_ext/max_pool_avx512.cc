@@ -1,3 +1,0 @@
-#include "max_pool_loops.h"
-
-const jaxfuse::max_pool::Kernels jaxfuse::max_pool::avx512_kernels = kernels;

@@ -1,3 +1,0 @@
-#include "recurrent_loops.h"
-
-const jaxfuse::recurrent::Kernels jaxfuse::recurrent::avx512_kernels = kernels;
