@@ -1,4 +1,4 @@
-"""A headless Chromium that opens a file, by selenium; None of this is needed where a test of the page may be skipped."""
+"""A headless Chromium that opens a file, by selenium."""
 
 import importlib.util
 import shutil
@@ -7,19 +7,19 @@ import pytest
 
 
 def why_absent() -> str:
-    """What is missing to open a page here; "" if nothing is."""
+    """What is missing here to open a page; "" if nothing is."""
     missing = [name for name, there in (
-        ("the package selenium", importlib.util.find_spec("selenium")),
-        ("the program chromium", _browser()),
-        ("the program chromedriver", shutil.which("chromedriver")),
+        ("package selenium", importlib.util.find_spec("selenium")),
+        ("program chromium", _browser()),
+        ("program chromedriver", shutil.which("chromedriver")),
     ) if not there]
-    return " and ".join(missing)
+    return " and no ".join(missing)
 
 
 def opened(path, width: int, dark: bool = False):
     """A driver that has opened the file in a window of this width; skips the test, naming what is missing, where it cannot."""
     if missing := why_absent():
-        pytest.skip(f"the page is not opened: {missing} missing")
+        pytest.skip(f"this machine has no {missing}: the page is not opened")
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
 

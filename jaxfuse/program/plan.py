@@ -9,7 +9,7 @@ from jaxfuse.runtime.settings import ours
 
 
 class Plan(NamedTuple):
-    """A program with its replacements, its rows in program order, the plans of bodies by the index of their
+    """A program with its replacements by value, its rows in program order, the plans of bodies by the index of their
     node, and for each node that a match takes over the first emission of that match, by index."""
 
     closed: ClosedJaxpr
