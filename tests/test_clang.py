@@ -22,7 +22,7 @@ CLANG = [found] if (found := shutil.which("clang++")) else ZIG
 FLAGS = ["-std=c++17", "-O0", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-psabi", '-DJAXFUSE_NO_CUDA=""', '-DJAXFUSE_COMPILER=""']
 OF_A_BUILD = r"fatal error: '(dnnl\.hpp|pybind11/\S+|Python\.h)' file not found"
 
-pytestmark = pytest.mark.skipif(CLANG is None or platform.machine() not in ("x86_64", "AMD64"), reason="no clang++ for x86")
+pytestmark = pytest.mark.skipif(CLANG is None or platform.machine() not in ("x86_64", "AMD64"), reason="this machine has no clang++ for x86")
 
 
 def lists() -> str:
@@ -61,7 +61,7 @@ def compile_with_clang(source: pathlib.Path, target: pathlib.Path, *more: str) -
     run = subprocess.run([*CLANG, *FLAGS, *more, f"-I{ROOT / 'xla_ext'}", *headers(), "-c", str(source), "-o", str(target)],
                          capture_output=True, text=True)
     if missing := re.search(OF_A_BUILD, run.stderr):
-        pytest.skip(f"{missing[1]} is not installed")
+        pytest.skip(f"this machine has no {missing[1]} for clang")
     assert run.returncode == 0 and "warning:" not in run.stderr, run.stderr[-3000:]
 
 

@@ -211,7 +211,7 @@ t.forward(case, x.at[0, 0, 0, 0].set(np.nan), w, activation="relu").block_until_
     assert (clean.count("exec,cpu,convolution"), spoiled.count("exec,cpu,convolution")) == (3, 2)
 
 
-@pytest.mark.skipif(AVX512, reason="oneDNN has bf16 here")
+@pytest.mark.skipif(AVX512, reason="this CPU has bf16 kernels of oneDNN")
 def test_what_is_a_product_in_bf16():
     """One place of the filter and channels last: our own, forward and backward."""
     output = by_onednn("""

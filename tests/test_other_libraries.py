@@ -84,7 +84,7 @@ def right(program: str, *args: str) -> None:
 
 def of(library: str) -> str:
     if importlib.util.find_spec(library) is None:
-        pytest.skip(f"{library} is not installed")
+        pytest.skip(f"this machine has no {library}")
     return textwrap.dedent(PROGRAMS[library])
 
 
