@@ -15,7 +15,7 @@ from flax import linen as nn
 
 import jaxfuse
 from jaxfuse.fuse import plan
-from jaxfuse.tuning.policy import judge
+from jaxfuse.tuning.policy import unprofitable
 
 from . import models
 
@@ -180,7 +180,7 @@ def measure_matching(repeats: int, sizes=(1000, 10000, 50000)):
     for name, program in PROGRAMS.items():
         for size in sizes:
             jaxpr = jax.make_jaxpr(partial(program, equations=size))(x, w, g)
-            seconds = best(lambda: plan(jaxpr, judge("always")), repeats, time.process_time)
+            seconds = best(lambda: plan(jaxpr, unprofitable("always")), repeats, time.process_time)
             count = len(jaxpr.jaxpr.eqns)
             print(f"{name:18} {count:6} equations  {seconds:6.2f} s  {seconds / count * 1e6:6.1f} us each", flush=True)
 
