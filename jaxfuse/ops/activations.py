@@ -201,7 +201,9 @@ class Activation:
 
     def pullback(self, y, g):
         """g · value'(x) from y, which must tell it."""
-        return KINDS[self.kind].pullback_from_y.jax(y, g, self.parameter)
+        from_y = KINDS[self.kind].pullback_from_y
+        assert from_y, f"the value of {self.name} does not tell its derivative"
+        return from_y.jax(y, g, self.parameter)
 
     def jvp(self, x, g):
         """g · value'(x), as forward mode has it."""

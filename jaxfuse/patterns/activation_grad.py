@@ -30,7 +30,7 @@ class ActivationGrad(NamedTuple):
     products: list[Node]
 
     def is_of(self, activated: Activation) -> bool:
-        return _is_slope(self.z, self.dy, [*self.functions, *self.products], self.dz.producer, activated)
+        return _is_slope(self.z, self.dy, [*self.functions, *self.products], self.dz.node, activated)
 
 
 LARGEST = 80  # nodes: the activation, its derivative, and their product with dy

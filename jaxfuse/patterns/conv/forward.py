@@ -203,10 +203,11 @@ def _target(graph, chain: Chain, channel_axis: int):
     """(permutation, twin): the output's axes as they lie at the chain's end, or channels-last if another fused op wants
     the end so, as the value `channels_last_copy`."""
     layout = chain.layout
-    if layout.is_permutation:
-        order = channels_last(chain.end.ndim, layout.permutation.index(channel_axis))
+    permutation = layout.permutation
+    if permutation is not None and layout.is_permutation:
+        order = channels_last(chain.end.ndim, permutation.index(channel_axis))
         if is_transposed(graph, chain.end, order):
-            return tuple(layout.permutation[d] for d in order), transposed(graph, chain.end, order)
+            return tuple(permutation[d] for d in order), transposed(graph, chain.end, order)
     return layout.axis_order, None
 
 

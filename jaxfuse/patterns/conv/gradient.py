@@ -119,7 +119,7 @@ def _ways(site: Site, found: Gradients) -> Iterator[ConvGradients]:
     plain = ConvGradients(site.node, found.dz, found.dx, found.dw).with_bias(tuple(d for d in range(found.dz.ndim) if d != channels))
     scales = list(conv_scaled.ways(site.graph, site.node, found.dz, channels)) if found.dw else []
     behind = [ConvGradients(site.node, scale.g, found.dx, found.dw, scaled=scale) for scale in scales]
-    by_parameters, by_numbers = ([way for way in behind if way.scaled.is_number == number] for number in (False, True))
+    by_parameters, by_numbers = ([way for way in behind if way.scaled and way.scaled.is_number == number] for number in (False, True))
     for way in by_parameters:
         yield from _behind_activation(site, way)
         yield way

@@ -30,7 +30,9 @@ def dilated(graph: Graph, node: Node, config: ConvConfig) -> Dilated | None:
     merge = _made_by(node.inputs[0], "reshape")
     turn = merge and _made_by(merge.inputs[0], "transpose")
     split = turn and _made_by(turn.inputs[0], "reshape")
-    blocks = _blocks(split, turn, merge, config.lhs_spec) if split else None
+    if not (merge and turn and split):
+        return None
+    blocks = _blocks(split, turn, merge, config.lhs_spec)
     if blocks is None:
         return None
     back = _moved_back(graph, node.out)

@@ -230,8 +230,8 @@ def _half_gated(part, layer: Layer, layers: list[Layer], claimed: set[int]) -> R
                     return _gated_row([layer], f"+{ends[-1].activation.name}", reason, (users[0], *ends[-1].nodes, product))
     for product in [n for n in users if n.primitive == "mul"]:
         gate = next((v.producer for v in product.inputs if v is not layer.chain.end), None)
-        source = next((s for s in layers if s is not layer and gate in s.chain.end.users and len(gate.inputs) == 1), None)
-        if source:
+        source = next((s for s in layers if s is not layer and gate in s.chain.end.users and len(gate.inputs) == 1), None) if gate else None
+        if gate and source:
             layers.remove(layer)
             layers.remove(source)
             return _gated_row([source, layer], "", f"{gate} is not a known activation", (gate, product))

@@ -105,9 +105,10 @@ def _site(graph: Graph, part, layer, unprofitable) -> Site:
     config = config_of(layer.node, layer.weight_left)
     site, _, refused = longest(layer.chains, layer.node.out.dtype, lambda chain: _fused(graph, part, layer, config, chain, unprofitable),
                                also=lambda chain: ends_wide(part, layer.node, chain))
-    if site is None:
-        raise refused[1]
-    return site
+    if site is not None:
+        return site
+    assert refused, "a layer has at least the chain that ends with it"
+    raise refused[1]
 
 
 def _fused(graph: Graph, part, layer, config: DenseConfig, chain: Chain, unprofitable) -> Site:
