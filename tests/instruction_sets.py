@@ -13,12 +13,13 @@ from compare import distance, jit, pairs, unfused, value_and_gradients, with_cot
 from jaxfuse.runtime import ffi
 
 LEVELS = ["portable", "avx2", "avx512"]
+unavailable = ffi.unavailable  # as it is without the fixture `kernel`, which other tests of the file may have left in force
 
 
 def errors_at(level: str, file: str, target: str) -> list[float]:
     """What the file prints, run as a script; the test is skipped where the kernel or the CPU's instructions are missing."""
-    if ffi.unavailable(target):
-        pytest.skip(ffi.unavailable(target))
+    if reason := unavailable(target):
+        pytest.skip(reason)
     paths = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])
     run = subprocess.run([sys.executable, file], env=os.environ | dict(JAXFUSE_SIMD=level, PYTHONPATH=paths, JAX_PLATFORMS="cpu"),
                          capture_output=True, text=True, timeout=300)
