@@ -16,7 +16,8 @@ import sysconfig
 import jax
 import pytest
 
-ROOT = pathlib.Path(__file__).parent.parent
+from native_sources import ROOT, compiled_loops, generated, lists, loops
+
 ZIG = [sys.executable, "-m", "ziglang", "c++", "-target", "x86_64-linux-gnu"] if importlib.util.find_spec("ziglang") else None
 CLANG = [found] if (found := shutil.which("clang++")) else ZIG
 FLAGS = ["-std=c++17", "-O0", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-psabi", '-DJAXFUSE_NO_CUDA=""', '-DJAXFUSE_COMPILER=""']
@@ -25,20 +26,8 @@ OF_A_BUILD = r"fatal error: '(dnnl\.hpp|pybind11/\S+|Python\.h)' file not found"
 pytestmark = pytest.mark.skipif(CLANG is None or platform.machine() not in ("x86_64", "AMD64"), reason="this machine has no clang++")
 
 
-def lists() -> str:
-    return (ROOT / "CMakeLists.txt").read_text()
-
-
-LOOPS = re.search(r"set\(LOOPS ([^)]*)\)", lists())[1].split()
+LOOPS = loops()
 SOURCES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "xla_ext").rglob("*.cc"))
-
-
-def compiled_loops(namespace: str, isa: str) -> str:
-    """The source that CMake makes of them for one instruction set."""
-    text = (ROOT / "xla_ext/loops.cc.in").read_text()
-    for name, value in dict(NAMESPACE=namespace, FILE=namespace.replace("::", "_"), ISA=isa).items():
-        text = text.replace(f"@{name}@", value)
-    return text
 
 
 def options(isa: str) -> list[str]:
@@ -58,8 +47,9 @@ def headers() -> list[str]:
 
 
 def compile_with_clang(source: pathlib.Path, target: pathlib.Path, *more: str) -> None:
-    run = subprocess.run([*CLANG, *FLAGS, *more, f"-I{ROOT / 'xla_ext'}", *headers(), "-c", str(source), "-o", str(target)],
-                         capture_output=True, text=True)
+    generated(target.parent)
+    includes = [f"-I{ROOT / 'xla_ext'}", f"-I{target.parent}", *headers()]
+    run = subprocess.run([*CLANG, *FLAGS, *more, *includes, "-c", str(source), "-o", str(target)], capture_output=True, text=True)
     if missing := re.search(OF_A_BUILD, run.stderr):
         pytest.skip(f"this machine has no {missing[1]} for clang")
     assert run.returncode == 0 and "warning:" not in run.stderr, run.stderr[-3000:]

@@ -5,15 +5,14 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
 
 import jax
 import pytest
 
 from jaxfuse.ops.activations import KINDS
 from jaxfuse.runtime import ffi
+from native_sources import ROOT, compiled_loops, generated, lists, loops
 
-ROOT = pathlib.Path(__file__).parent.parent
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 FLAGS = ("-std=c++17", "-O0", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-psabi")
 
@@ -21,30 +20,9 @@ needs_x86 = pytest.mark.skipif(COMPILER is None or platform.machine() not in ("x
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 
-def loops() -> list[str]:
-    """The namespaces whose loops are compiled for every instruction set."""
-    return re.search(r"set\(LOOPS ([^)]*)\)", (ROOT / "CMakeLists.txt").read_text())[1].split()
-
-
-def compiled_loops(namespace: str, isa: str) -> str:
-    """The source that CMake makes of them for one."""
-    text = (ROOT / "xla_ext/loops.cc.in").read_text()
-    for name, value in dict(NAMESPACE=namespace, FILE=namespace.replace("::", "_"), ISA=isa).items():
-        text = text.replace(f"@{name}@", value)
-    return text
-
-
 def sources():
     return [path for folder in ("xla_ext", "xla_ext/onednn", "cuda") for path in (ROOT / folder).iterdir()
             if path.suffix in (".h", ".cc", ".cu", ".cuh")]
-
-
-def generated(folder: pathlib.Path, more: str = "") -> subprocess.CompletedProcess:
-    """Writes the C++ of the table of activations, with more rows, to `folder`."""
-    for name in ("xla_ext/activations.py", "jaxfuse/ops/activations.py"):
-        (folder / name).parent.mkdir(parents=True)
-        (folder / name).write_text((ROOT / name).read_text().replace('    "relu": Kind(', more + '    "relu": Kind('))
-    return subprocess.run([sys.executable, str(folder / "xla_ext/activations.py"), str(folder)], capture_output=True, text=True)
 
 
 def test_activations_are_listed_in_one_table():
@@ -84,8 +62,7 @@ def test_a_library_of_another_table_is_not_used():
 
 def options(sources: str) -> list[str]:
     """What CMakeLists.txt gives the files of one instruction set."""
-    lists = (ROOT / "CMakeLists.txt").read_text()
-    return re.search(rf"SOURCE \$\{{{sources}\}} APPEND PROPERTY\s+COMPILE_OPTIONS ([^)]*)\)", lists)[1].split()
+    return re.search(rf"SOURCE \$\{{{sources}\}} APPEND PROPERTY\s+COMPILE_OPTIONS ([^)]*)\)", lists())[1].split()
 
 
 def test_the_cpu_is_asked_for_what_the_compiler_may_use():

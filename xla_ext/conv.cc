@@ -163,7 +163,7 @@ void conv_fwd(const Call& call) {
     case Way::depthwise: return run_saving(f, run_depthwise);
     case Way::winograd:
       if (winograd::forward(f)) return;
-      [[fallthrough]];  // each NaN where it belongs
+      [[fallthrough]];  // infinities as they are
     case Way::onednn:
       onednn::require();
       return run_saving(f, run_onednn);

@@ -8,7 +8,7 @@ namespace jaxfuse::conv::winograd {
 // Whether it is faster than oneDNN's, in batches of this size and features of this number.
 bool takes(const Geometry& geometry, const Tensor& x, const Tensor& w, const Tensor& y);
 
-// All of f. False where a result is not finite: infinities and NaN may have come to pixels that they do not belong to.
+// All of f. False where a result is not finite: what should be an infinity may be a NaN, for sums of it are subtracted.
 bool forward(const Forward& f);
 
 // The same for dx, the convolution of g by the spatially flipped filter.

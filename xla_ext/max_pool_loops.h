@@ -107,7 +107,7 @@ void forward(const Args& args, const Block& block) {
           for (int64_t i2 = r2.begin; i2 < r2.end; ++i2, p += channels) {
             for (int j = 0; j < vectors.count; ++j) {
               const Floats v = load(p + j * kLanes, lanes);
-              largest[j] = (v > largest[j]) | (v != v) ? v : largest[j];
+              largest[j] = ((v > largest[j]) | (v != v)) ? v : largest[j];
             }
           }
         }

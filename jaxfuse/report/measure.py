@@ -65,8 +65,8 @@ class Clock:
 
 def _fused(emissions: Sequence[Emission]) -> Part:
     """The emissions of a match: each may read what one before it gives."""
-    made = [value for emission in emissions for value in emission.defines]
-    needs = list(dict.fromkeys(v for emission in emissions for v in emission.needs if v.literal is None and v not in set(made)))
+    made = dict.fromkeys(value for emission in emissions for value in emission.defines)
+    needs = list(dict.fromkeys(v for emission in emissions for v in emission.needs if v.literal is None and v not in made))
 
     def run(*arrays):
         known = dict(zip(needs, arrays))
@@ -87,13 +87,13 @@ def _unfused(nodes: set[int], wanted: Sequence[Value]) -> Part:
         raise ValueError("the unfused program has none of its values")
     inside = nodes | {value.producer.index for value in outputs if value.producer}
     needed: dict[int, Node] = {}
-    needs: list[Value] = []
+    needs: dict[Value, None] = {}
     stack = list(outputs)
     while stack:
         value = stack.pop()
         node = value.producer
         if node is None or node.index not in inside:
-            needs += [value] if value.literal is None and value not in needs else []
+            needs |= {value: None} if value.literal is None else {}
         elif node.index not in needed:
             needed[node.index] = node
             stack += node.inputs
@@ -106,7 +106,7 @@ def _unfused(nodes: set[int], wanted: Sequence[Value]) -> Part:
             known |= dict(zip(node.outputs, made))
         return [known[value] for value in outputs]
 
-    return Part(needs, run)
+    return Part(list(needs), run)
 
 
 def _read_outside(plan: Plan, nodes: set[int]) -> list[Value]:

@@ -1,0 +1,33 @@
+"""The native module's sources as CMake compiles them."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def lists() -> str:
+    return (ROOT / "CMakeLists.txt").read_text()
+
+
+def loops() -> list[str]:
+    """The namespaces whose loops are compiled for every instruction set."""
+    return re.search(r"set\(LOOPS ([^)]*)\)", lists())[1].split()
+
+
+def compiled_loops(namespace: str, isa: str) -> str:
+    """The source that CMake makes of them for one."""
+    text = (ROOT / "xla_ext/loops.cc.in").read_text()
+    for name, value in dict(NAMESPACE=namespace, FILE=namespace.replace("::", "_"), ISA=isa).items():
+        text = text.replace(f"@{name}@", value)
+    return text
+
+
+def generated(folder: pathlib.Path, more: str = "") -> subprocess.CompletedProcess:
+    """Writes the C++ of the table of activations, with more rows, to `folder`."""
+    for name in ("xla_ext/activations.py", "jaxfuse/ops/activations.py"):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text((ROOT / name).read_text().replace('    "relu": Kind(', more + '    "relu": Kind('))
+    return subprocess.run([sys.executable, str(folder / "xla_ext/activations.py"), str(folder)], capture_output=True, text=True)
