@@ -42,10 +42,10 @@ struct Memory {
   float *k, *v, *scores, *sums, *q, *largest, *total;
 
   Memory(const Problem& p, int64_t rows)
-      : keys(std::min(p.keys, kBlockKeys)), key_stride(padded(keys, kColumns)), stride(padded(p.columns, kColumns)),
+      : keys(std::min(p.keys, kBlockKeys)), key_stride(whole_panels(keys)), stride(whole_panels(p.columns)),
         scratch(sizeof(float) * (key_stride * p.inner + keys * stride + kGroupRows * key_stride + rows * stride +
                                  padded(rows, kMostRows) * p.inner + 2 * rows)),
-        k(reinterpret_cast<float*>(scratch.data())), v(k + key_stride * p.inner), scores(v + keys * stride),
+        k(scratch.as<float>()), v(k + key_stride * p.inner), scores(v + keys * stride),
         sums(scores + kGroupRows * key_stride), q(sums + rows * stride), largest(q + padded(rows, kMostRows) * p.inner),
         total(largest + rows) {}
 };
@@ -57,15 +57,15 @@ void attend(const Forward& f, int64_t item, int64_t row, int64_t rows) {
   const Lines q = lines_of(p.q.item(p.batch, item).from(0, row), rows, p.inner, m.q);
   for (int64_t key = 0; key < p.keys; key += m.keys) {
     const int64_t keys = std::min(m.keys, p.keys - key);
-    pack_rows(k.from(0, key), keys, p.inner, m.k);
+    pack_columns(k.from(0, key).transposed(), keys, p.inner, m.k);
     pack_columns(v.from(0, key), p.columns, keys, m.v);
     for (int64_t r = 0; r < rows; r += kGroupRows) {
       const int64_t count = std::min(kGroupRows, rows - r);
       float* const sums = m.sums + r * m.stride;
-      multiply({q.data + r / product::kernels().rows * q.group, q.line, q.step, q.group}, count, m.k, p.inner, keys, m.scores, m.key_stride, true);
+      multiply(q.from(r), count, m.k, p.inner, whole_panels(keys), m.scores, m.key_stride, true);
       kernels().softmax(p.scores(item, row + r, count, key, keys, m.scores, m.key_stride),
                         {m.largest + r, m.total + r, sums, p.columns, m.stride}, key == 0);
-      multiply({m.scores, m.key_stride, 1, product::kernels().rows * m.key_stride}, count, m.v, keys, p.columns, sums, m.stride, key == 0);
+      multiply(product::lines(m.scores, m.key_stride), count, m.v, keys, m.stride, sums, m.stride, key == 0);
     }
   }
   const int64_t at = item * p.rows + row;
@@ -165,32 +165,6 @@ Scores Problem::scores(int64_t item, int64_t row, int64_t count, int64_t key, in
     scores.factor = static_cast<const float*>(m.data), scores.factor_row = m.strides[0];
   }
   return scores;
-}
-
-bool lies_in_lines(const Matrix& m) { return m.dtype == DType::F32 && m.strides.back() == 1; }
-
-Lines lines_of(const Matrix& m, int64_t rows, int64_t inner, float* memory) {
-  if (lies_in_lines(m)) return {static_cast<const float*>(m.data), m.strides[0], 1, product::kernels().rows * m.strides[0]};
-  product::kernels().pack_rows({element_of(m.dtype), m.data, m.strides[0], m.strides[1]}, rows, inner, memory);
-  return {memory, 1, product::kernels().rows, product::kernels().rows * inner};
-}
-
-void pack_columns(const Matrix& m, int64_t columns, int64_t inner, float* to) {
-  product::kernels().pack_columns({element_of(m.dtype), m.data, m.strides[1], m.strides[0]}, columns, inner, to);
-}
-
-void pack_rows(const Matrix& m, int64_t rows, int64_t inner, float* to) { pack_columns(m.transposed(), rows, inner, to); }
-
-void multiply(const Lines& a, int64_t rows, const float* panels, int64_t inner, int64_t columns, float* sums, int64_t stride,
-              bool first) {
-  static constexpr int64_t kLine = 0;
-  for (int64_t c = 0; c < columns; c += kColumns, panels += kColumns * inner) {
-    const float* lines = a.data;
-    for (int64_t r = 0; r < rows; r += product::kernels().rows, lines += a.group) {
-      product::kernels().outer_products({lines, panels, &kLine, 1, inner, a.step, kColumns, a.line}, std::min(product::kernels().rows, rows - r),
-                                        sums + r * stride + c, stride, first);
-    }
-  }
 }
 
 }  // namespace jaxfuse::attention

@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "attention_kernels.h"
+#include "cut.h"
 #include "handler.h"
 #include "parallel.h"
 #include "product.h"
@@ -15,10 +16,10 @@ using product::Matrix;
 // Our loops for this machine.
 const Kernels& kernels();
 
-using product::kColumns, product::kMostRows;
+using product::kColumns, product::kMostRows, product::Lines, product::lines_of, product::multiply, product::pack_columns;
 
-inline int64_t parts(int64_t extent, int64_t size) { return (extent + size - 1) / size; }
-inline int64_t padded(int64_t extent, int64_t unit) { return parts(extent, unit) * unit; }
+// Columns whose panels are written whole.
+inline int64_t whole_panels(int64_t columns) { return padded(columns, kColumns); }
 
 // y = (softmax(scale·q·kᵀ + bias)·factor)·v for each of the batch: q is [rows, inner], k [keys, inner], v [keys, columns],
 // y [rows, columns]; the factor, if there is one, is elementwise. Where the mask is 0 a score is `fill`.
@@ -50,23 +51,5 @@ void for_tasks(const Problem& p, int64_t tasks, F f) {
     for (int64_t i = few ? 0 : task, end = few ? tasks : task + 1; i < end; ++i) f(i);
   });
 }
-
-// Lines of a tile to be multiplied: element k of line i at data + i·line + k·step, but from a tile's lines to the next's `group` further.
-struct Lines {
-  const float* data;
-  int64_t line, step, group;
-};
-
-// The rows of a matrix, where they lie or in memory of padded(rows, kMostRows) times inner.
-Lines lines_of(const Matrix&, int64_t rows, int64_t inner, float* memory);
-bool lies_in_lines(const Matrix&);
-
-// A matrix's columns, or its rows, as panels of kColumns, for multiply() to meet.
-void pack_columns(const Matrix&, int64_t columns, int64_t inner, float* to);
-void pack_rows(const Matrix&, int64_t rows, int64_t inner, float* to);
-
-// sums = lines · panels, or `first` not: added to what is there. Their lines are written in whole panels.
-void multiply(const Lines&, int64_t rows, const float* panels, int64_t inner, int64_t columns, float* sums, int64_t stride,
-              bool first);
 
 }  // namespace jaxfuse::attention

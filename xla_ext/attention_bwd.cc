@@ -58,12 +58,12 @@ struct Backward {
 struct Memory {
   int64_t rows, keys, key_stride, inner_stride, column_stride;
   Scratch scratch;
-  float* next = reinterpret_cast<float*>(scratch.data());
+  float* next = scratch.as<float>();
   float *k_rows, *v_rows, *k_columns, *q_rows, *dy_rows, *q_columns, *dy_columns, *p, *dp, *delta, *dk, *dv;
 
   explicit Memory(const Problem& of)
-      : rows(std::min(padded(of.rows, kMostRows), kTileRows)), keys(std::min(of.keys, kTileKeys)), key_stride(padded(keys, kColumns)),
-        inner_stride(padded(of.inner, kColumns)), column_stride(padded(of.columns, kColumns)),
+      : rows(std::min(padded(of.rows, kMostRows), kTileRows)), keys(std::min(of.keys, kTileKeys)), key_stride(whole_panels(keys)),
+        inner_stride(whole_panels(of.inner)), column_stride(whole_panels(of.columns)),
         scratch(sizeof(float) * ((key_stride + rows) * (of.inner + of.columns) + (2 * keys + rows) * inner_stride +
                                  (keys + rows) * column_stride + 2 * rows * key_stride + rows)),
         k_rows(take(key_stride * of.inner)), v_rows(take(key_stride * of.columns)), k_columns(take(keys * inner_stride)),
@@ -87,27 +87,27 @@ void differentiate(const Backward& b, int64_t item, int64_t begin, int64_t end, 
   for (int64_t key = begin; key < end; key += m.keys) {
     const int64_t keys = std::min(m.keys, end - key);
     const Matrix k = of_item(p.k, key), v = of_item(p.v, key);
-    pack_rows(k, keys, p.inner, m.k_rows);
-    pack_rows(v, keys, p.columns, m.v_rows);
+    pack_columns(k.transposed(), keys, p.inner, m.k_rows);
+    pack_columns(v.transposed(), keys, p.columns, m.v_rows);
     pack_columns(k, p.inner, keys, m.k_columns);
     for (int64_t row = 0; row < p.rows; row += m.rows) {
       const int64_t rows = std::min(m.rows, p.rows - row), at = item * p.rows + row;
       const Matrix q = of_item(p.q, row), y = of_item(b.y, row), dy = of_item(b.dy, row);
       pack_columns(q, p.inner, rows, m.q_columns);
       pack_columns(dy, p.columns, rows, m.dy_columns);
-      multiply(lines_of(q, rows, p.inner, m.q_rows), rows, m.k_rows, p.inner, keys, m.p, m.key_stride, true);
-      multiply(lines_of(dy, rows, p.columns, m.dy_rows), rows, m.v_rows, p.columns, keys, m.dp, m.key_stride, true);
+      multiply(lines_of(q, rows, p.inner, m.q_rows), rows, m.k_rows, p.inner, whole_panels(keys), m.p, m.key_stride, true);
+      multiply(lines_of(dy, rows, p.columns, m.dy_rows), rows, m.v_rows, p.columns, whole_panels(keys), m.dp, m.key_stride, true);
       if (keys < p.keys) {
         kernels().row_products(element_of(y.dtype), y.data, y.strides[0], dy.data, dy.strides[0], rows, p.columns, m.delta);
       }
       float* const dscores = b.dscores ? b.dscores + at * p.keys + key : nullptr;
       kernels().gradient(p.scores(item, row, rows, key, keys, m.p, m.key_stride),
                          {b.largest + at, b.inverse + at, keys < p.keys ? m.delta : nullptr, m.dp, dscores, p.keys});
-      const Lines p_turned{m.p, 1, m.key_stride, product::kernels().rows}, ds_turned{m.dp, 1, m.key_stride, product::kernels().rows};
-      multiply(p_turned, keys, m.dy_columns, rows, p.columns, m.dv, m.column_stride, row == 0);
-      multiply(ds_turned, keys, m.q_columns, rows, p.inner, m.dk, m.inner_stride, row == 0);
-      multiply({m.dp, m.key_stride, 1, product::kernels().rows * m.key_stride}, rows, m.k_columns, keys, p.inner, dq + row * m.inner_stride,
-               m.inner_stride, key == begin);
+      const auto transposed = [&](const float* tile) { return Lines{tile, 1, m.key_stride, product::kernels().rows}; };
+      multiply(transposed(m.p), keys, m.dy_columns, rows, m.column_stride, m.dv, m.column_stride, row == 0);
+      multiply(transposed(m.dp), keys, m.q_columns, rows, m.inner_stride, m.dk, m.inner_stride, row == 0);
+      multiply(product::lines(m.dp, m.key_stride), rows, m.k_columns, keys, m.inner_stride, dq + row * m.inner_stride, m.inner_stride,
+               key == begin);
     }
     store(m.dk, m.inner_stride, keys, p.inner, of_item(b.dk, key));
     store(m.dv, m.column_stride, keys, p.columns, of_item(b.dv, key));
@@ -120,9 +120,9 @@ void backward(const Call& call) {
   const Problem& p = b.problem;
   const int64_t wanted = std::min(parts(kTasks, p.items()), parts(p.keys, kTileKeys));
   const int64_t step = parts(p.keys, wanted), key_parts = parts(p.keys, step);
-  const int64_t stride = padded(p.inner, kColumns), floats = p.rows * stride;
+  const int64_t stride = whole_panels(p.inner), floats = p.rows * stride;
   const Scratch scratch(p.items() * key_parts * floats * sizeof(float));
-  float* const sums = reinterpret_cast<float*>(scratch.data());
+  float* const sums = scratch.as<float>();
   for_tasks(p, p.items() * key_parts, [&](int64_t task) {
     const int64_t begin = task % key_parts * step;
     differentiate(b, task / key_parts, begin, std::min(p.keys, begin + step), sums + task * floats);

@@ -46,6 +46,14 @@ inline int64_t size_of(const Shape& shape) {
   return size;
 }
 
+// From one element to the next along each dimension, without gaps.
+inline Shape row_major_strides(const Shape& shape) {
+  Shape strides(shape.size());
+  int64_t stride = 1;
+  for (size_t d = shape.size(); d-- > 0; stride *= shape[d]) strides[d] = stride;
+  return strides;
+}
+
 // One operand or result: row-major, `shape` is the logical shape.
 struct Tensor {
   const char* name;

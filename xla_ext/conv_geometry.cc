@@ -25,13 +25,6 @@ Shape checked_extents(const Call& call, const char* name, size_t count, int64_t 
   return extents;
 }
 
-Shape row_major_strides(const Shape& shape) {
-  Shape strides(shape.size());
-  int64_t stride = 1;
-  for (size_t i = shape.size(); i-- > 0; stride *= shape[i]) strides[i] = stride;
-  return strides;
-}
-
 }  // namespace
 
 Shape permuted(const Shape& values, const Spec& spec) {

@@ -80,7 +80,7 @@ void run_in_blocks(const Forward& f) {
   const Tensor& y = f.epilogue.y;
   const bool bf16 = y.dtype == DType::BF16;
   const Finisher finisher(f.epilogue);
-  const Shape shape = f.sizes.output(), strides = dense_strides(shape);
+  const Shape shape = f.sizes.output(), strides = row_major_strides(shape);
   const int64_t step = std::min(shape[0], block_items(f.sizes)), columns = f.sizes.columns;
   const Scratch scratch(bf16 ? step * strides[0] * sizeof(float) : 0);
   for (int64_t begin = 0; begin < shape[0]; begin += step) {
@@ -177,7 +177,7 @@ void Sizes::check_w(const Call& call, const Tensor& t) const {
   check_extent(call, t, with(batch, inner, columns), w_strides);
 }
 void Sizes::check_y(const Call& call, const Tensor& t) const {
-  check_extent(call, t, output(), dense_strides(output()));
+  check_extent(call, t, output(), row_major_strides(output()));
 }
 void Sizes::check_bias(const Call& call, const Tensor& t, std::initializer_list<DType> allowed) const {
   call.expect_dtype(t, allowed);

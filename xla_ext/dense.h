@@ -53,7 +53,7 @@ struct Sizes {
   Shape output() const;
   Matrix x(const Tensor& t) const { return {t.data, t.dtype, x_strides}; }
   Matrix w(const Tensor& t) const { return {t.data, t.dtype, w_strides}; }
-  Matrix y(const Tensor& t) const { return {t.data, t.dtype, dense_strides(output())}; }
+  Matrix y(const Tensor& t) const { return {t.data, t.dtype, row_major_strides(output())}; }
 
   // Refuse unless the tensor has these elements.
   void check_x(const Call& call, const Tensor& t) const;

@@ -18,12 +18,6 @@ void store(const product::Block& block, const Matrix& c) {
 
 }  // namespace
 
-Shape dense_strides(const Shape& shape) {
-  Shape strides(shape.size(), 1);
-  for (size_t d = shape.size() - 1; d-- > 0;) strides[d] = strides[d + 1] * shape[d + 1];
-  return strides;
-}
-
 bool by_onednn(std::initializer_list<DType> dtypes) {
   return simd_level() == SimdLevel::avx512 && std::all_of(dtypes.begin(), dtypes.end(), [](DType dtype) {
     return dtype == DType::F32 ? onednn::has_avx512() : dtype == DType::BF16 && onednn::has_bf16();

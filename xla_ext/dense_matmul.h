@@ -9,9 +9,6 @@ namespace jaxfuse::dense {
 
 using product::Matrix;
 
-// Row-major, without gaps.
-Shape dense_strides(const Shape& shape);
-
 // Whether products of these dtypes are oneDNN's: with AVX-512. Elsewhere our own loops (product.h) are faster and oneDNN has no
 // bf16; f16 it has on the newest CPUs only.
 bool by_onednn(std::initializer_list<DType> dtypes);

@@ -3,16 +3,13 @@
 #include <algorithm>
 #include <utility>
 
+#include "cut.h"
 #include "parallel.h"
 #include "scratch.h"
 #include "simd_level.h"
 
 namespace jaxfuse::product {
 namespace {
-
-int64_t parts(int64_t extent, int64_t size) { return (extent + size - 1) / size; }
-int64_t even(int64_t extent, int64_t most) { return parts(extent, parts(extent, most)); }
-int64_t even(int64_t extent, int64_t most, int64_t unit) { return parts(even(extent, most), unit) * unit; }
 
 // How a product is cut. A sum is of products that follow one another, kInner at most, then added to those before: so long
 // is a panel of b that stays in the first-level cache, and so short that the sums err less than XLA's. Packed rows of a
@@ -52,45 +49,46 @@ struct Cut {
 
   explicit Cut(const Product& p) {
     inner = even(p.step, kInner);
-    rows = even(p.m, std::max(kPackRows, kPackedFloats / p.step), kMostRows);
+    rows = padded(even(p.m, std::max(kPackRows, kPackedFloats / p.step)), kMostRows);
     items = std::clamp<int64_t>(kPackedFloats / (rows * p.step), 1, p.items());
     const int64_t wanted = parts(4 * max_threads(), items * parts(p.n, kBlockColumns));
-    task_rows = even(rows, std::clamp(rows / wanted, kFewestTaskRows, kMostTaskRows), kMostRows);
+    task_rows = padded(even(rows, std::clamp(rows / wanted, kFewestTaskRows, kMostTaskRows)), kMostRows);
   }
 };
+
+void pack_rows(const Matrix& m, int64_t rows, int64_t inner, float* to) {
+  kernels().pack_rows({element_of(m.dtype), m.data, m.strides[0], m.strides[1]}, rows, inner, to);
+}
+
+Lines packed_lines(const float* data, int64_t inner) { return {data, 1, kernels().rows, kernels().rows * inner}; }
 
 // Some rows of some items, packed: for each item and each sum's part of the inner axis one panel after the other. Those that few
 // columns meet are read where they lie, if they lie in lines.
 class Rows {
  public:
   Rows(const Product& p, const Cut& cut)
-      : p_(p), cut_(cut), in_place_(p.a.dtype == DType::F32 && p.a.strides.back() == 1 && p.n <= 2 * kBlockColumns),
-        scratch_(in_place_ ? 0 : cut.items * cut.rows * p.step * sizeof(float)), data_(reinterpret_cast<float*>(scratch_.data())) {}
+      : p_(p), cut_(cut), in_place_(lies_in_lines(p.a) && p.n <= 2 * kBlockColumns),
+        scratch_(in_place_ ? 0 : cut.items * cut.rows * p.step * sizeof(float)), data_(scratch_.as<float>()) {}
 
   void load(int64_t item, int64_t items, int64_t row, int64_t rows) {
     if (in_place_) return;
-    item_ = item, row_ = row, padded_ = parts(rows, kMostRows) * kMostRows;
+    item_ = item, row_ = row, padded_ = padded(rows, kMostRows);
     const int64_t groups = parts(rows, kPackRows);
     parallel_for(items * groups, [&](int64_t i) {
       const int64_t of = item + i / groups, first = row + i % groups * kPackRows;
       const Matrix a = p_.a_of(of).from(0, first);
       for (int64_t k = 0; k < p_.inner(of); k += cut_.inner) {
-        kernels().pack_rows({element_of(a.dtype), a.from(1, k).data, a.strides[0], a.strides[1]},
-                            std::min(kPackRows, row + rows - first), inner(of, k), panel(of, k, first));
+        pack_rows(a.from(1, k), std::min(kPackRows, row + rows - first), inner(of, k), panel(of, k, first));
       }
     });
   }
 
-  // Those from `row` on of an item, of the part that begins at k, for panels of columns to meet.
-  Panels from(int64_t item, int64_t k, int64_t row, const float* columns) const {
-    static constexpr int64_t kLine = 0;
-    if (!in_place_) return {panel(item, k, row), columns, &kLine, 1, inner(item, k), kernels().rows, kColumns, 1};
+  // Those from `row` on of an item, of the part that begins at k.
+  Lines from(int64_t item, int64_t k, int64_t row) const {
+    if (!in_place_) return packed_lines(panel(item, k, row), inner(item, k));
     const Matrix a = p_.a_of(item).from(0, row).from(1, k);
-    return {static_cast<const float*>(a.data), columns, &kLine, 1, inner(item, k), 1, kColumns, a.strides[0]};
+    return lines(static_cast<const float*>(a.data), a.strides[0]);
   }
-
-  // From a tile's to the next.
-  int64_t step(const Panels& panels) const { return kernels().rows * (in_place_ ? panels.a_row : panels.steps); }
 
  private:
   int64_t inner(int64_t item, int64_t k) const { return std::min(cut_.inner, p_.inner(item) - k); }
@@ -113,20 +111,8 @@ void multiply_block(const Product& p, const Cut& cut, const Rows& a, const Block
   const int64_t length = p.inner(block.item);
   for (int64_t k = 0; k < length; k += cut.inner) {
     const int64_t inner = std::min(cut.inner, length - k);
-    kernels().pack_columns({element_of(b.dtype), b.from(0, k).data, b.strides[1], b.strides[0]}, block.columns, inner, columns);
-    for (int64_t first = 0; first < block.rows; first += kBlockRows) {
-      const int64_t end = std::min(block.rows, first + kBlockRows);
-      Panels panels = a.from(block.item, k, block.row + first, columns);
-      const float* const begin = panels.a;
-      const int64_t step = a.step(panels);
-      for (int64_t c = 0; c < block.columns; c += kColumns, panels.b += kColumns * inner) {
-        panels.a = begin;
-        panels.half = block.columns - c <= kColumns / 2;
-        for (int64_t r = first; r < end; r += kernels().rows, panels.a += step) {
-          kernels().outer_products(panels, std::min(kernels().rows, block.rows - r), sums + r * block.stride + c, block.stride, k == 0);
-        }
-      }
-    }
+    pack_columns(b.from(0, k), block.columns, inner, columns);
+    multiply(a.from(block.item, k, block.row), block.rows, columns, inner, block.columns, sums, block.stride, k == 0);
   }
 }
 
@@ -143,9 +129,8 @@ void multiply_items(const Product& p, const Finish& finish) {
         const int64_t first = i / column_parts % row_parts * cut.task_rows, column = i % column_parts * kBlockColumns;
         Block block{item + i / column_parts / row_parts, row + first, std::min(cut.task_rows, rows - first),
                     column, std::min(kBlockColumns, p.n - column), nullptr, kBlockColumns};
-        const int64_t padded = parts(block.rows, kMostRows) * kMostRows;
-        const Scratch scratch((cut.inner + padded) * kBlockColumns * sizeof(float));
-        float *columns = reinterpret_cast<float*>(scratch.data()), *sums = columns + cut.inner * kBlockColumns;
+        const Scratch scratch((cut.inner + padded(block.rows, kMostRows)) * kBlockColumns * sizeof(float));
+        float *columns = scratch.as<float>(), *sums = columns + cut.inner * kBlockColumns;
         multiply_block(p, cut, a, block, columns, sums);
         block.sums = sums;
         finish(block);
@@ -157,7 +142,7 @@ void multiply_items(const Product& p, const Finish& finish) {
 // Of sums that are cut: the parts first, then their sums.
 void multiply_parts(const Product& p, const Finish& finish) {
   const Scratch scratch(p.items() * p.m * p.n * sizeof(float));
-  float* const sums = reinterpret_cast<float*>(scratch.data());
+  float* const sums = scratch.as<float>();
   const auto at = [&](int64_t item, int64_t row) { return sums + (item * p.m + row) * p.n; };
   multiply_items(p, [&](const Block& block) {
     for (int64_t r = 0; r < block.rows; ++r) {
@@ -196,6 +181,33 @@ Matrix Matrix::item(const Shape& batch, int64_t item) const {
   for (size_t axis = batch.size(); axis-- > 0; item /= batch[axis]) one = one.from(axis, item % batch[axis]);
   one.strides.erase(one.strides.begin(), one.strides.begin() + batch.size());
   return one;
+}
+
+bool lies_in_lines(const Matrix& m) { return m.dtype == DType::F32 && m.strides.back() == 1; }
+
+Lines lines_of(const Matrix& m, int64_t rows, int64_t inner, float* memory) {
+  if (lies_in_lines(m)) return lines(static_cast<const float*>(m.data), m.strides[0]);
+  pack_rows(m, rows, inner, memory);
+  return packed_lines(memory, inner);
+}
+
+void pack_columns(const Matrix& m, int64_t columns, int64_t inner, float* to) {
+  kernels().pack_columns({element_of(m.dtype), m.data, m.strides[1], m.strides[0]}, columns, inner, to);
+}
+
+void multiply(const Lines& a, int64_t rows, const float* panels, int64_t inner, int64_t columns, float* sums, int64_t stride,
+              bool first) {
+  static constexpr int64_t kLine = 0;
+  const int64_t tile = kernels().rows;
+  for (int64_t begin = 0; begin < rows; begin += kBlockRows) {
+    const int64_t end = std::min(rows, begin + kBlockRows);
+    for (int64_t c = 0; c < columns; c += kColumns) {
+      Panels packed{a.from(begin).data, panels + c * inner, &kLine, 1, inner, a.step, kColumns, a.row, columns - c <= kColumns / 2};
+      for (int64_t r = begin; r < end; r += tile, packed.a += a.tile) {
+        kernels().outer_products(packed, std::min(tile, end - r), sums + r * stride + c, stride, first);
+      }
+    }
+  }
 }
 
 void multiply(const Shape& batch, int64_t m, int64_t k, int64_t n, const Matrix& a, const Matrix& b, const Finish& finish) {

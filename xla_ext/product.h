@@ -24,6 +24,29 @@ struct Matrix {
   Matrix item(const Shape& batch, int64_t item) const;
 };
 
+// The rows of a matrix, in order of the tiles that they are for: element k of a tile's row i is at data + i·row + k·step, and the next
+// tile begins `tile` further.
+struct Lines {
+  const float* data;
+  int64_t row, step, tile;
+
+  // From a tile's first row on.
+  Lines from(int64_t first) const { return {data + first / kernels().rows * tile, row, step, tile}; }
+};
+
+// Rows of f32 as they lie.
+inline Lines lines(const float* data, int64_t row) { return {data, row, 1, kernels().rows * row}; }
+
+// The rows where they lie, if they are lines of f32. Else they are packed, into padded(rows, kMostRows) times `inner` floats.
+Lines lines_of(const Matrix&, int64_t rows, int64_t inner, float* memory);
+bool lies_in_lines(const Matrix&);
+
+// A matrix's columns as panels of kColumns, filled up with zeros.
+void pack_columns(const Matrix&, int64_t columns, int64_t inner, float* to);
+
+// sums[i·stride + j] = Σ rows·columns, added to what is there unless `first`. Of a last panel half is written where that has all columns.
+void multiply(const Lines&, int64_t rows, const float* panels, int64_t inner, int64_t columns, float* sums, int64_t stride, bool first);
+
 // Part of one of the batch's products: `rows` × `columns` sums, row i at sums + i·stride.
 struct Block {
   int64_t item, row, rows, column, columns;

@@ -10,7 +10,6 @@
 namespace jaxfuse::onednn {
 namespace {
 
-using dense::dense_strides;
 using dnnl::memory;
 using product::Matrix;
 
@@ -49,7 +48,7 @@ memory::desc user(const Shape& shape, const Matrix& matrix) {
 
 // The same, as `type` if it is of another.
 memory::desc inner(const memory::desc& md, const Shape& shape, ElementType type) {
-  return md.get_data_type() == type ? md : memory::desc(shape, type, dense_strides(shape));
+  return md.get_data_type() == type ? md : memory::desc(shape, type, row_major_strides(shape));
 }
 
 dnnl::matmul::primitive_desc descriptor(const Product& p, bool as_it_lies) {
@@ -62,7 +61,7 @@ dnnl::matmul::primitive_desc descriptor(const Product& p, bool as_it_lies) {
   }
   const ElementType type = p.type(), out = type == ElementType::f32 ? type : element_type(p.c.dtype);
   const auto of = [&](const Shape& shape, const Matrix& matrix, ElementType type) {
-    return as_it_lies ? inner(user(shape, matrix), shape, type) : memory::desc(shape, type, dense_strides(shape));
+    return as_it_lies ? inner(user(shape, matrix), shape, type) : memory::desc(shape, type, row_major_strides(shape));
   };
   return {engine(), of(a, p.a, type), of(b, p.b, type), p.adds ? user(c, p.c) : of(c, p.c, out), attr};
 }
