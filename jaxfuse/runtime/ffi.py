@@ -50,6 +50,7 @@ _exporting = jax.make_user_context(False)
 _asked: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("asked", default=None)
 _thread_limit = processors.Limit(1, "the native module is not loaded")
 
+ONLY_REFERENCE = "oneDNN has only its reference code for this geometry, which is slow"
 WORTH_A_THREAD = 1 << 20  # bytes that a call reads and writes; handing less over costs as much as it takes
 COUNTED = 512  # elements; each counts as four operations
 
@@ -94,11 +95,13 @@ def no_onednn() -> str | None:
     return _NOT_BUILT if module is None else module.info().get("no_onednn")
 
 
-def refused_without_onednn(run: Any, *types: jax.ShapeDtypeStruct) -> str | None:
-    """Why the calls that `run` makes of arrays of these types cannot be computed here for want of oneDNN. None: it is here, or our
-    own loops compute them."""
-    reason = no_onednn()
-    return f"the native module has no such kernel: {reason}" if reason and "onednn" in libraries(run, *types) else None
+def refused_without_fast_code(run: Any, *types: jax.ShapeDtypeStruct) -> str | None:
+    """Why the calls that `run` makes of arrays of these types cannot be computed here, or not fast: there is no oneDNN, or it has
+    nothing but its reference code. None: oneDNN or our own loops compute them."""
+    reason, found = no_onednn(), libraries(run, *types)
+    if reason and "onednn" in found:
+        return f"the native module has no such kernel: {reason}"
+    return ONLY_REFERENCE if "onednn_reference" in found else None
 
 
 def _libraries(target: str, out_types: Any, operands: tuple, attrs: dict) -> list[str]:
