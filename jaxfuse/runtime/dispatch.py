@@ -1,5 +1,8 @@
 """How XLA:CPU hands a program to a thread: it counts the program's operations, and none of a custom call."""
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -11,6 +14,20 @@ from jaxfuse.runtime import private
 WORTH_A_THREAD = 1 << 20  # bytes that a call reads and writes; handing less over costs as much as it takes
 COUNTED = 512  # elements; each counts as four operations
 LIGHT = 1 << 16  # bytes that are copied sooner than anybody would notice
+CARRIERS = 4  # calls of a program that carry its operations: one would do, if XLA left out no call
+
+_notes: contextvars.ContextVar[dict | None] = contextvars.ContextVar("notes", default=None)
+_CARRYING = object()  # the key of the number of calls so far
+
+
+@contextlib.contextmanager
+def part_of(notes: dict) -> Iterator[None]:
+    """A context in which calls are lowered as parts of the program whose rules share these notes."""
+    token = _notes.set(notes)
+    try:
+        yield
+    finally:
+        _notes.reset(token)
 
 
 def with_cost(run: Any, out_types: Any, operands: tuple) -> Any:
@@ -24,7 +41,7 @@ def with_cost(run: Any, out_types: Any, operands: tuple) -> Any:
     if private.is_symbolic((*results, *operands)) or sum(map(_bytes, (*results, *operands))) < WORTH_A_THREAD:
         return run(operands)
     heavy = max(operands, key=_bytes)
-    if not isinstance(heavy, jax.core.Tracer):
+    if not isinstance(heavy, jax.core.Tracer) or not _carries():
         return run(operands)
     result, operand = _lightest(results), _lightest(operands)
     if result is None and operand is not None:
@@ -36,6 +53,15 @@ def with_cost(run: Any, out_types: Any, operands: tuple) -> Any:
         return _first_from(outputs, outputs)
     carrier = result or 0
     return [_first_from(output, output) if i == carrier else output for i, output in enumerate(outputs)]
+
+
+def _carries() -> bool:
+    """Whether this call is among the first of its program."""
+    notes = _notes.get()
+    if notes is None:
+        return True
+    notes[_CARRYING] = notes.get(_CARRYING, 0) + 1
+    return notes[_CARRYING] <= CARRIERS
 
 
 def _bytes(array: Any) -> int:
