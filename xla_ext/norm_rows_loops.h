@@ -78,50 +78,71 @@ inline float slope(const Options& options, float rstd) {
 
 // ---- forward
 
-// The row that is normalised, as floats: in place or made in `buffer`.
-template <class T>
-const float* row_of(const Forward& f, int64_t start, int64_t n, float* buffer) {
-  const T* x = static_cast<const T*>(f.x) + start;
-  if constexpr (sizeof(T) == sizeof(float)) {
-    if (!f.residual) return x;
-  }
-  const T* residual = f.residual ? static_cast<const T*>(f.residual) + start : nullptr;
-  T* sum = f.sum ? static_cast<T*>(f.sum) + start : nullptr;
+// s of rows as floats, made in `buffer`, and in `sum` where that is wanted.
+template <class T, class Stream>
+void add_residual(const T* x, const T* residual, T* sum, int64_t n, float* buffer, Stream stream) {
   for_vectors(0, n, [&](int64_t i, auto lanes) {
-    Floats s = load(x + i, lanes);
-    if (residual) s = round_to<T>(s + load(residual + i, lanes));
-    if (sum) put(sum + i, s, lanes, f.stream);
+    const Floats s = round_to<T>(load(x + i, lanes) + load(residual + i, lanes));
+    if (sum) put(sum + i, s, lanes, stream.value);
     store(buffer + i, s, lanes);
   });
-  return buffer;
+}
+
+// A few rows, one behind the other in s and y: first the means of all, then the deviations, so that no row waits for another's.
+// S is T, or float where s was made in a buffer.
+template <class T, class S, class Stream>
+void forward_block(const Forward& f, Rows rows, const S* s, T* y, Activate activate, float* z, Stream stream) {
+  const Options& options = f.options;
+  const int64_t n = options.extent.length, count = rows.end - rows.begin;
+  float means[kRowsAtOnce] = {}, rstds[kRowsAtOnce];
+  for (int64_t k = 0; k < count && options.centered; ++k) {
+    means[k] = float(sum_over(n, [&](int64_t i, auto lanes) { return load(s + k * n + i, lanes); }) / n);
+  }
+  for (int64_t k = 0; k < count; ++k) {
+    const float mean = means[k];
+    const double squares = sum_over(n, [&](int64_t i, auto lanes) {
+      const Floats centered = load(s + k * n + i, lanes) - mean;
+      return centered * centered;
+    });
+    rstds[k] = reciprocal_root(options, squares / n);
+  }
+  for (int64_t k = 0; k < count; ++k) {
+    const int64_t row = rows.begin + k, channel = row % options.extent.groups * n, start = k * n;
+    const float *gamma = options.gamma + channel, *beta = options.beta + channel;
+    const float mean = means[k], rstd = rstds[k];
+    if (f.mean) f.mean[row] = mean, f.rstd[row] = rstd;
+    const auto value = [&](int64_t i, auto lanes) {
+      return (load(s + start + i, lanes) - mean) * rstd * load(gamma + i, lanes) + load(beta + i, lanes);
+    };
+    if (!activate) {
+      for_vectors(0, n, [&](int64_t i, auto lanes) { put(y + start + i, value(i, lanes), lanes, stream.value); });
+      continue;
+    }
+    for_vectors(0, n, [&](int64_t i, auto lanes) { store(z + i, value(i, lanes), lanes); });
+    activate(z, n, options.parameters);
+    for_vectors(0, n, [&](int64_t i, auto lanes) { put(y + start + i, load(z + i, lanes), lanes, stream.value); });
+  }
 }
 
 template <class T>
 void forward_rows(const Forward& f, Rows rows, Scratch scratch) {
-  const Options& options = f.options;
-  const int64_t n = options.extent.length;
-  const bool plain = options.activation == Activation::none;
-  const Activate activate = activate_by(options.activation);
-  for (int64_t row = rows.begin; row < rows.end; ++row) {
-    const int64_t start = row * n, channel = row % options.extent.groups * n;
-    const float *s = row_of<T>(f, start, n, scratch.floats), *gamma = options.gamma + channel, *beta = options.beta + channel;
-    const float mean = options.centered ? float(sum_over(n, [&](int64_t i, auto lanes) { return load(s + i, lanes); }) / n) : 0;
-    const double squares = sum_over(n, [&](int64_t i, auto lanes) {
-      const Floats centered = load(s + i, lanes) - mean;
-      return centered * centered;
-    });
-    const float rstd = reciprocal_root(options, squares / n);
-    if (f.mean) f.mean[row] = mean, f.rstd[row] = rstd;
-    T* y = static_cast<T*>(f.y) + start;
-    float* z = scratch.floats + n;
-    for_vectors(0, n, [&](int64_t i, auto lanes) {
-      const Floats value = (load(s + i, lanes) - mean) * rstd * load(gamma + i, lanes) + load(beta + i, lanes);
-      plain ? put(y + i, value, lanes, f.stream) : store(z + i, value, lanes);
-    });
-    if (plain) continue;
-    activate(z, n, options.parameters);
-    for_vectors(0, n, [&](int64_t i, auto lanes) { put(y + i, load(z + i, lanes), lanes, f.stream); });
-  }
+  const int64_t n = f.options.extent.length, step = rows_at_once(n);
+  const Activate activate = f.options.activation == Activation::none ? nullptr : activate_by(f.options.activation);
+  float *s = scratch.floats, *z = scratch.floats + step * n;
+  with_bool(f.stream, [&](auto stream) {
+    for (int64_t begin = rows.begin; begin < rows.end; begin += step) {
+      const Rows block{begin, rows.end - begin < step ? rows.end : begin + step};
+      const int64_t start = begin * n, count = (block.end - begin) * n;
+      const T* x = static_cast<const T*>(f.x) + start;
+      T *y = static_cast<T*>(f.y) + start, *sum = f.sum ? static_cast<T*>(f.sum) + start : nullptr;
+      if (!f.residual) {
+        forward_block(f, block, x, y, activate, z, stream);
+        continue;
+      }
+      add_residual(x, static_cast<const T*>(f.residual) + start, sum, count, s, stream);
+      forward_block(f, block, s, y, activate, z, stream);
+    }
+  });
   finish_streaming();
 }
 
