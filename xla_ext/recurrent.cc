@@ -3,10 +3,11 @@
 //   jaxfuse_lstm_bwd   wh, c0, cs, gates, dhs, dcs    -> dgx, dbias, dh0, dc0
 //   jaxfuse_gru_fwd    gx, wh, bias, h0               -> hs, [gates]
 //   jaxfuse_gru_bwd    wh, h0, hs, gates, dhs         -> dgx, dbias, dh0, [dm of every step]
-// Gates lie in the order i, f, g, o and r, z, n, with `reset_after` also m. The gradient of wh is a product over all steps, which is not done here.
-// This file checks the arguments and gives memory and threads; the arithmetic is in recurrent_*_loops.h.
+// Gates lie in the order i, f, g, o and r, z, n, with `reset_after` also m. The gradient of wh, a product over all steps, is not computed
+// here. This file checks the arguments and gives memory and threads; the arithmetic is in recurrent_*_loops.h.
 #include <algorithm>
 
+#include "cut.h"
 #include "handler.h"
 #include "parallel.h"
 #include "recurrent_kernels.h"
@@ -55,15 +56,15 @@ struct Sequence {
   }
 
   void run(Loop loop) {
-    const int64_t state = args.batch * args.hidden, padded = (args.hidden + kWidestVector - 1) / kWidestVector * kWidestVector;
-    const int64_t packed = gates * args.hidden * padded * int64_t(ffi::ByteWidth(gate_type));
+    const int64_t state = args.batch * args.hidden, units = padded(args.hidden, kWidestVector);
+    const int64_t packed = gates * args.hidden * units * int64_t(ffi::ByteWidth(gate_type));
     const Scratch packed_memory(packed), floats((2 * gates + 6) * state * sizeof(float));
     args.packed = packed_memory.data();
-    args.exchanged = reinterpret_cast<float*>(floats.data());
+    args.exchanged = floats.as<float>();
     args.own_h = args.exchanged + 2 * gates * state;
     args.own_c = args.own_h + state;
     args.own_bias = args.own_c + state;
-    // Meeting costs about what so many multiplications do.
+    // A barrier costs about what so many multiplications do.
     constexpr int64_t kWorthAThread = 1 << 16;
     const int64_t worth = std::max<int64_t>(state * gates * args.hidden / kWorthAThread, 1);
     on_each_thread(
@@ -74,71 +75,57 @@ struct Sequence {
   }
 };
 
-void lstm_fwd(const Call& call) {
+// What a cell has: gates of wh, gates that are saved for the gradient (and have a bias), and whether there is c beside h.
+struct Cell {
+  int64_t gates, saved;
+  bool has_c;
+};
+
+constexpr Cell kLstm{4, 4, true};
+Cell gru(bool reset_after) { return {3, 3 + reset_after, false}; }
+
+void forward(const Call& call, const Cell& cell, Loop loop) {
   const bool save = call.attr<bool>("save_gates");
-  call.expect_counts(5, 2 + save);
-  const Tensor h0 = call.operand(3, "h0");
-  Sequence sequence(call, 4, call.operand(1, "wh"), call.operand(0, "gx"), 4, h0);
+  call.expect_counts(4 + cell.has_c, 1 + cell.has_c + save);
+  const Tensor gx = call.operand(0, "gx"), h0 = call.operand(3, "h0");
+  Sequence sequence(call, cell.gates, call.operand(1, "wh"), gx, cell.gates, h0);
   Args& a = sequence.args;
-  a.gx = sequence.of_steps(call.operand(0, "gx"), sequence.gate_type, 4);
+  a.reset_after = cell.saved > cell.gates;
+  a.gx = sequence.of_steps(gx, sequence.gate_type, cell.gates);
   a.h0 = sequence.of_state(h0);
-  a.bias = sequence.of_bias(call.operand(2, "bias"), 4);
-  a.c0 = sequence.of_state(call.operand(4, "c0"));
+  a.bias = sequence.of_bias(call.operand(2, "bias"), cell.saved);
+  if (cell.has_c) a.c0 = sequence.of_state(call.operand(4, "c0"));
   a.hs = sequence.of_steps(call.result(0, "hs"), sequence.state_type, 1);
-  a.cs = sequence.of_steps(call.result(1, "cs"), sequence.state_type, 1);
-  if (save) a.gates = sequence.of_steps(call.result(2, "gates"), sequence.gate_type, 4);
-  sequence.run(kernels().lstm_forward);
+  if (cell.has_c) a.cs = sequence.of_steps(call.result(1, "cs"), sequence.state_type, 1);
+  if (save) a.gates = sequence.of_steps(call.result(1 + cell.has_c, "gates"), sequence.gate_type, cell.saved);
+  sequence.run(loop);
 }
 
-void lstm_bwd(const Call& call) {
-  call.expect_counts(6, 4);
-  const Tensor c0 = call.operand(1, "c0");
-  Sequence sequence(call, 4, call.operand(0, "wh"), call.operand(3, "gates"), 4, c0);
-  Args& a = sequence.args;
-  a.c0 = sequence.of_state(c0);
-  a.cs = sequence.of_steps(call.operand(2, "cs"), sequence.state_type, 1);
-  a.gates = sequence.of_steps(call.operand(3, "gates"), sequence.gate_type, 4);
-  a.dhs = sequence.of_steps(call.operand(4, "dhs"), sequence.state_type, 1);
-  a.dcs = sequence.of_steps(call.operand(5, "dcs"), sequence.state_type, 1);
-  a.dgx = sequence.of_steps(call.result(0, "dgx"), sequence.gate_type, 4);
-  a.dbias = sequence.of_bias(call.result(1, "dbias"), 4);
-  a.dh0 = sequence.of_state(call.result(2, "dh0"));
-  a.dc0 = sequence.of_state(call.result(3, "dc0"));
-  sequence.run(kernels().lstm_backward);
-}
-
-void gru_fwd(const Call& call) {
-  const bool save = call.attr<bool>("save_gates"), after = call.attr<bool>("reset_after");
-  call.expect_counts(4, 1 + save);
-  const Tensor h0 = call.operand(3, "h0");
-  Sequence sequence(call, 3, call.operand(1, "wh"), call.operand(0, "gx"), 3, h0);
+// Of the state that the gradient reads, c or h, come its first value and its values after each step.
+void backward(const Call& call, const Cell& cell, Loop loop) {
+  const bool after = cell.saved > cell.gates;
+  call.expect_counts(5 + cell.has_c, 3 + cell.has_c + after);
+  const Tensor initial = call.operand(1, cell.has_c ? "c0" : "h0"), gates = call.operand(3, "gates");
+  Sequence sequence(call, cell.gates, call.operand(0, "wh"), gates, cell.saved, initial);
   Args& a = sequence.args;
   a.reset_after = after;
-  a.gx = sequence.of_steps(call.operand(0, "gx"), sequence.gate_type, 3);
-  a.h0 = sequence.of_state(h0);
-  a.bias = sequence.of_bias(call.operand(2, "bias"), 3 + after);
-  a.hs = sequence.of_steps(call.result(0, "hs"), sequence.state_type, 1);
-  if (save) a.gates = sequence.of_steps(call.result(1, "gates"), sequence.gate_type, 3 + after);
-  sequence.run(kernels().gru_forward);
-}
-
-void gru_bwd(const Call& call) {
-  const bool after = call.attr<bool>("reset_after");
-  call.expect_counts(5, 3 + after);
-  const Tensor h0 = call.operand(1, "h0");
-  Sequence sequence(call, 3, call.operand(0, "wh"), call.operand(3, "gates"), 3 + after, h0);
-  Args& a = sequence.args;
-  a.reset_after = after;
-  a.h0 = sequence.of_state(h0);
-  a.hs = sequence.of_steps(call.operand(2, "hs"), sequence.state_type, 1);
-  a.gates = sequence.of_steps(call.operand(3, "gates"), sequence.gate_type, 3 + after);
+  (cell.has_c ? a.c0 : a.h0) = sequence.of_state(initial);
+  (cell.has_c ? a.cs : a.hs) = sequence.of_steps(call.operand(2, cell.has_c ? "cs" : "hs"), sequence.state_type, 1);
+  a.gates = sequence.of_steps(gates, sequence.gate_type, cell.saved);
   a.dhs = sequence.of_steps(call.operand(4, "dhs"), sequence.state_type, 1);
-  a.dgx = sequence.of_steps(call.result(0, "dgx"), sequence.gate_type, 3);
-  a.dbias = sequence.of_bias(call.result(1, "dbias"), 3 + after);
+  if (cell.has_c) a.dcs = sequence.of_steps(call.operand(5, "dcs"), sequence.state_type, 1);
+  a.dgx = sequence.of_steps(call.result(0, "dgx"), sequence.gate_type, cell.gates);
+  a.dbias = sequence.of_bias(call.result(1, "dbias"), cell.saved);
   a.dh0 = sequence.of_state(call.result(2, "dh0"));
+  if (cell.has_c) a.dc0 = sequence.of_state(call.result(3, "dc0"));
   if (after) a.dm = sequence.of_steps(call.result(3, "dm"), sequence.gate_type, 1);
-  sequence.run(kernels().gru_backward);
+  sequence.run(loop);
 }
+
+void lstm_fwd(const Call& call) { forward(call, kLstm, kernels().lstm_forward); }
+void lstm_bwd(const Call& call) { backward(call, kLstm, kernels().lstm_backward); }
+void gru_fwd(const Call& call) { forward(call, gru(call.attr<bool>("reset_after")), kernels().gru_forward); }
+void gru_bwd(const Call& call) { backward(call, gru(call.attr<bool>("reset_after")), kernels().gru_backward); }
 
 JAXFUSE_HANDLER(jaxfuse_lstm_fwd, lstm_fwd);
 JAXFUSE_HANDLER(jaxfuse_lstm_bwd, lstm_bwd);

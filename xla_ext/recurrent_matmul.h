@@ -15,7 +15,7 @@ constexpr int kMaxRows = 4, kAccumulators = 12;
 constexpr int kMaxRows = 4, kAccumulators = 4;
 #endif
 
-constexpr int64_t kInnerBlock = 512;  // rows of packed columns that stay in the L2 cache while all rows of x meet them
+constexpr int64_t kInnerBlock = 512;  // rows of packed columns that stay in the L2 cache while all rows of x are multiplied with them
 constexpr int64_t kLongestSum = 256;  // products in one sum; more of them would err more than XLA's
 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
