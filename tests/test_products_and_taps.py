@@ -84,7 +84,7 @@ def test_turned_filter_and_one_dimension():
         return jax.nn.silu(y + b[:, None])
 
     for program in (layer, turned, sequence):
-        assert kernels(program, X, W, B) == ["product"]
+        assert kernels(program, X, W, B) == ["pointwise"]
         correct(program, X, W, B)
 
 
@@ -92,10 +92,10 @@ MISSES = {
     "channels last": (dict(names=LAST), X.transpose(0, 2, 3, 1), W.transpose(2, 3, 1, 0), "channels first"),
     "strides": (dict(strides=(2, 1)), jnp.tile(X, (1, 1, 2, 1)), W, "window_strides (2, 1)"),
     "padding": (dict(padding=((1, 0), (0, 0))), X, W, "padding ((1, 0), (0, 0))"),
-    "larger filter": ({}, X, jnp.tile(W, (1, 1, 2, 1)), "one place"),
+    "larger filter": ({}, X, jnp.tile(W, (1, 1, 2, 1)), "one tap"),
     "groups": (dict(feature_group_count=3), X, jnp.tile(W[:, :2], (3, 1, 1, 1))[:6], "feature_group_count 3"),
-    "few places": ({}, X[:, :, :22], W, "484 places"),
-    "more features than places": ({}, X, jnp.tile(W, (106, 1, 1, 1)), "530 features, 528 places"),
+    "few places": ({}, X[:, :, :22], W, "484 spatial positions"),
+    "more features than places": ({}, X, jnp.tile(W, (106, 1, 1, 1)), "530 features, 528 spatial positions"),
     "bfloat16": ({}, X.astype(jnp.bfloat16), W.astype(jnp.bfloat16), "dtype bfloat16"),
 }
 
@@ -108,7 +108,7 @@ def test_pointwise_near_miss(name):
     args = x, w, randn(features).astype(x.dtype)
     (node,) = [n for n in Graph(jax.make_jaxpr(program)(*args)).nodes if n.primitive == "conv_general_dilated"]
     assert words in pointwise.refuse(config_of(node), x, w)
-    assert "product" not in kernels(program, *args)
+    assert "pointwise" not in kernels(program, *args)
 
 
 def test_scattered_is_for_few_outputs_of_one_group():
@@ -119,7 +119,7 @@ def test_scattered_is_for_few_outputs_of_one_group():
         return kernels(lambda x, w: lax.conv_general_dilated(
             x, w, dimension_numbers=("NWC", "WIO", "NWC"), **(config | options)), x, w)
 
-    assert kernel(jnp.zeros((4, 8, 7))) == ["product"]
+    assert kernel(jnp.zeros((4, 8, 7))) == ["scattered"]
     others = (kernel(jnp.zeros((4, 8, 8))), kernel(jnp.zeros((4, 4, 2)), feature_group_count=2),
               kernel(jnp.zeros((4, 8, 2)), rhs_dilation=(2,)))
     assert all(names in (["onednn"], []) for names in others)

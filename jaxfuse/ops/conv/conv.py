@@ -292,8 +292,8 @@ def _plain(name: str, refuse, convolve, refuse_backward=None) -> tuple[Kernel, K
 
 
 _PLAIN = (
-    _plain("product", scattered.refuse, scattered.convolve),  # and what it is scattered to
-    _plain("product", pointwise.refuse, pointwise.convolve),
+    _plain("scattered", scattered.refuse, scattered.convolve),
+    _plain("pointwise", pointwise.refuse, pointwise.convolve),
     _plain("taps", taps.refuse, taps.convolve, taps.refuse_backward),
 )
 

@@ -1,5 +1,8 @@
-"""A convolution of one channel with one filter as a sum over the filter's places, of x moved and scaled: elementwise, so XLA makes
-one loop of it and of what follows. Matrix kernels, made for many channels, leave their vectors all but empty."""
+"""A convolution of one channel with one filter as a sum over its taps, of x moved and scaled.
+
+That is elementwise, so XLA makes one loop of it and of what follows. Matrix kernels, made for many channels, leave their vectors all but
+empty.
+"""
 
 import math
 
@@ -7,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-MOST = 64  # places of the filter
-SMALL = 1024  # numbers of x: of more the gradient's sums are slower than oneDNN's
+MOST = 64  # taps
+SMALL = 1024  # elements of x: of more the gradient's sums are slower than oneDNN's
 
 
 def refuse(config, x, w) -> str | None:
@@ -22,7 +25,7 @@ def refuse(config, x, w) -> str | None:
 
 
 def refuse_backward(config, x, w) -> str | None:
-    return refuse(config, x, w) or (f"{math.prod(x.shape)} numbers, at most {SMALL}" if math.prod(x.shape) > SMALL else None)
+    return refuse(config, x, w) or (f"{math.prod(x.shape)} elements, at most {SMALL}" if math.prod(x.shape) > SMALL else None)
 
 
 def convolve(config, x, w):
@@ -32,12 +35,12 @@ def convolve(config, x, w):
     images = jnp.transpose(x, (n, c, *space)).astype(wide)
     images = lax.pad(images, wide.type(0), [(0, 0, 0)] * 2 + [(low, high, 0) for low, high in config.padding])
     images = lax.optimization_barrier(images)  # or XLA computes x anew for every tap that reads it
-    places = jnp.transpose(w, (o, i, *window)).astype(wide)[0, 0]
-    reach = [(size - 1) * r for size, r in zip(places.shape, config.rhs_dilation)]
+    weights = jnp.transpose(w, (o, i, *window)).astype(wide)[0, 0]
+    reach = [(size - 1) * r for size, r in zip(weights.shape, config.rhs_dilation)]
     lengths = [max(0, size - beyond) for size, beyond in zip(images.shape[2:], reach)]
     total = jnp.zeros((*images.shape[:2], *lengths), wide)
-    for place in np.ndindex(*places.shape) if 0 not in lengths else ():
-        start = [k * r for k, r in zip(place, config.rhs_dilation)]
+    for tap in np.ndindex(*weights.shape) if 0 not in lengths else ():
+        start = [k * r for k, r in zip(tap, config.rhs_dilation)]
         part = lax.slice(images, (0, 0, *start), (*images.shape[:2], *(a + b for a, b in zip(start, lengths))))
-        total = total + part * places[place]
+        total = total + part * weights[tap]
     return jnp.moveaxis(total, range(total.ndim), config.out_spec).astype(x.dtype)

@@ -16,8 +16,8 @@ def size(config, types) -> int:
 
 
 def shape_class(config, types) -> str:
-    """A transposed one of few outputs is a product (`ops/scattered.py`), one of one channel to one a sum of taps (`ops/taps.py`):
-    classes of their own. Where a dilated one has no rule of its own, the last ones speak for it."""
+    """A transposed one of few outputs is a product (`ops/conv/scattered.py`), one of one channel to one a sum of taps
+    (`ops/conv/taps.py`): classes of their own. Where a dilated one has no rule of its own, the last ones speak for it."""
     transposed = any(d > 1 for d in config.lhs_dilation or ()) and config.feature_group_count == 1
     if transposed and types[1].shape[config.rhs_spec[0]] < 8 and all(d == 1 for d in config.rhs_dilation):
         return "scattered"
