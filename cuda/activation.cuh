@@ -22,9 +22,9 @@ HOST_DEVICE float normal_cdf(float x) { return 0.5f * erfcf(-0.707106781f * x); 
 #include "activation_formulas.h"
 #undef FUNCTION
 
-template <Activation activation, bool is_told = is_told_by_value(activation)>
+template <Activation activation, bool is_known = has_derivative_from_y(activation)>
 HOST_DEVICE float pullback_from_y(float g, float y, const Parameters& p) {
-  if constexpr (is_told) {
+  if constexpr (is_known) {
     return Formulas<activation>::pullback_from_y(g, y, p);
   } else {
     return g;  // never called
@@ -50,7 +50,7 @@ HOST_DEVICE float pulled_back(Activation activation, float g, float z, const Par
   return g;
 }
 
-// The same from y = activation(z), where that tells it: is_told_by_value.
+// The same from y = activation(z), where it is a function of y: has_derivative_from_y.
 HOST_DEVICE float pulled_back_by_value(Activation activation, float g, float y, const Parameters& p) {
 #define JAXFUSE_ROW(name, ...) \
   case Activation::name: return formulas::pullback_from_y<Activation::name>(g, y, p);

@@ -82,7 +82,7 @@ void backward_handler(const Call& call, cudaStream_t stream) {
   call.expect_counts(3 + activated, 4 + activated);
   Reader reader(call);
   Args& args = reader.args;
-  args.by_value = by_value_attr(call, args.activation, args.parameters);
+  args.by_value = derivative_from_y_attr(call, args.activation, args.parameters);
   args.dy = reader.of_y(call.operand(2, "dy"));
   args.dx = reader.full(call.result(0, "dx"));
   args.dw = reader.filter(call.result(1, "dw"));

@@ -45,8 +45,8 @@ def test_a_row_is_all_that_a_new_activation_needs(tmp_path):
     ]:
         run = generated(tmp_path / name, f'    "another": {row},\n')
         if run.returncode == 0:
-            source = tmp_path / name / "dense_portable.cc"
-            source.write_text(compiled_loops("dense", "portable"))
+            source = tmp_path / name / "epilogue_portable.cc"
+            source.write_text(compiled_loops("epilogue", "portable"))
             includes = [f"-I{tmp_path / name}", f"-I{ROOT / 'xla_ext'}"]
             run = subprocess.run([COMPILER, *FLAGS, "-Werror", "-fsyntax-only", *includes, str(source)], capture_output=True, text=True)
         assert (run.returncode != 0, message in run.stderr) == (message != "", True), run.stderr

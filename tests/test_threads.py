@@ -17,7 +17,7 @@ import pytest
 import jaxfuse
 from cases import CASES
 from compare import jit, pairs, value_and_gradients, with_cotangents
-from conv_oracle import MANY_PIXELS, backward, random
+from conv_oracle import MANY_PIXELS, Case, backward, random
 from jaxfuse import ops
 from jaxfuse.commands import doctor
 from jaxfuse.runtime import ffi, threads
@@ -90,6 +90,36 @@ def test_bits_of_our_own_dense_gradients(name):
     case = CASES["dense-" + name]
     args = with_cotangents(case, case.inputs("float16"))
     assert_same_bits(jit(lambda arrays, cotangents: value_and_gradients(case.fused, arrays, cotangents)), args)
+
+
+def bias_gradient(filter_shape, layout=None):
+    def run(g):
+        return backward(Case(g.shape, filter_shape, layout=layout), g, jnp.zeros(filter_shape), g, None, "none", ("db",))
+
+    return run
+
+
+# Gradients of parameters that are sums over rows, each as a function of g, and g's shape. So large that parts of a sum come first,
+# and these are then put together a few columns to a task.
+OVER_ROWS = {
+    "convolution": (bias_gradient((1, 1, 600, 600)), (40, 30, 30, 600)),
+    "convolution, channels first": (bias_gradient((400, 400, 1, 1), ("NCHW", "OIHW", "NCHW")), (60, 400, 9, 11)),
+    "dense": (lambda g: jax.vjp(lambda b: ops.dense(jnp.zeros((len(g), 1)), jnp.zeros((1, g.shape[1])), b), g[0])[1](g), (30000, 500)),
+    "layer norm": (lambda g: jax.vjp(lambda b: ops.layer_norm(g, g[0], b), g[0])[1](g), (9000, 700)),
+    "group norm": (lambda g: jax.vjp(lambda b: ops.group_norm(g, g[0, 0, 0], b, groups=4), g[0, 0, 0])[1](g), (64, 5, 5, 800)),
+    "batch norm": (lambda g: jax.vjp(lambda b: ops.batch_norm(g, g[0], b)[0], g[0])[1](g), (20000, 600)),
+}
+
+
+@pytest.mark.parametrize("name", OVER_ROWS)
+def test_bits_of_sums_over_rows(name):
+    run, shape = OVER_ROWS[name]
+    g = random(shape)
+    assert_same_bits(jit(run), (g,))
+    features = 1 if "first" in name else len(shape) - 1
+    (total,) = jax.tree.leaves(jit(run)(g))
+    exact = np.float64(g).sum(tuple(d for d in range(len(shape)) if d != features))
+    assert np.abs(total - exact).max() <= 2e-6 * np.sqrt(g.size / shape[features])
 
 
 def test_the_number_of_threads():

@@ -9,15 +9,15 @@ namespace jaxfuse {
 enum class Activation { JAXFUSE_ACTIVATIONS(JAXFUSE_ROW) };
 #undef JAXFUSE_ROW
 
-// Whether the derivative can be a function of the value; of a piecewise linear one its parameters say whether it is.
-constexpr bool is_told_by_value(Activation activation) {
-  enum class ToldBy { y, z };
-  constexpr ToldBy table[] = {
-#define JAXFUSE_ROW(name, numbers, told_by, ...) ToldBy::told_by,
+// Whether the derivative can be a function of y; of a piecewise linear one its parameters say whether it is.
+constexpr bool has_derivative_from_y(Activation activation) {
+  enum class From { y, z };
+  constexpr From table[] = {
+#define JAXFUSE_ROW(name, count, derivative_from, ...) From::derivative_from,
       JAXFUSE_ACTIVATIONS(JAXFUSE_ROW)
 #undef JAXFUSE_ROW
   };
-  return table[int(activation)] == ToldBy::y;
+  return table[int(activation)] == From::y;
 }
 
 // slope·(z - center) + offset, a slope and an offset each below the first bound, between the bounds, above the second; a slope of

@@ -18,10 +18,10 @@ constexpr Row kTable[] = {
 #undef JAXFUSE_ROW
 };
 
-// For whoever loads this: each name, how many numbers it takes and what tells its derivative.
+// For whoever loads this: each name, how many numbers it takes and what its derivative is computed from.
 const bool described = facts().emplace("activations", [] {
   std::string rows;
-#define JAXFUSE_ROW(name, numbers, told_by, ...) rows += #name " " #numbers " " #told_by ", ";
+#define JAXFUSE_ROW(name, numbers, derivative_from, ...) rows += #name " " #numbers " " #derivative_from ", ";
   JAXFUSE_ACTIVATIONS(JAXFUSE_ROW)
 #undef JAXFUSE_ROW
   return rows;
@@ -39,14 +39,14 @@ float slope_at(const Piecewise& f, const float (&bounds)[2], float x) {
   return x == bounds[0] ? f.at_bounds[0] : x == bounds[1] ? f.at_bounds[1] : f.slopes[1];
 }
 
-bool is_told_by_value(const Piecewise& f) {
+bool has_derivative_from_y(const Piecewise& f) {
   const auto [lower, middle, upper] = f.slopes;
   const bool rises = lower >= 0 && middle > 0 && upper >= 0;
   const bool ties = (lower > 0 || f.at_bounds[0] == lower) && (upper > 0 || f.at_bounds[1] == upper);
   return rises && ties && (std::isnan(f.at_nan) || slope_at(f, f.ends, f.at_nan) == f.slope_at_nan);
 }
 
-bool is_told_by_a_bit(const Piecewise& f) {
+bool is_derivative_a_bit(const Piecewise& f) {
   return std::all_of(f.slopes, f.slopes + 3, [](float slope) { return slope == 0 || slope == 1; });
 }
 
@@ -76,9 +76,9 @@ Parameters parameters_attr(const Call& call) {
   return {0, f};
 }
 
-bool by_value_attr(const Call& call, Activation activation, const Parameters& parameters) {
+bool derivative_from_y_attr(const Call& call, Activation activation, const Parameters& parameters) {
   const bool by_value = call.attr<bool>("by_value"), piecewise = activation == Activation::piecewise_linear;
-  if (by_value && !(is_told_by_value(activation) && (!piecewise || is_told_by_value(parameters.pieces)))) {
+  if (by_value && !(has_derivative_from_y(activation) && (!piecewise || has_derivative_from_y(parameters.pieces)))) {
     call.refuse("attribute by_value is true but the derivative of activation ", call.attr<std::string_view>("activation"),
                 " is not a function of its value");
   }
@@ -87,7 +87,7 @@ bool by_value_attr(const Call& call, Activation activation, const Parameters& pa
 
 bool save_mask_attr(const Call& call, Activation activation, const Parameters& parameters) {
   const bool save_mask = call.attr<bool>("save_mask"), piecewise = activation == Activation::piecewise_linear;
-  if (save_mask && !(activation == Activation::relu || (piecewise && is_told_by_a_bit(parameters.pieces)))) {
+  if (save_mask && !(activation == Activation::relu || (piecewise && is_derivative_a_bit(parameters.pieces)))) {
     call.refuse("attribute save_mask is true but the derivative of activation ", call.attr<std::string_view>("activation"),
                 " is no mask");
   }

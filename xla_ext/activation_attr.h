@@ -12,8 +12,8 @@ Activation activation_attr(const Call& call);
 // The attribute `parameters`, refused if these are not as many numbers as the activation has.
 Parameters parameters_attr(const Call& call);
 
-// The attribute `by_value`: whether the derivative is told by y, not by z. Refused where y does not tell it.
-bool by_value_attr(const Call& call, Activation activation, const Parameters& parameters);
+// The attribute `by_value`: whether the derivative is computed from y, not from z. Refused where it is no function of y.
+bool derivative_from_y_attr(const Call& call, Activation activation, const Parameters& parameters);
 
 // The attribute `save_mask`: whether to keep a bit for each element, where it is the derivative. Refused where that is not 0 or 1,
 // ties aside.

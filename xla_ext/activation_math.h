@@ -48,7 +48,7 @@ FUNCTION N piecewise_gradient(const Piecewise& f, const float (&bounds)[2], N g,
   return slope == 0.0f ? N{} : g * slope;
 }
 
-// Whether the derivative jumps, perhaps from 0 to 1: it is told by z as rounded to x's dtype, so that a mask, y and what is
+// Whether the derivative jumps, perhaps from 0 to 1: it is computed from z as rounded to x's dtype, so that a mask, y and what is
 // recomputed agree.
 FUNCTION constexpr bool is_gate(Activation activation) {
   return activation == Activation::relu || activation == Activation::piecewise_linear;

@@ -56,7 +56,7 @@ if __name__ == "__main__":
     folder, known = pathlib.Path(sys.argv[1]), rows()
     folder.mkdir(parents=True, exist_ok=True)
     write(folder / "activation_rows.h",
-          "// name, how many numbers are its parameters, what tells its derivative, how oneDNN appends it\n"
+          "// name, how many numbers are its parameters, what its derivative is computed from, how oneDNN appends it\n"
           "#define JAXFUSE_ACTIVATIONS(ROW)" + "".join(row(*item) for item in known.items()) + "\n")
     write(folder / "activation_formulas.h",
           "template <Activation activation>\nstruct Formulas;\n" + "".join(formulas(*item) for item in known.items()))

@@ -1,5 +1,5 @@
 // jaxfuse_attention_fwd: y = (softmax(scale·q·kᵀ + bias)·factor)·v in one pass, after Dao et al. 2022: of every row only its largest
-// score and the sums so far are kept while blocks of keys go by, and a tile of scores never leaves the cache.
+// score and the sums so far are held while blocks of keys go by, and a tile of scores never leaves the cache.
 #include "attention.h"
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 namespace jaxfuse::attention {
 namespace {
 
-// Rows of a tile whose scores lie in the first-level cache with the panel of keys that they meet; rows of a task; keys of a
+// Rows of a tile whose scores lie in the first-level cache with the panel of keys that they are multiplied with; rows of a task; keys of a
 // block, which with its values lies in the second-level cache.
 constexpr int64_t kGroupRows = 2 * kMostRows, kTaskRows = 22 * kMostRows, kBlockKeys = 256, kFewestRows = 4 * kMostRows, kTasks = 16;
 
@@ -50,11 +50,11 @@ struct Memory {
         total(largest + rows) {}
 };
 
-void attend(const Forward& f, int64_t item, int64_t row, int64_t rows) {
+void attend(const Forward& f, int64_t entry, int64_t row, int64_t rows) {
   const Problem& p = f.problem;
   const Memory m(p, rows);
-  const Matrix k = p.k.item(p.batch, item), v = p.v.item(p.batch, item);
-  const Lines q = lines_of(p.q.item(p.batch, item).from(0, row), rows, p.inner, m.q);
+  const Matrix k = p.k.entry(p.batch, entry), v = p.v.entry(p.batch, entry);
+  const Lines q = lines_of(p.q.entry(p.batch, entry).from(0, row), rows, p.inner, m.q);
   for (int64_t key = 0; key < p.keys; key += m.keys) {
     const int64_t keys = std::min(m.keys, p.keys - key);
     pack_columns(k.from(0, key).transposed(), keys, p.inner, m.k);
@@ -63,13 +63,13 @@ void attend(const Forward& f, int64_t item, int64_t row, int64_t rows) {
       const int64_t count = std::min(kGroupRows, rows - r);
       float* const sums = m.sums + r * m.stride;
       multiply(q.from(r), count, m.k, p.inner, whole_panels(keys), m.scores, m.key_stride, true);
-      kernels().softmax(p.scores(item, row + r, count, key, keys, m.scores, m.key_stride),
+      kernels().softmax(p.scores(entry, row + r, count, key, keys, m.scores, m.key_stride),
                         {m.largest + r, m.total + r, sums, p.columns, m.stride}, key == 0);
       multiply(product::lines(m.scores, m.key_stride), count, m.v, keys, m.stride, sums, m.stride, key == 0);
     }
   }
-  const int64_t at = item * p.rows + row;
-  const Matrix y = f.out.item(p.batch, item).from(0, row);
+  const int64_t at = entry * p.rows + row;
+  const Matrix y = f.out.entry(p.batch, entry).from(0, row);
   kernels().finish({m.largest, m.total, m.sums, p.columns, m.stride}, rows, element_of(y.dtype), y.data, y.strides[0],
                    f.largest ? f.largest + at : nullptr, f.inverse ? f.inverse + at : nullptr);
 }
@@ -77,9 +77,9 @@ void attend(const Forward& f, int64_t item, int64_t row, int64_t rows) {
 void forward(const Call& call) {
   const Forward f(call);
   const Problem& p = f.problem;
-  const int64_t wanted = std::max(parts(p.rows, kTaskRows), std::min(parts(kTasks, p.items()), p.rows / kFewestRows));
+  const int64_t wanted = std::max(parts(p.rows, kTaskRows), std::min(parts(kTasks, p.entries()), p.rows / kFewestRows));
   const int64_t step = padded(parts(p.rows, wanted), kMostRows), row_parts = parts(p.rows, step);
-  for_tasks(p, p.items() * row_parts, [&](int64_t task) {
+  for_tasks(p, p.entries() * row_parts, [&](int64_t task) {
     const int64_t row = task % row_parts * step;
     attend(f, task / row_parts, row, std::min(step, p.rows - row));
   });
@@ -144,24 +144,24 @@ Matrix Problem::matrix(const Call& call, const Tensor& t, const char* strides, c
 Matrix Problem::written(const Call& call, const Tensor& t, const char* strides, const Shape& extents) const {
   const Matrix m = matrix(call, t, strides, extents);
   if (m.strides.back() != 1) call.refuse(t.name, " has columns ", m.strides.back(), " elements apart, expected 1");
-  if (t.size() != items() * size_of(extents)) {
-    call.refuse(t.name, " has shape ", to_string(t.shape), ", expected one matrix for each item of the batch");
+  if (t.size() != entries() * size_of(extents)) {
+    call.refuse(t.name, " has shape ", to_string(t.shape), ", expected one matrix for each entry of the batch");
   }
   return m;
 }
 
-Scores Problem::scores(int64_t item, int64_t row, int64_t count, int64_t key, int64_t width, float* s, int64_t stride) const {
+Scores Problem::scores(int64_t entry, int64_t row, int64_t count, int64_t key, int64_t width, float* s, int64_t stride) const {
   Scores scores{s, count, width, stride, scale, fill, Element::f32, nullptr, nullptr, 0, 0, nullptr, 0};
   if (bias) {
-    const Matrix m = bias->item(batch, item).from(0, row).from(1, key);
+    const Matrix m = bias->entry(batch, entry).from(0, row).from(1, key);
     scores.bias_element = element_of(m.dtype), scores.bias = m.data, scores.bias_row = m.strides[0];
   }
   if (mask) {
-    const Matrix m = mask->item(batch, item).from(0, row).from(1, key);
+    const Matrix m = mask->entry(batch, entry).from(0, row).from(1, key);
     scores.mask = static_cast<const uint8_t*>(m.data), scores.mask_row = m.strides[0];
   }
   if (factor) {
-    const Matrix m = factor->item(batch, item).from(0, row).from(1, key);
+    const Matrix m = factor->entry(batch, entry).from(0, row).from(1, key);
     scores.factor = static_cast<const float*>(m.data), scores.factor_row = m.strides[0];
   }
   return scores;

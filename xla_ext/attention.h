@@ -1,4 +1,4 @@
-// What both of attention's targets are told, checked, and how tiles of its matrices are multiplied.
+// What both of attention's targets are asked for, checked, and how tiles of its matrices are multiplied.
 #pragma once
 
 #include <optional>
@@ -33,20 +33,20 @@ struct Problem {
   // From the operands q, k, v, then bias, mask and factor where attributes say so.
   explicit Problem(const Call&);
 
-  int64_t items() const { return size_of(batch); }
+  int64_t entries() const { return size_of(batch); }
   size_t operands() const { return 3 + bias.has_value() + mask.has_value() + factor.has_value(); }
   // The tensor's matrices, [extents...] each, laid as the attribute says.
   Matrix matrix(const Call&, const Tensor&, const char* strides, const Shape& extents) const;
-  // The same, to be written: one matrix for each item of the batch, the columns side by side.
+  // The same, to be written: one matrix for each entry of the batch, the columns side by side.
   Matrix written(const Call&, const Tensor&, const char* strides, const Shape& extents) const;
-  Scores scores(int64_t item, int64_t row, int64_t rows, int64_t key, int64_t keys, float* s, int64_t stride) const;
+  Scores scores(int64_t entry, int64_t row, int64_t rows, int64_t key, int64_t keys, float* s, int64_t stride) const;
 };
 
 // f(task) for all tasks, on threads unless they are less work than waking these.
 template <class F>
 void for_tasks(const Problem& p, int64_t tasks, F f) {
   constexpr int64_t kFewProducts = 1 << 17;
-  const bool few = p.items() * p.rows * p.keys * (p.inner + p.columns) < kFewProducts;
+  const bool few = p.entries() * p.rows * p.keys * (p.inner + p.columns) < kFewProducts;
   parallel_for(few ? 1 : tasks, [&](int64_t task) {
     for (int64_t i = few ? 0 : task, end = few ? tasks : task + 1; i < end; ++i) f(i);
   });

@@ -1,4 +1,4 @@
-// jaxfuse_attention_bwd: the gradients of attention, the softmax computed again tile by tile from what the forward pass kept of
+// jaxfuse_attention_bwd: the gradients of attention, the softmax computed again tile by tile from what the forward pass saved of
 // each row (Dao et al. 2022):
 //
 //     p = e^(s - largest)·inverse,  dv = (p·f)ᵀ·dy,  ds = p·(f·(dy·vᵀ) - Σ dy·y),  dq = scale·ds·k,  dk = scale·dsᵀ·q,  f the factor
@@ -79,20 +79,20 @@ void store(const float* sums, int64_t stride, int64_t rows, int64_t columns, con
   kernels().write(sums, stride, rows, columns, element_of(to.dtype), to.data, to.strides[0]);
 }
 
-// Of the gradients of an item what its keys [begin, end) give: dk and dv of these, and their part of dq in f32.
-void differentiate(const Backward& b, int64_t item, int64_t begin, int64_t end, float* dq) {
+// Of the gradients of a batch entry what its keys [begin, end) give: dk and dv of these, and their part of dq in f32.
+void differentiate(const Backward& b, int64_t entry, int64_t begin, int64_t end, float* dq) {
   const Problem& p = b.problem;
   const Memory m(p);
-  const auto of_item = [&](const Matrix& matrix, int64_t first) { return matrix.item(p.batch, item).from(0, first); };
+  const auto of_entry = [&](const Matrix& matrix, int64_t first) { return matrix.entry(p.batch, entry).from(0, first); };
   for (int64_t key = begin; key < end; key += m.keys) {
     const int64_t keys = std::min(m.keys, end - key);
-    const Matrix k = of_item(p.k, key), v = of_item(p.v, key);
+    const Matrix k = of_entry(p.k, key), v = of_entry(p.v, key);
     pack_columns(k.transposed(), keys, p.inner, m.k_rows);
     pack_columns(v.transposed(), keys, p.columns, m.v_rows);
     pack_columns(k, p.inner, keys, m.k_columns);
     for (int64_t row = 0; row < p.rows; row += m.rows) {
-      const int64_t rows = std::min(m.rows, p.rows - row), at = item * p.rows + row;
-      const Matrix q = of_item(p.q, row), y = of_item(b.y, row), dy = of_item(b.dy, row);
+      const int64_t rows = std::min(m.rows, p.rows - row), at = entry * p.rows + row;
+      const Matrix q = of_entry(p.q, row), y = of_entry(b.y, row), dy = of_entry(b.dy, row);
       pack_columns(q, p.inner, rows, m.q_columns);
       pack_columns(dy, p.columns, rows, m.dy_columns);
       multiply(lines_of(q, rows, p.inner, m.q_rows), rows, m.k_rows, p.inner, whole_panels(keys), m.p, m.key_stride, true);
@@ -101,7 +101,7 @@ void differentiate(const Backward& b, int64_t item, int64_t begin, int64_t end, 
         kernels().row_products(element_of(y.dtype), y.data, y.strides[0], dy.data, dy.strides[0], rows, p.columns, m.delta);
       }
       float* const dscores = b.dscores ? b.dscores + at * p.keys + key : nullptr;
-      kernels().gradient(p.scores(item, row, rows, key, keys, m.p, m.key_stride),
+      kernels().gradient(p.scores(entry, row, rows, key, keys, m.p, m.key_stride),
                          {b.largest + at, b.inverse + at, keys < p.keys ? m.delta : nullptr, m.dp, dscores, p.keys});
       const auto transposed = [&](const float* tile) { return Lines{tile, 1, m.key_stride, product::kernels().rows}; };
       multiply(transposed(m.p), keys, m.dy_columns, rows, m.column_stride, m.dv, m.column_stride, row == 0);
@@ -109,32 +109,32 @@ void differentiate(const Backward& b, int64_t item, int64_t begin, int64_t end, 
       multiply(product::lines(m.dp, m.key_stride), rows, m.k_columns, keys, m.inner_stride, dq + row * m.inner_stride, m.inner_stride,
                key == begin);
     }
-    store(m.dk, m.inner_stride, keys, p.inner, of_item(b.dk, key));
-    store(m.dv, m.column_stride, keys, p.columns, of_item(b.dv, key));
+    store(m.dk, m.inner_stride, keys, p.inner, of_entry(b.dk, key));
+    store(m.dv, m.column_stride, keys, p.columns, of_entry(b.dv, key));
   }
 }
 
-// Few items: their keys are cut, and the parts of dq added afterwards.
+// Of few batch entries the keys are cut, and the parts of dq added afterwards.
 void backward(const Call& call) {
   const Backward b(call);
   const Problem& p = b.problem;
-  const int64_t wanted = std::min(parts(kTasks, p.items()), parts(p.keys, kTileKeys));
+  const int64_t wanted = std::min(parts(kTasks, p.entries()), parts(p.keys, kTileKeys));
   const int64_t step = parts(p.keys, wanted), key_parts = parts(p.keys, step);
   const int64_t stride = whole_panels(p.inner), floats = p.rows * stride;
-  const Scratch scratch(p.items() * key_parts * floats * sizeof(float));
+  const Scratch scratch(p.entries() * key_parts * floats * sizeof(float));
   float* const sums = scratch.as<float>();
-  for_tasks(p, p.items() * key_parts, [&](int64_t task) {
+  for_tasks(p, p.entries() * key_parts, [&](int64_t task) {
     const int64_t begin = task % key_parts * step;
     differentiate(b, task / key_parts, begin, std::min(p.keys, begin + step), sums + task * floats);
   });
   const int64_t chunk = std::min(p.rows, kTileRows), chunks = parts(p.rows, chunk);
-  for_tasks(p, p.items() * chunks, [&](int64_t task) {
-    const int64_t item = task / chunks, row = task % chunks * chunk, rows = std::min(chunk, p.rows - row);
-    float* const total = sums + item * key_parts * floats + row * stride;
+  for_tasks(p, p.entries() * chunks, [&](int64_t task) {
+    const int64_t entry = task / chunks, row = task % chunks * chunk, rows = std::min(chunk, p.rows - row);
+    float* const total = sums + entry * key_parts * floats + row * stride;
     for (int64_t part = 1; part < key_parts; ++part) {
       for (int64_t i = 0; i < rows * stride; ++i) total[i] += total[part * floats + i];
     }
-    store(total, stride, rows, p.inner, b.dq.item(p.batch, item).from(0, row));
+    store(total, stride, rows, p.inner, b.dq.entry(p.batch, entry).from(0, row));
   });
 }
 

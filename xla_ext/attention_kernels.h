@@ -22,7 +22,7 @@ struct Scores {
   int64_t factor_row;
 };
 
-// Of each row, over the keys met so far: the largest score, Σe^(score - largest), and Σe^(score - largest)·factor·v, `columns` wide.
+// Of each row, over the keys so far: the largest score, Σe^(score - largest), and Σe^(score - largest)·factor·v, `columns` wide.
 struct Softmax {
   float *largest, *total, *sums;
   int64_t columns, stride;  // of the sums

@@ -63,7 +63,7 @@ struct Row {
     return v;
   }
   template <class Lanes>
-  Floats kept(int64_t c, Floats v, Lanes lanes) const {
+  Floats weighted(int64_t c, Floats v, Lanes lanes) const {
     if constexpr (has_factor) return v * load(factor + c, lanes);
     return v;
   }
@@ -102,7 +102,7 @@ void softmax(const Scores& scores, const Softmax& state, bool first) {
     Floats sum{};
     for_vectors(0, scores.keys, [&](int64_t c, auto lanes) {
       const Floats e = exp(load(s + c, lanes) - shift);
-      store(s + c, row.kept(c, e, lanes), lanes);
+      store(s + c, row.weighted(c, e, lanes), lanes);
       sum += only(e, lanes);
     });
     state.largest[i] = largest;
@@ -146,13 +146,13 @@ void gradient(const Scores& scores, const Gradient& g) {
     for_vectors(0, scores.keys, [&](int64_t c, auto lanes) {
       const Floats p = exp(row.score(c, lanes) - largest) * inverse;
       store(s + c, p, lanes);
-      sum += only(p * row.kept(c, load(dp + c, lanes), lanes), lanes);
+      sum += only(p * row.weighted(c, load(dp + c, lanes), lanes), lanes);
     });
     const Floats delta = broadcast(g.delta ? g.delta[i] : total(sum));
     for_vectors(0, scores.keys, [&](int64_t c, auto lanes) {
       const Floats p = load(s + c, lanes);
-      const Floats dscore = row.unmasked(c, p * (row.kept(c, load(dp + c, lanes), lanes) - delta), lanes);
-      store(s + c, row.kept(c, p, lanes), lanes);
+      const Floats dscore = row.unmasked(c, p * (row.weighted(c, load(dp + c, lanes), lanes) - delta), lanes);
+      store(s + c, row.weighted(c, p, lanes), lanes);
       store(dp + c, dscore * scores.scale, lanes);
       if (dscores) store(dscores + c, dscore, lanes);
     });

@@ -17,7 +17,7 @@ struct Tile {
 
 // A tile's channel_begin is a multiple of this (whole vectors, whole bytes of mask) ...
 constexpr int64_t kChannelStep = 64;
-// ... and it has at most this many channels: what a tile's loops keep per channel stays in the L1 cache.
+// ... and it has at most this many channels: what a tile's loops hold per channel stays in the L1 cache.
 constexpr int64_t kMaxTileChannels = 2048;
 
 // Full-size tensors are f32, bf16 or f16, row-major (rows, channels); per-channel vectors are f32.

@@ -10,7 +10,7 @@ namespace {
 // Rows summed in f32 before the sums go to f64.
 constexpr int64_t kBlockRows = 256;
 
-// What is kept per channel, in the L1 cache, while a tile's rows go by.
+// What is held per channel, in the L1 cache, while a tile's rows go by.
 struct ChannelSums {
   alignas(64) float values[kMaxTileChannels];
 
@@ -41,7 +41,7 @@ struct MergeWeights {
       : inverse_n(n ? 1 / n : 0), inverse_n_other(1 / n_other), weight(n * n_other / (n + n_other)) {}
 };
 
-// Chan, Golub and LeVeque: m2 of two sets together = m2 + m2' + (mean' - mean)²·n·n'/(n + n'). Sums, not means, are kept:
+// Chan, Golub and LeVeque: m2 of two sets together = m2 + m2' + (mean' - mean)²·n·n'/(n + n'). Sums, not means, are held:
 // an Inf among them stays one.
 inline void merge_channel(double& sum, double& m2, double other_sum, double other_m2, const MergeWeights& by) {
   const double gap = other_sum * by.inverse_n_other - sum * by.inverse_n;

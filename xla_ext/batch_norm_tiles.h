@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "batch_norm_kernels.h"
+#include "cut.h"
 #include "parallel.h"
 #include "scratch.h"
 #include "simd_level.h"
@@ -54,8 +55,8 @@ inline bool streams(const void* output, int64_t bytes, const Folding& folding) {
 struct TileGrid {
   int64_t rows, channels, tile_rows, tile_channels;
 
-  int64_t down() const { return (rows + tile_rows - 1) / tile_rows; }
-  int64_t across() const { return (channels + tile_channels - 1) / tile_channels; }
+  int64_t down() const { return parts(rows, tile_rows); }
+  int64_t across() const { return parts(channels, tile_channels); }
   int64_t size() const { return down() * across(); }
 
   Tile operator[](int64_t i) const {
@@ -106,16 +107,16 @@ ChannelPairs reduce(const Folding& folding, const Kernel& kernel, const Combine&
     const int64_t at = i * width + tile.channel_begin;
     kernel(tile, first + at, second + at);
   });
-  const auto add_partial = [&](int64_t i, int64_t n, int64_t n_other, int64_t n_channels) {
-    combine(&folded.first[0], &folded.second[0], double(n), first + i * width, second + i * width, double(n_other),
-            n_channels);
-  };
-  for (int64_t i = 0, n = 0; i < down; ++i) {
-    const int64_t rows = std::min(grid.tile_rows, folding.rows - n);
-    add_partial(i, n, rows, width);
-    n += rows;
-  }
-  if (folding.last_channels) add_partial(down, folding.rows, 1, folding.last_channels);
+  parallel_for(parts(width, kChannelStep), [&](int64_t task) {
+    const int64_t begin = task * kChannelStep, channels = std::min(kChannelStep, width - begin);
+    const auto add_part = [&](int64_t i, int64_t n, int64_t rows, int64_t count) {
+      const int64_t at = i * width + begin;
+      combine(&folded.first[begin], &folded.second[begin], double(n), first + at, second + at, double(rows), count);
+    };
+    for (int64_t i = 0, n = 0; i < down; ++i, n += grid.tile_rows) add_part(i, n, std::min(grid.tile_rows, folding.rows - n), channels);
+    const int64_t last = std::min(folding.last_channels - begin, channels);
+    if (last > 0) add_part(down, folding.rows, 1, last);
+  });
   for (int64_t copy = 0, n = 0; copy < folding.copies; ++copy) {
     const int64_t rows = folding.rows + (copy < folding.last_copies());
     if (rows == 0) break;

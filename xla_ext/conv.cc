@@ -1,15 +1,11 @@
 // jaxfuse_conv_fwd: y = activation(z), z = scale·conv(x, w) + bias + residual, in one pass over y; or the residual is added
 // after the activation. With `save_z` z is a second result. y, and with it the residual and z, may be f32 where x is bf16.
-#include <optional>
-
 #include "activation_attr.h"
-#include "bf16.h"
 #include "conv.h"
 #include "conv_depthwise.h"
-#include "conv_epilogue.h"
 #include "conv_pointwise.h"
 #include "conv_winograd.h"
-#include "nan_watch.h"
+#include "invalid_flag.h"
 #include "onednn/onednn.h"
 #include "scratch.h"
 
@@ -20,152 +16,118 @@ Forward checked(const Call& call) {
   const bool has_scale = call.attr<bool>("has_scale"), has_bias = call.attr<bool>("has_bias"),
              has_residual = call.attr<bool>("has_residual"), save_z = call.attr<bool>("save_z");
   call.expect_counts(2 + has_scale + has_bias + has_residual, 1 + save_z);
-  Forward f{Geometry(call), call.operand(0, "x"), call.operand(1, "w"), {}, {}, {}, call.result(0, "y"),
-            activation_attr(call), parameters_attr(call), call.attr<bool>("residual_last")};
+  Forward f{Geometry(call), call.operand(0, "x"), call.operand(1, "w"),
+            {call.result(0, "y"), activation_attr(call), parameters_attr(call), {}, {}, {}, call.attr<bool>("residual_last")}};
+  Epilogue& e = f.epilogue;
   call.expect_dtype(f.x, {DType::F32, DType::BF16});
   call.expect_dtype(f.w, {f.x.dtype});
-  call.expect_dtype(f.y, {f.x.dtype, DType::F32});
-  f.geometry.check(call, f.x, f.w, f.y);
-  const Shape features{f.y.shape[f.geometry.out_spec[1]]};
+  call.expect_dtype(e.y, {f.x.dtype, DType::F32});
+  f.geometry.check(call, f.x, f.w, e.y);
+  const Shape features{e.y.shape[f.geometry.out_spec[1]]};
   size_t next = 2;
-  if (has_scale) {
-    f.scale = call.operand(next++, "scale");
-    call.expect_dtype(*f.scale, {DType::F32});
-    call.expect_shape(*f.scale, features);
-  }
+  if (has_scale) e.scale = call.checked(call.operand(next++, "scale"), DType::F32, features);
   if (has_bias) {
-    f.bias = call.operand(next++, "bias");
-    call.expect_dtype(*f.bias, {DType::F32, f.x.dtype});
-    call.expect_shape(*f.bias, features);
+    e.bias = call.operand(next++, "bias");
+    call.expect_dtype(*e.bias, {DType::F32, f.x.dtype});
+    call.expect_shape(*e.bias, features);
   }
-  if (has_residual) {
-    f.residual = call.operand(next++, "residual");
-    call.expect_dtype(*f.residual, {f.y.dtype});
-    call.expect_shape(*f.residual, f.y.shape);
-  }
-  if (save_z) {
-    f.z = call.result(1, "z");
-    call.expect_dtype(*f.z, {f.y.dtype});
-    call.expect_shape(*f.z, f.y.shape);
-  }
+  if (has_residual) e.residual = call.checked(call.operand(next++, "residual"), e.y.dtype, e.y.shape);
+  if (save_z) e.z = call.checked(call.result(1, "z"), e.y.dtype, e.y.shape);
   return f;
 }
 
-// run(epilogue): what follows `in` by our own loops.
-template <class Run>
-void with_epilogue(const Forward& f, const void* in, DType in_dtype, Run run) {
-  const std::vector<float> bias = elements(f.bias);
-  run(Epilogue{f.activation, f.parameters, in, in_dtype, f.scale ? f.scale->as<float>() : nullptr,
-               f.bias ? bias.data() : nullptr, f.residual ? f.residual->data : nullptr, f.residual_last});
-}
+// y by our own loops, from the convolution alone; null: from zeros.
+void finish(const Forward& f, const void* sums, DType dtype) { epilogue::apply(f.epilogue, f.geometry.out_spec[1], sums, dtype); }
 
-// y = activation(scale·in + bias + residual), or the residual last, by our own loops.
-void finish(const Forward& f, const void* in, DType in_dtype) {
-  with_epilogue(f, in, in_dtype, [&](const Epilogue& e) { run_epilogue(f.y, f.geometry.out_spec[1], e); });
-}
-
-// What computes the products: a product of matrices, the loops for depthwise convolutions or Winograd's, all ours, or oneDNN.
-enum class Way { none, product, depthwise, winograd, onednn };
+// What computes the products: one product of matrices, the loops for depthwise convolutions or Winograd's, all ours, or oneDNN.
+enum class Way { none, pointwise, depthwise, winograd, onednn };
 
 Way way(const Forward& f) {
-  if (f.x.size() == 0 || f.w.size() == 0 || f.y.size() == 0) return Way::none;
-  if (f.y.dtype != f.x.dtype) return Way::onednn;
-  if (pointwise::takes(f.geometry, f.x, f.w)) return Way::product;
-  if (depthwise::takes(depthwise::Pass::forward, f.geometry, f.x, f.w, f.y)) return Way::depthwise;
-  return winograd::takes(f.geometry, f.x, f.w, f.y) ? Way::winograd : Way::onednn;
+  if (f.x.size() == 0 || f.w.size() == 0 || f.y().size() == 0) return Way::none;
+  if (f.y().dtype != f.x.dtype) return Way::onednn;
+  if (pointwise::takes(f.geometry, f.x, f.w)) return Way::pointwise;
+  if (depthwise::takes(depthwise::Pass::forward, f.geometry, f.x, f.w, f.y())) return Way::depthwise;
+  return winograd::takes(f.geometry, f.x, f.w, f.y()) ? Way::winograd : Way::onednn;
 }
 
 unsigned libraries(const Call& call) {
   const Forward f = checked(call);
   if (way(f) != Way::onednn) return kNative;
-  const bool slow = onednn::is_loaded() && !onednn::is_fast(f.geometry, f.x, f.w, f.y);
+  const bool slow = onednn::is_loaded() && !onednn::is_fast(f.geometry, f.x, f.w, f.y());
   return slow ? kOneDNN | kReference : unsigned(kOneDNN);
 }
 
-void run_depthwise(const Forward& f) {
-  with_epilogue(f, nullptr, f.y.dtype, [&](const Epilogue& e) { depthwise::forward(f.geometry, f.x, f.w, f.y, e); });
-}
-
-// z, into y.
-Forward up_to_activation(Forward f) {
-  f.activation = Activation::none;
-  if (f.residual_last) f.residual.reset();
+// z, into the given tensor.
+Forward up_to_activation(Forward f, const Tensor& z) {
+  Epilogue& e = f.epilogue;
+  e.y = z, e.activation = Activation::none, e.z.reset();
+  if (e.residual_last) e.residual.reset();
   return f;
 }
 
-// y from z.
-void activate(const Forward& f, const void* z) {
-  Forward rest{f.geometry, f.x, f.w, {}, {}, {}, f.y, f.activation, f.parameters, f.residual_last};
-  if (f.residual_last) rest.residual = f.residual;
-  finish(rest, z, f.y.dtype);
+// What makes y of z.
+Forward from_activation(Forward f) {
+  Epilogue& e = f.epilogue;
+  e.scale.reset(), e.bias.reset(), e.z.reset();
+  if (!e.residual_last) e.residual.reset();
+  return f;
 }
+
+void activate(const Forward& f, const void* z) { finish(from_activation(f), z, f.y().dtype); }
 
 // The convolution alone by oneDNN, into f32, to be rounded once.
 void run_bare(const Forward& f) {
-  const Scratch z(f.y.size() * sizeof(float));
-  onednn::convolve(f.geometry, f.x, f.w, {f.y.name, z.data(), DType::F32, f.y.shape});
+  const Scratch z(f.y().size() * sizeof(float));
+  onednn::convolve(f.geometry, f.x, f.w, {f.y().name, z.data(), DType::F32, f.y().shape});
   finish(f, z.data(), DType::F32);
 }
 
 // The convolution with whatever oneDNN can add to it at full speed, and the rest by us.
 void run_apart(const Forward& f) {
-  if (!onednn::convolve(up_to_activation(f), f.y.data)) return run_bare(f);
-  if (f.activation != Activation::none || f.residual_last) activate(f, f.y.data);
+  if (!onednn::convolve(up_to_activation(f, f.y()), f.y().data)) return run_bare(f);
+  if (f.epilogue.activation != Activation::none || f.epilogue.residual_last) activate(f, f.y().data);
 }
 
 // Whether the activation is better applied by us than inside oneDNN's convolution.
 bool better_apart(const Forward& f) {
-  return f.activation == Activation::none || !onednn::has_post_ops(f.activation, f.parameters, f.y.dtype);
+  return f.epilogue.activation == Activation::none || !onednn::has_post_ops(f.epilogue.activation, f.epilogue.parameters, f.y().dtype);
 }
 
 void run_fused(const Forward& f) {
-  const NanWatch watch;
-  if (!onednn::convolve(f, f.y.data)) return run_apart(f);
-  if (!watch.perhaps_nan()) return;
-  // The numbers that are right stay: whether a false alarm brought us here must not show in them.
-  const Scratch z(f.y.bytes());
-  if (!onednn::convolve(up_to_activation(f), z.data())) return run_apart(f);
-  const void* added = f.residual_last ? f.residual->data : nullptr;
-  restore_not_finite(f.y, f.geometry.out_spec[1], z.data(), f.activation, f.parameters, added);
+  const InvalidFlagGuard guard;
+  if (!onednn::convolve(f, f.y().data)) return run_apart(f);
+  if (!guard.invalid_flag_raised()) return;
+  // What is right stays: whether a false alarm brought us here must not show in it.
+  const Scratch z(f.y().bytes());
+  if (!onednn::convolve(up_to_activation(f, f.y()), z.data())) return run_apart(f);
+  epilogue::restore_not_finite(from_activation(f).epilogue, z.data());
 }
 
 // In f32 from bf16: nothing is rounded.
 void run_widening(const Forward& f) {
-  onednn::convolve(f.geometry, f.x, f.w, f.y);
-  finish(f, f.y.data, DType::F32);
+  onednn::convolve(f.geometry, f.x, f.w, f.y());
+  finish(f, f.y().data, DType::F32);
 }
 
 void run_onednn(const Forward& f) {
-  if (f.y.dtype != f.x.dtype) return run_widening(f);
+  if (f.y().dtype != f.x.dtype) return run_widening(f);
   if (!onednn::has_kernels(f.x.dtype)) return run_bare(f);
   better_apart(f) ? run_apart(f) : run_fused(f);
 }
 
-// run(f), by way of z where that is to be kept.
+// run(f), by way of z where that is saved.
 void run_saving(const Forward& f, void (*run)(const Forward&)) {
-  if (!f.z) return run(f);
-  Forward z = up_to_activation(f);
-  z.y = *f.z;
-  run(z);
-  activate(f, f.z->data);
-}
-
-void run_without_products(const Forward& f) {
-  if (f.y.size() == 0) return;
-  if (f.z) {
-    Forward z = up_to_activation(f);
-    z.y = *f.z;
-    finish(z, nullptr, f.y.dtype);
-  }
-  finish(f, nullptr, f.y.dtype);
+  if (!f.epilogue.z) return run(f);
+  run(up_to_activation(f, *f.epilogue.z));
+  activate(f, f.epilogue.z->data);
 }
 
 void conv_fwd(const Call& call) {
   const Forward f = checked(call);
   switch (way(f)) {
-    case Way::none: return run_without_products(f);
-    case Way::product: return pointwise::forward(f);
-    case Way::depthwise: return run_saving(f, run_depthwise);
+    case Way::none: return finish(f, nullptr, f.y().dtype);
+    case Way::pointwise: return pointwise::forward(f);
+    case Way::depthwise: return run_saving(f, depthwise::forward);
     case Way::winograd:
       if (winograd::forward(f)) return;
       [[fallthrough]];  // infinities as they are

@@ -2,10 +2,7 @@
 // order their dimensions are in; and a forward convolution as the target is asked for it.
 #pragma once
 
-#include <optional>
-
-#include "activation.h"
-#include "handler.h"
+#include "epilogue.h"
 
 namespace jaxfuse::conv {
 
@@ -23,7 +20,7 @@ struct Geometry {
   // From one element of the filter to the next, along each of its dimensions in the order of rhs_spec.
   Shape filter_strides(const Tensor& w) const;
 
-  // A convolution of x with zeros between its elements (`lhs_dilation`), with the filter turned around: the gradient of a
+  // A convolution of x with zeros between its elements (`lhs_dilation`), with the filter spatially flipped: the gradient of a
   // strided convolution from y to x, its adjoint.
   bool transposed() const;
   Geometry adjoint(const Tensor& w) const;
@@ -40,17 +37,14 @@ struct Geometry {
   int64_t filter_features = 0;  // input features of the filter's buffer, where w is a slice of it; 0: as many as w's
 };
 
-// y = activation(scale·(x (*) w) + bias + residual)
+// x (*) w and what follows it.
 struct Forward {
   Geometry geometry;
   Tensor x, w;
-  std::optional<Tensor> scale, bias, residual;
-  Tensor y;
-  Activation activation;
-  Parameters parameters;
-  bool residual_last = false;  // added after the activation
-  std::optional<Tensor> z{};   // where to keep what the activation is applied to
-  bool adds = false;           // to what y holds
+  Epilogue epilogue;
+  bool adds = false;  // to what y holds
+
+  const Tensor& y() const { return epilogue.y; }
 };
 
 // The values in the order of the spec.

@@ -1,4 +1,4 @@
-// jaxfuse_conv_bwd: the gradients of y = activation(z), z = conv(x, w) + bias + residual, the derivative told by y or by z:
+// jaxfuse_conv_bwd: the gradients of y = activation(z), z = conv(x, w) + bias + residual, activation' a function of y or of z:
 //   g = dy·activation'(z)     db = Σ g     dresidual = g     dx, dw = the convolution's own gradients at g
 #include <cstring>
 #include <optional>
@@ -7,7 +7,6 @@
 #include "bf16.h"
 #include "conv.h"
 #include "conv_depthwise.h"
-#include "conv_epilogue.h"
 #include "conv_filter.h"
 #include "conv_pointwise.h"
 #include "conv_winograd.h"
@@ -19,11 +18,11 @@ namespace {
 
 struct Backward {
   Geometry geometry;
-  std::optional<Tensor> x, w, told, dx, dw, db, dresidual;  // told: y if by_value, else z
+  std::optional<Tensor> x, w, saved, dx, dw, db, dresidual;  // saved: y if derivative_from_y, else z
   Tensor dy;
   Activation activation;
   Parameters parameters;
-  bool by_value;
+  bool derivative_from_y;
   bool dx_by_loops = false, dw_by_loops = false;  // those of conv_depthwise.h
 };
 
@@ -36,10 +35,10 @@ void check(const Call& call, const Backward& b) {
   for (const auto* t : {&b.x, &b.w, &b.dx, &b.dresidual}) {
     if (*t) call.expect_dtype(**t, {dtype});
   }
-  for (const auto* t : {&b.told, &b.dresidual}) {
+  for (const auto* t : {&b.saved, &b.dresidual}) {
     if (*t) call.expect_shape(**t, b.dy.shape);
   }
-  if (b.told) call.expect_dtype(*b.told, {dtype});
+  if (b.saved) call.expect_dtype(*b.saved, {dtype});
   for (const auto* t : {&b.dw, &b.db}) {
     if (*t) call.expect_dtype(**t, {DType::F32, dtype});
   }
@@ -53,7 +52,7 @@ Backward checked(const Call& call) {
              want_db = call.attr<bool>("want_db"), want_dresidual = call.attr<bool>("want_dresidual");
   const Activation activation = activation_attr(call);
   const Parameters parameters = parameters_attr(call);
-  const bool by_value = by_value_attr(call, activation, parameters);
+  const bool derivative_from_y = derivative_from_y_attr(call, activation, parameters);
   call.expect_counts(want_dw + want_dx + 1 + (activation != Activation::none),
                      want_dx + want_dw + want_db + want_dresidual);
   size_t operand = 0, result = 0;
@@ -64,10 +63,10 @@ Backward checked(const Call& call) {
     return present ? std::optional(call.result(result++, name)) : std::nullopt;
   };
   auto x = next_operand(want_dw, "x"), w = next_operand(want_dx, "w"), dy = next_operand(true, "dy"),
-       told = next_operand(activation != Activation::none, by_value ? "y" : "z");
+       saved = next_operand(activation != Activation::none, derivative_from_y ? "y" : "z");
   auto dx = next_result(want_dx, "dx"), dw = next_result(want_dw, "dw"), db = next_result(want_db, "db"),
        dresidual = next_result(want_dresidual, "dresidual");
-  Backward b{Geometry(call), x, w, told, dx, dw, db, dresidual, *dy, activation, parameters, by_value};
+  Backward b{Geometry(call), x, w, saved, dx, dw, db, dresidual, *dy, activation, parameters, derivative_from_y};
   check(call, b);
   b.dx_by_loops = b.dx && depthwise::takes(depthwise::Pass::data, b.geometry, *b.dx, *b.w, b.dy);
   b.dw_by_loops = b.dw && depthwise::takes(depthwise::Pass::filter, b.geometry, *b.x, *b.dw, b.dy);
@@ -131,7 +130,7 @@ void gradients_in_f32(const Backward& b, const Tensor& g, float* db) {
 }
 
 // Whether dx and dw are products of matrices of our own.
-bool are_products(const Backward& b) {
+bool are_pointwise(const Backward& b) {
   return b.dx ? pointwise::takes(b.geometry, *b.dx, *b.w) : b.dw && pointwise::takes(b.geometry, *b.x, *b.dw);
 }
 
@@ -153,7 +152,7 @@ bool is_fast_dx(const Backward& b) {
 }
 
 unsigned libraries_of(Backward b) {
-  if (are_products(b)) return kNative;
+  if (are_pointwise(b)) return kNative;
   if (wants_f32(b)) {
     for (auto* t : {&b.x, &b.w, &b.dx, &b.dw}) {
       if (*t) (*t)->dtype = DType::F32;
@@ -182,11 +181,12 @@ void conv_bwd(const Call& call) {
   float* db = b.db ? sums.data() : nullptr;
   const bool db_with_dw = b.db && b.dw_by_loops;
   if (written || (b.db && !db_with_dw)) {
-    run_gradient(b.dy, feature, {b.activation, b.parameters, b.told ? b.told->data : nullptr, b.by_value, written},
-                 db_with_dw ? nullptr : db);
+    epilogue::gradient(b.dy, epilogue::Rows(b.dy.shape, feature),
+                       {b.activation, b.parameters, b.derivative_from_y, b.saved ? b.saved->data : nullptr}, written,
+                       db_with_dw ? nullptr : db);
   }
   const Tensor g{b.dy.name, g_is_dy ? b.dy.data : written, b.dy.dtype, b.dy.shape};
-  if (are_products(b)) {
+  if (are_pointwise(b)) {
     products(b, g);
   } else {
     (wants_f32(b) ? gradients_in_f32 : gradients)(b, g, db_with_dw ? db : nullptr);

@@ -7,7 +7,9 @@
 #include "bf16.h"
 #include "conv_depthwise_kernels.h"
 #include "onednn/onednn.h"
+#include "cut.h"
 #include "parallel.h"
+#include "partial_sums.h"
 #include "scratch.h"
 #include "simd_level.h"
 
@@ -62,12 +64,12 @@ struct Dimension {
 
 // Three spatial dimensions, missing ones of extent 1 in front.
 struct Problem {
-  int64_t items, channels;
+  int64_t batch, channels;
   bool bf16;
   Dimension dimensions[3];
 
   Problem(const Geometry& g, const Tensor& x, const Tensor& w, const Tensor& y)
-      : items(y.shape[0]), channels(y.shape.back()), bf16(y.dtype == DType::BF16) {
+      : batch(y.shape[0]), channels(y.shape.back()), bf16(y.dtype == DType::BF16) {
     const size_t n = g.spatial_rank();
     for (size_t i = 0; i < n; ++i) {
       dimensions[3 - n + i] = {x.shape[i + 1],  y.shape[i + 1],      w.shape[g.rhs_spec[i + 2]], g.strides[i],
@@ -93,25 +95,24 @@ class Pieces {
     for (int d = 0; d < 2; ++d) sources_[d] = p_.dimensions[d].sources();
     constexpr int64_t kOutputs = 16;
     const int64_t width = p_.dimensions[2].out, most = std::min(std::max(kOutputs, kElements / p_.channels / 8 * 8), longest);
-    per_row_ = (width + most - 1) / most;
-    length_ = ((width + per_row_ - 1) / per_row_ + 7) / 8 * 8;
-    per_row_ = (width + length_ - 1) / length_;
+    length_ = padded(even(width, most), 8);
+    per_row_ = parts(width, length_);
   }
 
-  int64_t count() const { return p_.items * p_.dimensions[0].out * p_.dimensions[1].out * per_row_; }
+  int64_t count() const { return p_.batch * p_.dimensions[0].out * p_.dimensions[1].out * per_row_; }
   int64_t most_elements() const { return length_ * p_.channels; }
   Args args() const {
     const Dimension& last = p_.dimensions[2];
     return {p_.bf16, p_.channels, last.in, last.taps, phases_.data(), int64_t(phases_.size())};
   }
 
-  // f(piece, number of its first element in the tensor of outputs) for the pieces of chunk i of n.
+  // f(piece, index of its first element in the tensor of outputs) for the pieces of chunk i of n.
   template <class F>
   void for_chunk(int64_t i, int64_t n, F f) const {
     std::vector<Row> rows;
-    for (int64_t number = i * count() / n; number < (i + 1) * count() / n; ++number) {
-      const int64_t row = number / per_row_, begin = number % per_row_ * length_;
-      if (number == i * count() / n || begin == 0) find_rows(row, rows);
+    for (int64_t index = i * count() / n; index < (i + 1) * count() / n; ++index) {
+      const int64_t row = index / per_row_, begin = index % per_row_ * length_;
+      if (index == i * count() / n || begin == 0) find_rows(row, rows);
       const int64_t width = p_.dimensions[2].out, end = std::min(begin + length_, width);
       f(Piece{begin, end, rows.data(), int64_t(rows.size()), next_row(rows)}, (row * width + begin) * p_.channels);
     }
@@ -126,18 +127,18 @@ class Pieces {
   const void* next_row(const std::vector<Row>& rows) const {
     if (rows.empty()) return nullptr;
     const char* next = static_cast<const char*>(rows.back().x) + row_bytes();
-    return next < x_ + p_.items * p_.dimensions[0].in * p_.dimensions[1].in * row_bytes() ? next : nullptr;
+    return next < x_ + p_.batch * p_.dimensions[0].in * p_.dimensions[1].in * row_bytes() ? next : nullptr;
   }
 
   void find_rows(int64_t row, std::vector<Row>& rows) const {
     const auto& [d0, d1, d2] = p_.dimensions;
     const int64_t *from0 = &sources_[0][row / d1.out % d0.out * d0.taps], *from1 = &sources_[1][row % d1.out * d1.taps];
-    const int64_t item = row / d1.out / d0.out;
+    const int64_t entry = row / d1.out / d0.out;
     rows.clear();
     for (int64_t k0 = 0; k0 < d0.taps; ++k0) {
       for (int64_t k1 = 0; k1 < d1.taps; ++k1) {
         if (from0[k0] < 0 || from1[k1] < 0) continue;
-        rows.push_back({x_ + ((item * d0.in + from0[k0]) * d1.in + from1[k1]) * row_bytes(), (k0 * d1.taps + k1) * d2.taps});
+        rows.push_back({x_ + ((entry * d0.in + from0[k0]) * d1.in + from1[k1]) * row_bytes(), (k0 * d1.taps + k1) * d2.taps});
       }
     }
   }
@@ -149,7 +150,7 @@ class Pieces {
   int64_t length_, per_row_;
 };
 
-// f(place in a filter of shape (spatial..., channels), place in this one), whatever the order of its dimensions.
+// f(position in a filter of shape (spatial..., channels), position in this one), whatever the order of its dimensions.
 template <class F>
 void for_filter(const Geometry& g, const Tensor& w, F f) {
   const Shape strides = g.filter_strides(w);
@@ -170,33 +171,29 @@ std::vector<float> filter(const Geometry& g, const Tensor& w) {
 }
 
 // The same with its taps in reverse.
-std::vector<float> turned_filter(const Geometry& g, const Tensor& w) {
+std::vector<float> flipped_filter(const Geometry& g, const Tensor& w) {
   const int64_t channels = w.shape[g.rhs_spec[0]], last = w.size() - channels;
   std::vector<float> result(w.size());
   for_filter(g, w, [&](int64_t i, int64_t at) { result[last - i + 2 * (i % channels)] = element(w, at); });
   return result;
 }
 
-void convolve(const Problem& problem, const void* x, const std::vector<float>& w, const Tensor& y, const Epilogue& e) {
+void convolve(const Problem& problem, const void* x, const std::vector<float>& w, const Epilogue& e) {
   const Pieces pieces(problem, x, problem.dimensions[2].phases());
   const Args args = pieces.args();
   const Kernels& run = kernels();
-  auto* finish = choose(conv::portable_kernels, conv::avx2_kernels, conv::avx512_kernels).epilogue;
+  const epilogue::Tiles tiles(e, {e.y.size() / problem.channels, problem.channels});
   const bool alone = e.activation == Activation::none && !e.scale && !e.residual;  // but for the bias
   constexpr int64_t kFewest = 32, kPieces = 16;  // of a chunk, where there are many: its rows share most of their inputs
   const int64_t chunks = std::min(std::max(kFewest, pieces.count() / kPieces), pieces.count());
   parallel_for(chunks, [&](int64_t chunk) {
     const Scratch scratch(alone ? 0 : pieces.most_elements() * sizeof(float));
-    float* sums = alone ? nullptr : reinterpret_cast<float*>(scratch.data());
+    float* const sums = alone ? nullptr : scratch.as<float>();
     pieces.for_chunk(chunk, chunks, [&](const Piece& piece, int64_t at) {
-      char* out = y.as<char>() + at * problem.element_bytes();
-      run.convolve(args, piece, w.data(), alone ? e.bias : nullptr, sums, out);
+      run.convolve(args, piece, w.data(), alone ? tiles.bias() : nullptr, sums, e.y.as<char>() + at * problem.element_bytes());
       if (alone) return;
-      const char* residual = static_cast<const char*>(e.residual);
-      if (residual) residual += at * problem.element_bytes();
-      finish({problem.bf16, problem.channels, 1, e.activation, e.parameters, sums, true, e.scale, e.bias, residual, e.residual_last,
-              out}, 0,
-             (piece.end - piece.begin) * problem.channels);
+      const epilogue::Tile tile = tiles.tile(sums, DType::F32, problem.channels, at, 0, problem.channels);
+      epilogue::kernels().apply(tile, 0, piece.end - piece.begin);
     });
   });
 }
@@ -212,10 +209,9 @@ struct Cut {
     const int64_t outputs = pieces.count() * pieces.most_elements() / p.channels, per_tap = outputs / p.taps();
     rows = std::max(std::clamp<int64_t>(per_tap / kEnough, 1, kFewRows), std::min(per_tap / kLarge, kMostRows));
     rows = std::min(rows, pieces.count());
-    const int64_t blocks = (p.channels + kChannels - 1) / kChannels;
-    channels = std::min((kFewRows + rows - 1) / rows, blocks);
-    step = (blocks + channels - 1) / channels * kChannels;
-    channels = (p.channels + step - 1) / step;
+    const int64_t blocks = parts(p.channels, kChannels);
+    step = parts(blocks, std::min(parts(kFewRows, rows), blocks)) * kChannels;
+    channels = parts(p.channels, step);
   }
 };
 
@@ -242,13 +238,12 @@ bool takes(Pass pass, const Geometry& g, const Tensor& x, const Tensor& w, const
   return x.size() > 0 && w.size() > 0 && y.size() > 0 && !onednn_is_faster(pass, g, w, y);
 }
 
-void forward(const Geometry& g, const Tensor& x, const Tensor& w, const Tensor& y, const Epilogue& epilogue) {
-  convolve(Problem(g, x, w, y), x.data, filter(g, w), y, epilogue);
+void forward(const Forward& f) {
+  convolve(Problem(f.geometry, f.x, f.w, f.y()), f.x.data, filter(f.geometry, f.w), f.epilogue);
 }
 
 void data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g) {
-  convolve(Problem(geometry, dx, w, g).transposed(), g.data, turned_filter(geometry, w), dx,
-           {Activation::none, {}, nullptr, DType::F32, nullptr, nullptr, nullptr, false});
+  convolve(Problem(geometry, dx, w, g).transposed(), g.data, flipped_filter(geometry, w), {dx});
 }
 
 void weights_gradient(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g, float* db) {
@@ -261,7 +256,7 @@ void weights_gradient(const Geometry& geometry, const Tensor& x, const Tensor& d
   const Kernels& run = kernels();
   const int64_t taps = problem.taps(), channels = problem.channels, sums = (taps + 1) * channels;
   const Scratch scratch(cut.rows * sums * sizeof(float));
-  float* partial = reinterpret_cast<float*>(scratch.data());
+  float* partial = scratch.as<float>();
   parallel_for(cut.rows * cut.channels, [&](int64_t i) {
     const int64_t row = i / cut.channels, begin = i % cut.channels * cut.step, end = std::min(begin + cut.step, channels);
     float* own = partial + row * sums;
@@ -271,13 +266,7 @@ void weights_gradient(const Geometry& geometry, const Tensor& x, const Tensor& d
       run.filter_gradient(args, piece, begin, end, from, own, db ? own + taps * channels : nullptr);
     });
   });
-  parallel_for(taps + 1, [&](int64_t k) {
-    for (int64_t c = k * channels; c < (k + 1) * channels; ++c) {
-      double total = 0;
-      for (int64_t row = 0; row < cut.rows; ++row) total += partial[row * sums + c];
-      partial[c] = float(total);
-    }
-  });
+  add_parts(partial, cut.rows, sums, partial);
   for_filter(geometry, dw, [&](int64_t i, int64_t at) { set_element(dw, at, partial[i]); });
   if (db) std::copy_n(partial + taps * channels, channels, db);
 }

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "conv.h"
-#include "conv_epilogue.h"
 
 namespace jaxfuse::conv::depthwise {
 
@@ -12,8 +11,7 @@ enum class Pass { forward, data, filter };
 // are at least as fast as oneDNN in this pass.
 bool takes(Pass pass, const Geometry& geometry, const Tensor& x, const Tensor& w, const Tensor& y);
 
-// y = activation(scale·(x (*) w) + bias + residual); the epilogue's `in` is not read.
-void forward(const Geometry& geometry, const Tensor& x, const Tensor& w, const Tensor& y, const Epilogue& epilogue);
+void forward(const Forward& f);
 
 // dx, from g = dy·activation'.
 void data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g);

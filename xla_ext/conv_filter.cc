@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "cut.h"
 #include "parallel.h"
 #include "product.h"
 #include "scratch.h"
@@ -13,12 +14,10 @@ namespace {
 
 constexpr int64_t kOutputs = product::kColumns;  // features of g in a panel
 
-int64_t blocks(int64_t extent, int64_t size) { return (extent + size - 1) / size; }
-
-// Even shares of an extent, as near to `size` as they come.
-int64_t share(int64_t extent, int64_t size) {
+// Even parts of an extent, as near to `size` as they come.
+int64_t even_near(int64_t extent, int64_t size) {
   size = std::clamp<int64_t>(size, 1, extent);
-  return blocks(extent, (extent + size / 2) / size);
+  return parts(extent, (extent + size / 2) / size);
 }
 
 // Output o reads, by tap k, the input o·stride + k·dilation - padding_low. Of the inputs that some outputs read all are
@@ -73,48 +72,45 @@ struct Problem {
 
   static constexpr int64_t kFewInputs = 16;
 
-  int64_t items() const { return images * planes.out; }  // with rows and columns
+  int64_t slices() const { return images * planes.out; }  // images, or their planes
   int64_t taps() const { return rows.taps * columns.taps; }
   int64_t panel() const { return row_as_features ? inputs : product::kernels().rows; }  // features of a pixel that lie together
 };
 
-// Some columns of a row of g of one item, some rows, or several whole items.
+// Some columns of a row of g of one slice, some rows, or several whole slices.
 struct Block {
-  int64_t item, items, row, rows, column, columns;
+  int64_t slice, slices, row, rows, column, columns;
 };
 
 // How the sums are cut, by the shapes alone, so that they repeat bit for bit. What a task works on, a block of packed
-// pixels and its share of dw, fits into a second-level cache.
+// pixels and its part of dw, fits into a second-level cache.
 struct Cut {
   static constexpr int64_t kPixels = 256, kMostInputs = 66, kMostOutputs = 128;
   static constexpr int64_t kFewTasks = 16, kMostTasks = 256, kLargePart = 8, kLongPart = 128;  // blocks
   int64_t inputs, outputs, input_parts, output_parts;  // a task's features, whole panels of them
-  int64_t items, rows, columns;                        // of a block
-  int64_t blocks_per_row, blocks_per_item, count;
+  int64_t slices, rows, columns;                        // of a block
+  int64_t blocks_per_row, blocks_per_slice, count;
   int64_t tiles;                                       // tasks that share a block
-  int64_t parts;                                       // of the blocks, each with sums of its own
+  int64_t sum_parts;                                   // of the blocks, each with sums of its own
 
   explicit Cut(const Problem& p) {
-    const auto even = [](int64_t extent, int64_t most, int64_t panel) {
-      return blocks(blocks(extent, blocks(extent, most)), panel) * panel;
-    };
-    inputs = even(p.inputs, kMostInputs, p.panel()), outputs = even(p.outputs, kMostOutputs, kOutputs);
-    input_parts = blocks(p.inputs, inputs), output_parts = blocks(p.outputs, outputs);
-    columns = p.columns.out <= 2 * kPixels ? p.columns.out : share(p.columns.out, kPixels);
-    rows = share(p.rows.out, kPixels / p.columns.out);
-    items = share(p.items(), kPixels / (p.rows.out * p.columns.out));
-    blocks_per_row = blocks(p.columns.out, columns), blocks_per_item = blocks(p.rows.out, rows) * blocks_per_row;
-    count = blocks(p.items(), items) * blocks_per_item;
+    inputs = padded(even(p.inputs, kMostInputs), p.panel()), outputs = padded(even(p.outputs, kMostOutputs), kOutputs);
+    input_parts = parts(p.inputs, inputs), output_parts = parts(p.outputs, outputs);
+    columns = p.columns.out <= 2 * kPixels ? p.columns.out : even_near(p.columns.out, kPixels);
+    rows = even_near(p.rows.out, kPixels / p.columns.out);
+    slices = even_near(p.slices(), kPixels / (p.rows.out * p.columns.out));
+    blocks_per_row = parts(p.columns.out, columns), blocks_per_slice = parts(p.rows.out, rows) * blocks_per_row;
+    count = parts(p.slices(), slices) * blocks_per_slice;
     // A part costs a dw to write and to add: beyond what a few threads and short sums need, only large ones are worth it.
     tiles = input_parts * output_parts * p.groups * p.planes.taps;
     const int64_t tasks = std::max(kFewTasks / tiles, std::min(kMostTasks / tiles, count / kLargePart));
-    parts = std::clamp<int64_t>(std::max(tasks, count / kLongPart), 1, count);
+    sum_parts = std::clamp<int64_t>(std::max(tasks, count / kLongPart), 1, count);
   }
 
   Block block(const Problem& p, int64_t i) const {
-    const int64_t item = i / blocks_per_item * items, row = i % blocks_per_item / blocks_per_row * rows,
+    const int64_t slice = i / blocks_per_slice * slices, row = i % blocks_per_slice / blocks_per_row * rows,
                   column = i % blocks_per_row * columns;
-    return {item, std::min(items, p.items() - item), row,    std::min(rows, p.rows.out - row),
+    return {slice, std::min(slices, p.slices() - slice), row,    std::min(rows, p.rows.out - row),
             column, std::min(columns, p.columns.out - column)};
   }
 };
@@ -148,12 +144,12 @@ class Task {
         group_(tile / cut.input_parts / cut.output_parts % problem.groups),
         plane_(tile / cut.input_parts / cut.output_parts / problem.groups),
         width_(problem.columns.packed(cut.columns)),
-        x_panel_(cut.items * problem.rows.packed(cut.rows) * width_ * problem.panel()),
+        x_panel_(cut.slices * problem.rows.packed(cut.rows) * width_ * problem.panel()),
         narrow_(outputs_ <= kOutputs / 2),
-        g_panel_(cut.items * cut.rows * cut.columns * g_size()),
-        scratch_((x_panel_ * blocks(inputs_, problem.panel()) + g_panel_ * blocks(outputs_, kOutputs)) * sizeof(float)),
-        x_(reinterpret_cast<float*>(scratch_.data())),
-        g_(x_ + x_panel_ * blocks(inputs_, problem.panel())) {}
+        g_panel_(cut.slices * cut.rows * cut.columns * g_size()),
+        scratch_((x_panel_ * parts(inputs_, problem.panel()) + g_panel_ * parts(outputs_, kOutputs)) * sizeof(float)),
+        x_(scratch_.as<float>()),
+        g_(x_ + x_panel_ * parts(inputs_, problem.panel())) {}
 
   // Adds the block's products to sums, of shape (planes, groups, taps, inputs, outputs), or writes them there.
   void run(const Block& block, float* sums, bool first) {
@@ -161,9 +157,9 @@ class Task {
     pack_g(block);
     const Dimension &rows = p_.rows, &columns = p_.columns;
     offsets_.clear();
-    for (int64_t item = 0; item < block.items; ++item) {
+    for (int64_t slice = 0; slice < block.slices; ++slice) {
       for (int64_t row = 0; row < block.rows; ++row) {
-        offsets_.push_back((item * rows.packed(block.rows) + row * rows.output_step()) * width_ * p_.panel());
+        offsets_.push_back((slice * rows.packed(block.rows) + row * rows.output_step()) * width_ * p_.panel());
       }
     }
     const int64_t taps_beside = p_.row_as_features ? columns.taps : 1, inputs = taps_beside * inputs_;
@@ -187,9 +183,9 @@ class Task {
     const Dimension &rows = p_.rows, &columns = p_.columns;
     const View& x = p_.x;
     float* to = x_;
-    for (int64_t item = block.item; item < block.item + block.items; ++item) {
-      const int64_t plane = p_.planes.source(item % p_.planes.out, 0) + plane_ * p_.planes.dilation;
-      const float* const from = x.data + item / p_.planes.out * x.image + plane * x.plane +
+    for (int64_t slice = block.slice; slice < block.slice + block.slices; ++slice) {
+      const int64_t plane = p_.planes.source(slice % p_.planes.out, 0) + plane_ * p_.planes.dilation;
+      const float* const from = x.data + slice / p_.planes.out * x.image + plane * x.plane +
                                 (group_ * p_.inputs + input_) * x.feature;
       for (int64_t i = 0; i < rows.packed(block.rows); ++i, to += width_ * p_.panel()) {
         const int64_t row = rows.source(block.row, i);
@@ -217,9 +213,9 @@ class Task {
   void pack_g(const Block& block) {
     const View& g = p_.g;
     float* to = g_;
-    for (int64_t item = block.item; item < block.item + block.items; ++item) {
+    for (int64_t slice = block.slice; slice < block.slice + block.slices; ++slice) {
       for (int64_t row = block.row; row < block.row + block.rows; ++row) {
-        const float* from = g.data + item / p_.planes.out * g.image + item % p_.planes.out * g.plane + row * g.row +
+        const float* from = g.data + slice / p_.planes.out * g.image + slice % p_.planes.out * g.plane + row * g.row +
                             block.column * g.column + (group_ * p_.outputs + output_) * g.feature;
         for (int64_t i = 0; i < block.columns; ++i, from += g.column, to += g_size()) {
           g.feature == 1 && !narrow_ ? pack_pixel<kOutputs>(from, outputs_, to, g_panel_)
@@ -291,17 +287,17 @@ bool is_faster(const Geometry& g, const Tensor& dw) {
 void gradient(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g) {
   const Problem p(geometry, x, dw, g);
   const Cut cut(p);
-  const bool in_place = cut.parts == 1 && p.groups == 1 && is_features_last(geometry.rhs_spec);
-  const Scratch scratch(in_place ? 0 : cut.parts * dw.bytes());
-  float* sums = in_place ? dw.as<float>() : reinterpret_cast<float*>(scratch.data());
-  parallel_for(cut.parts * cut.tiles, [&](int64_t i) {
+  const bool in_place = cut.sum_parts == 1 && p.groups == 1 && is_features_last(geometry.rhs_spec);
+  const Scratch scratch(in_place ? 0 : cut.sum_parts * dw.bytes());
+  float* sums = in_place ? dw.as<float>() : scratch.as<float>();
+  parallel_for(cut.sum_parts * cut.tiles, [&](int64_t i) {
     Task task(p, cut, i % cut.tiles);
-    const int64_t part = i / cut.tiles, begin = part * cut.count / cut.parts, end = (part + 1) * cut.count / cut.parts;
+    const int64_t part = i / cut.tiles, begin = part * cut.count / cut.sum_parts, end = (part + 1) * cut.count / cut.sum_parts;
     for (int64_t block = begin; block < end; ++block) {
       task.run(cut.block(p, block), sums + part * dw.size(), block == begin);
     }
   });
-  if (!in_place) add_parts(geometry, p, cut.parts, sums, dw);
+  if (!in_place) add_parts(geometry, p, cut.sum_parts, sums, dw);
 }
 
 }  // namespace jaxfuse::conv::filter

@@ -35,8 +35,7 @@ bool takes(const Geometry& g, const Tensor& x, const Tensor& w) {
 
 void forward(const Forward& f) {
   const Sizes s(f.geometry, f.x, f.w);
-  dense::multiply({}, s.pixels, s.inputs, s.outputs, pixels(f.x, s.inputs), filter(f.geometry, f.w),
-                  {f.activation, f.parameters, f.scale, f.bias, f.residual, f.residual_last, f.y, f.z});
+  dense::multiply({}, s.pixels, s.inputs, s.outputs, pixels(f.x, s.inputs), filter(f.geometry, f.w), f.epilogue);
 }
 
 void data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g) {

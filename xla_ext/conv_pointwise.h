@@ -1,4 +1,4 @@
-// A convolution by a filter of one place, channels last, as the product of matrices that it is: [pixels, in]·[in, out], by our own
+// A convolution by a filter of one spatial position, channels last, as the product of matrices that it is: [pixels, in]·[in, out], by our own
 // loops, which widen bf16 while they pack it and round once. oneDNN's would be between two passes over whole tensors.
 #pragma once
 

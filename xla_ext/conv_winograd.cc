@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "conv_winograd_kernels.h"
-#include "dense.h"
+#include "cut.h"
 #include "onednn/onednn.h"
 #include "parallel.h"
 #include "scratch.h"
@@ -17,9 +17,6 @@ namespace jaxfuse::conv::winograd {
 namespace {
 
 const Kernels& kernels() { return choose(portable_kernels, avx2_kernels, avx512_kernels); }
-
-int64_t parts(int64_t extent, int64_t size) { return (extent + size - 1) / size; }
-int64_t rounded(int64_t extent, int64_t unit) { return parts(extent, unit) * unit; }
 
 constexpr int64_t kInner = 128;            // products of a sum in f32, which is then added to those before
 constexpr int64_t kTileFloats = 96 << 10;  // of transformed tiles that a task has: they stay in the second-level cache
@@ -36,10 +33,10 @@ struct Sizes {
 };
 
 // Where a tile lies: the image, and its first output.
-struct Place {
+struct Position {
   int64_t image, line, column;
 
-  Place(const Sizes& s, int64_t tile)
+  Position(const Sizes& s, int64_t tile)
       : image(tile / s.per_line / s.lines), line(tile / s.per_line % s.lines * 2), column(tile % s.per_line * 2) {}
 };
 
@@ -47,15 +44,15 @@ class Winograd {
  public:
   // `flipped`: by the filter read from its last tap to its first.
   Winograd(const Forward& f, bool flipped)
-      : f_(f), flipped_(flipped), s_(f.geometry, f.x, f.w, f.y), loops_(kernels()), columns_(rounded(s_.features, loops_.columns)),
+      : f_(f), flipped_(flipped), s_(f.geometry, f.x, f.w, f.y()), loops_(kernels()), columns_(padded(s_.features, loops_.columns)),
         row_(s_.channels + kPadding), filter_(kPoints * s_.channels * columns_ * sizeof(float)), zeros_(s_.channels),
-        finisher_({f.activation, f.parameters, f.scale, f.bias, f.residual, f.residual_last, f.y, f.z}) {}
+        epilogue_(f.epilogue, {f.y().size() / s_.features, s_.features}) {}
 
   bool run() {
     transform_filter();
     const int64_t most = std::max(loops_.rows, kTileFloats / kPoints / row_ / loops_.rows * loops_.rows);
     const int64_t tasks = std::max(parts(s_.tiles, most), std::min<int64_t>(max_threads(), parts(s_.tiles, loops_.rows)));
-    const int64_t step = rounded(parts(s_.tiles, tasks), loops_.rows);
+    const int64_t step = padded(parts(s_.tiles, tasks), loops_.rows);
     std::atomic<bool> finite{true};
     parallel_for(parts(s_.tiles, step), [&](int64_t task) {
       if (!run_tiles(task * step, std::min(step, s_.tiles - task * step))) finite = false;
@@ -97,12 +94,12 @@ class Winograd {
   }
 
   void transform_input(int64_t tile, float* to, int64_t point) const {
-    const Place place(s_, tile);
+    const Position at(s_, tile);
     const float* pixels[kPoints];
     for (int64_t i = 0; i < kPoints; ++i) {
-      const int64_t h = place.line + i / kSide - f_.geometry.padding_low[0], w = place.column + i % kSide - f_.geometry.padding_low[1];
+      const int64_t h = at.line + i / kSide - f_.geometry.padding_low[0], w = at.column + i % kSide - f_.geometry.padding_low[1];
       const bool inside = h >= 0 && h < s_.height && w >= 0 && w < s_.width;
-      pixels[i] = inside ? f_.x.as<float>() + ((place.image * s_.height + h) * s_.width + w) * s_.channels : zeros_.data();
+      pixels[i] = inside ? f_.x.as<float>() + ((at.image * s_.height + h) * s_.width + w) * s_.channels : zeros_.data();
     }
     loops_.transform_input(pixels, s_.channels, to, point);
   }
@@ -121,16 +118,16 @@ class Winograd {
   bool finish(int64_t first, int64_t count, int64_t feature, const float* sums, float* z) const {
     bool finite = true;
     for (int64_t t = 0, beside; t < count; t += beside) {
-      const Place place(s_, first + t);
-      beside = std::min(count - t, s_.per_line - place.column / 2);
+      const Position at(s_, first + t);
+      beside = std::min(count - t, s_.per_line - at.column / 2);
       float* const lines[2] = {z, z + 2 * beside * loops_.columns};
       finite &= loops_.transform_output({sums + t * loops_.columns, count * loops_.columns, loops_.columns, beside, loops_.columns,
                                          {lines[0], lines[1]}, loops_.columns});
-      for (int64_t line = 0; line < std::min<int64_t>(2, s_.out_height - place.line); ++line) {
-        const int64_t pixel = (place.image * s_.out_height + place.line + line) * s_.out_width + place.column;
-        const int64_t pixels = std::min(2 * beside, s_.out_width - place.column), columns = std::min(loops_.columns, s_.features - feature);
-        dense::kernels().epilogue(
-            finisher_.arguments(lines[line], loops_.columns, pixel * s_.features + feature, feature, columns, s_.features), 0, pixels);
+      for (int64_t line = 0; line < std::min<int64_t>(2, s_.out_height - at.line); ++line) {
+        const int64_t pixel = (at.image * s_.out_height + at.line + line) * s_.out_width + at.column;
+        const int64_t pixels = std::min(2 * beside, s_.out_width - at.column), columns = std::min(loops_.columns, s_.features - feature);
+        const int64_t offset = pixel * s_.features + feature;
+        epilogue::kernels().apply(epilogue_.tile(lines[line], DType::F32, loops_.columns, offset, feature, columns), 0, pixels);
       }
     }
     return finite;
@@ -143,7 +140,7 @@ class Winograd {
   const int64_t columns_, row_;
   const Scratch filter_;
   const std::vector<float> zeros_;
-  const dense::Finisher finisher_;
+  const epilogue::Tiles epilogue_;
 };
 
 }  // namespace
@@ -155,10 +152,10 @@ bool takes(const Geometry& g, const Tensor& x, const Tensor& w, const Tensor& y)
                     is_channels_last(g.lhs_spec) && is_channels_last(g.out_spec);
   if (!fits || !onednn::is_loaded()) return false;  // which computes what is not finite
   const Sizes s(g, x, w, y);
-  // A transformed filter is 16/9 of itself, written and read again: a few tiles do not make up for many of its numbers.
-  constexpr int64_t kFewestFeatures = 32, kFewestTiles = 48, kMostNumbersForATile = 1400;
+  // A transformed filter is 16/9 of itself, written and read again: a few tiles do not make up for a large one.
+  constexpr int64_t kFewestFeatures = 32, kFewestTiles = 48, kMostProductsForATile = 1400;
   return std::min(s.channels, s.features) >= kFewestFeatures && s.tiles >= kFewestTiles &&
-         s.channels * s.features <= kMostNumbersForATile * s.tiles;
+         s.channels * s.features <= kMostProductsForATile * s.tiles;
 }
 
 bool forward(const Forward& f) { return Winograd(f, false).run(); }
@@ -168,7 +165,7 @@ bool takes_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w,
 }
 
 bool data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g) {
-  return Winograd({geometry.adjoint(w), g, w, {}, {}, {}, dx, Activation::none, {}}, true).run();
+  return Winograd({geometry.adjoint(w), g, w, {dx}}, true).run();
 }
 
 }  // namespace jaxfuse::conv::winograd

@@ -5,7 +5,7 @@
 
 namespace jaxfuse::conv::winograd {
 
-// Whether it is faster than oneDNN's, in batches of this size and features of this number.
+// Whether it is faster than oneDNN's, for these sizes.
 bool takes(const Geometry& geometry, const Tensor& x, const Tensor& w, const Tensor& y);
 
 // All of f. False where a result is not finite: what should be an infinity may be a NaN, for sums of it are subtracted.

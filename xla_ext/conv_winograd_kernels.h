@@ -25,7 +25,7 @@ struct Outputs {
 struct Kernels {
   int64_t rows, columns;  // of the products that are kept in registers
 
-  // G·g·Gᵀ of `count` features, at most `columns`, for each channel; point p of channel c is a line of `columns` numbers at
+  // G·g·Gᵀ of `count` features, at most `columns`, for each channel; point p of channel c is a line of `columns` elements at
   // to + p·point + c·columns, with zeros behind the features.
   void (*transform_filter)(const Filter&, int64_t channels, int64_t count, float* to, int64_t point);
   // Bᵀ·d·B of one tile, whose pixels are given line by line; point p of channel c is at to[p·point + c].

@@ -2,13 +2,9 @@
 #include "dense.h"
 
 #include <algorithm>
-#include <optional>
 
 #include "activation_attr.h"
-#include "bf16.h"
-#include "parallel.h"
 #include "scratch.h"
-#include "simd_level.h"
 
 namespace jaxfuse::dense {
 namespace {
@@ -24,70 +20,55 @@ Forward checked(const Call& call) {
              wants_z = call.results() == 2;
   call.expect_counts(2 + has_bias + has_residual, 1 + wants_z);
   Forward f{Sizes(call, call.result(0, "y")), call.operand(0, "x"), call.operand(1, "w"),
-            {activation_attr(call), parameters_attr(call), {}, {}, {}, false, call.result(0, "y"), {}}};
-  auto& [activation, parameters, scale, bias, residual, residual_last, y, z] = f.epilogue;
+            {call.result(0, "y"), activation_attr(call), parameters_attr(call)}};
+  Epilogue& e = f.epilogue;
   call.expect_dtype(f.x, {DType::F32, DType::BF16, DType::F16});
   call.expect_dtype(f.w, {f.x.dtype});
-  call.expect_dtype(y, {f.x.dtype, DType::F32});
+  call.expect_dtype(e.y, {f.x.dtype, DType::F32});
   f.sizes.check_x(call, f.x);
   f.sizes.check_w(call, f.w);
-  f.sizes.check_y(call, y);
+  f.sizes.check_y(call, e.y);
   if (has_bias) {
-    bias = call.operand(2, "bias");
-    y.dtype == DType::F16 ? f.sizes.check_bias(call, *bias, {DType::F32})
-                          : f.sizes.check_bias(call, *bias, {DType::F32, y.dtype});
+    e.bias = call.operand(2, "bias");
+    e.y.dtype == DType::F16 ? f.sizes.check_bias(call, *e.bias, {DType::F32})
+                            : f.sizes.check_bias(call, *e.bias, {DType::F32, e.y.dtype});
   }
-  if (has_residual) {
-    residual = call.operand(2 + has_bias, "residual");
-    call.expect_dtype(*residual, {y.dtype});
-    call.expect_shape(*residual, y.shape);
-  }
-  if (wants_z) {
-    z = call.result(1, "z");
-    call.expect_dtype(*z, {y.dtype});
-    call.expect_shape(*z, y.shape);
-  }
+  if (has_residual) e.residual = call.checked(call.operand(2 + has_bias, "residual"), e.y.dtype, e.y.shape);
+  if (wants_z) e.z = call.checked(call.result(1, "z"), e.y.dtype, e.y.shape);
   return f;
 }
 
 // Elements of the output that are finished together: what oneDNN has written is still in the cache.
 constexpr int64_t kBlockElements = 1 << 18;
-constexpr int64_t kBlockRows = 16, kChunkElements = 1 << 14;
+constexpr int64_t kBlockRows = 16;
 
-// The output cut along its first axis, batch or rows: items of it in a block.
-int64_t block_items(const Sizes& sizes) {
+// The output cut along its first axis, batch or rows: the extent of a block.
+int64_t block_extent(const Sizes& sizes) {
   const Shape shape = sizes.output();
   const int64_t wanted = std::max<int64_t>(1, kBlockElements / (size_of(shape) / shape[0]));
   return sizes.batch.empty() ? (wanted + kBlockRows - 1) / kBlockRows * kBlockRows : wanted;
 }
 
-void product(const Forward& f, int64_t begin, int64_t items, const Matrix& out) {
+void product(const Forward& f, int64_t begin, int64_t extent, const Matrix& out) {
   Sizes block = f.sizes;
-  (block.batch.empty() ? block.rows : block.batch[0]) = items;
+  (block.batch.empty() ? block.rows : block.batch[0]) = extent;
   const Matrix w = f.sizes.w(f.w);
   matmul(block.batch, block.rows, block.inner, block.columns, f.sizes.x(f.x).from(0, begin),
          block.batch.empty() ? w : w.from(0, begin), out);
 }
 
-void finish(const EpilogueArgs& args, int64_t rows) {
-  const int64_t step = std::max<int64_t>(1, kChunkElements / args.columns), chunks = (rows + step - 1) / step;
-  parallel_for(chunks, [&](int64_t chunk) {
-    kernels().epilogue(args, chunk * step, std::min(rows, (chunk + 1) * step));
-  });
-}
-
 void run_in_blocks(const Forward& f) {
   const Tensor& y = f.epilogue.y;
   const bool bf16 = y.dtype == DType::BF16;
-  const Finisher finisher(f.epilogue);
   const Shape shape = f.sizes.output(), strides = row_major_strides(shape);
-  const int64_t step = std::min(shape[0], block_items(f.sizes)), columns = f.sizes.columns;
+  const int64_t step = std::min(shape[0], block_extent(f.sizes)), columns = f.sizes.columns;
+  const epilogue::Tiles tiles(f.epilogue, {y.size() / columns, columns});
   const Scratch scratch(bf16 ? step * strides[0] * sizeof(float) : 0);
   for (int64_t begin = 0; begin < shape[0]; begin += step) {
-    const int64_t items = std::min(step, shape[0] - begin), offset = begin * strides[0];
-    float* sums = bf16 ? reinterpret_cast<float*>(scratch.data()) : y.as<float>() + offset;
-    product(f, begin, items, {sums, DType::F32, strides});
-    finish(finisher.arguments(sums, columns, offset, 0, columns, columns), items * strides[0] / columns);
+    const int64_t extent = std::min(step, shape[0] - begin), offset = begin * strides[0];
+    float* sums = bf16 ? scratch.as<float>() : y.as<float>() + offset;
+    product(f, begin, extent, {sums, DType::F32, strides});
+    epilogue::apply(tiles.tile(sums, DType::F32, columns, offset, 0, columns), extent * strides[0] / columns);
   }
 }
 
@@ -100,8 +81,7 @@ void dense_fwd(const Call& call) {
   const Sizes& s = f.sizes;
   const Epilogue& e = f.epilogue;
   if (!is_onednns(f)) return multiply(s.batch, s.rows, s.inner, s.columns, s.x(f.x), s.w(f.w), e);
-  const bool alone = !e.bias && !e.residual && !e.z && e.activation == Activation::none;
-  alone ? product(f, 0, s.output()[0], s.y(e.y)) : run_in_blocks(f);
+  e.is_identity() ? product(f, 0, s.output()[0], s.y(e.y)) : run_in_blocks(f);
 }
 
 JAXFUSE_HANDLER(jaxfuse_dense_fwd, dense_fwd);
@@ -129,26 +109,13 @@ Shape with(Shape batch, int64_t rows, int64_t columns) {
 
 }  // namespace
 
-const Kernels& kernels() { return choose(portable_kernels, avx2_kernels, avx512_kernels); }
-
-Finisher::Finisher(const Epilogue& epilogue) : e_(epilogue), bias_(elements(epilogue.bias)) {}
-
-EpilogueArgs Finisher::arguments(const float* sums, int64_t in_stride, int64_t offset, int64_t first, int64_t columns,
-                                 int64_t stride) const {
-  const auto at = [&](const std::optional<Tensor>& t) {
-    return t ? t->as<char>() + offset * ffi::ByteWidth(t->dtype) : nullptr;
-  };
-  return {element_of(e_.y.dtype), columns, stride, in_stride, e_.activation, e_.parameters, sums,
-          e_.scale ? e_.scale->as<float>() + first : nullptr, e_.bias ? &bias_[first] : nullptr, at(e_.residual),
-          e_.residual_last, at(e_.z), at(e_.y)};
-}
-
 void multiply(const Shape& batch, int64_t rows, int64_t inner, int64_t columns, const Matrix& x, const Matrix& w,
               const Epilogue& epilogue) {
-  const Finisher finisher(epilogue);
+  const epilogue::Tiles tiles(epilogue, {size_of(batch) * rows, columns});
   product::multiply(batch, rows, inner, columns, x, w, [&](const product::Block& block) {
-    const int64_t offset = (block.item * rows + block.row) * columns + block.column;
-    kernels().epilogue(finisher.arguments(block.sums, block.stride, offset, block.column, block.columns, columns), 0, block.rows);
+    const int64_t offset = (block.entry * rows + block.row) * columns + block.column;
+    const epilogue::Tile tile = tiles.tile(block.sums, DType::F32, block.stride, offset, block.column, block.columns);
+    epilogue::kernels().apply(tile, 0, block.rows);
   });
 }
 

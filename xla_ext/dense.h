@@ -2,40 +2,10 @@
 // follows it, which 1×1 convolutions have too.
 #pragma once
 
-#include <optional>
-#include <vector>
-
-#include "activation.h"
-#include "dense_kernels.h"
 #include "dense_matmul.h"
-#include "handler.h"
+#include "epilogue.h"
 
 namespace jaxfuse::dense {
-
-const Kernels& kernels();
-
-// What becomes of the sums of a product: z = scale·sum + bias + residual, y = activation(z), or the residual last.
-struct Epilogue {
-  Activation activation;
-  Parameters parameters;
-  std::optional<Tensor> scale, bias, residual;  // scale is f32
-  bool residual_last;
-  Tensor y;  // row-major, without gaps, and so residual and z
-  std::optional<Tensor> z;
-};
-
-// An epilogue's loops for `columns` columns from `offset`, counted in elements of y, on; the row of y that begins there holds
-// column `first`.
-class Finisher {
- public:
-  explicit Finisher(const Epilogue& epilogue);
-
-  EpilogueArgs arguments(const float* sums, int64_t in_stride, int64_t offset, int64_t first, int64_t columns, int64_t stride) const;
-
- private:
-  const Epilogue e_;
-  const std::vector<float> bias_;
-};
 
 // x·w for each of the batch by our own product, finished while it is in the cache.
 void multiply(const Shape& batch, int64_t rows, int64_t inner, int64_t columns, const Matrix& x, const Matrix& w,
@@ -43,7 +13,7 @@ void multiply(const Shape& batch, int64_t rows, int64_t inner, int64_t columns, 
 
 // batch × [rows, inner]·[inner, columns]; the output is row-major, without gaps.
 struct Sizes {
-  // One of batch and rows may be -1, a number that was not known when the program was exported: as many as `output` has.
+  // One of batch and rows may be -1, which was not known when the program was exported: as many as `output` has.
   Sizes(const Call& call, const Tensor& output);
 
   Shape batch;

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "dense.h"
+#include "epilogue.h"
 #include "onednn/onednn.h"
 #include "simd_level.h"
 
@@ -11,9 +11,10 @@ namespace {
 
 void store(const product::Block& block, const Matrix& c) {
   const Matrix to = c.from(0, block.row).from(1, block.column);
-  kernels().epilogue({element_of(to.dtype), block.columns, to.strides[0], block.stride, Activation::none, {}, block.sums,
-                      nullptr, nullptr, nullptr, false, nullptr, to.data},
-                     0, block.rows);
+  const epilogue::Tile tile{element_of(to.dtype), block.columns, to.strides[0], 0,       Activation::none, {},      block.sums,
+                            block.stride,         true,          nullptr,       nullptr, nullptr,          false,   nullptr,
+                            to.data};
+  epilogue::kernels().apply(tile, 0, block.rows);
 }
 
 }  // namespace
@@ -29,7 +30,7 @@ void matmul(const Shape& batch, int64_t m, int64_t k, int64_t n, const Matrix& a
     return matmul(batch, n, k, m, b.transposed(), a.transposed(), c.transposed());
   }
   if (!by_onednn({a.dtype, b.dtype, c.dtype})) {
-    return product::multiply(batch, m, k, n, a, b, [&](const product::Block& block) { store(block, c.item(batch, block.item)); });
+    return product::multiply(batch, m, k, n, a, b, [&](const product::Block& block) { store(block, c.entry(batch, block.entry)); });
   }
   onednn::matmul(batch, m, k, n, a, b, c);
 }

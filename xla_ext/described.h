@@ -14,7 +14,7 @@ namespace jaxfuse {
 
 using Type = std::pair<std::string, Shape>;  // a dtype's name, and a shape
 
-// The names of the libraries whose code would compute it, told by the handler's own code. Attributes are bool, str, and numpy
+// The names of the libraries whose code would compute it, by the handler's own code. Attributes are bool, str, and numpy
 // numbers and arrays, as `jax.ffi.ffi_call` has them. Throws std::invalid_argument for what the handler would refuse.
 std::vector<std::string> libraries(const std::string& target, const std::vector<Type>& operands, const std::vector<Type>& results,
                                    const pybind11::dict& attributes);

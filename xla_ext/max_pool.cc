@@ -7,6 +7,7 @@
 #include <limits>
 #include <vector>
 
+#include "cut.h"
 #include "handler.h"
 #include "max_pool_kernels.h"
 #include "parallel.h"
@@ -69,19 +70,19 @@ struct Geometry {
 
 // ---- blocks
 
-// The rows of every item of a tensor's batch in blocks.
+// The rows of every entry of a tensor's batch in blocks.
 struct Blocks {
-  int64_t items, rows, block_rows;
+  int64_t entries, rows, block_rows;
 
-  explicit Blocks(const Tensor& t) : items(t.shape[0]), rows(t.shape[1]) {
+  explicit Blocks(const Tensor& t) : entries(t.shape[0]), rows(t.shape[1]) {
     constexpr int64_t kBlockElements = 16 << 10;
-    block_rows = std::max<int64_t>(kBlockElements / (t.size() / (items * rows)), 1);
+    block_rows = std::max<int64_t>(kBlockElements / (t.size() / (entries * rows)), 1);
   }
-  int64_t per_item() const { return (rows + block_rows - 1) / block_rows; }
-  int64_t size() const { return items * per_item(); }
+  int64_t per_entry() const { return parts(rows, block_rows); }
+  int64_t size() const { return entries * per_entry(); }
   Block operator[](int64_t i) const {
-    const int64_t begin = i % per_item() * block_rows;
-    return {i / per_item(), {begin, std::min(begin + block_rows, rows)}};
+    const int64_t begin = i % per_entry() * block_rows;
+    return {i / per_entry(), {begin, std::min(begin + block_rows, rows)}};
   }
 };
 

@@ -30,9 +30,9 @@ struct Args {
   void* out;       // y or dx
 };
 
-// Rows (along the first spatial dimension) of the result for one item of the batch.
+// Rows (along the first spatial dimension) of the result for one entry of the batch.
 struct Block {
-  int64_t item;
+  int64_t entry;
   Range rows;
 };
 

@@ -94,8 +94,8 @@ template <class T>
 void forward(const Args& args, const Block& block) {
   const auto& [a0, a1, a2] = args.axes;
   const int64_t channels = args.channels;
-  const T* x = static_cast<const T*>(args.in) + block.item * a0.in * a1.in * a2.in * channels;
-  T* y = static_cast<T*>(args.out) + (block.item * a0.out + block.rows.begin) * a1.out * a2.out * channels;
+  const T* x = static_cast<const T*>(args.in) + block.entry * a0.in * a1.in * a2.in * channels;
+  T* y = static_cast<T*>(args.out) + (block.entry * a0.out + block.rows.begin) * a1.out * a2.out * channels;
   for_pixels(block.rows, a1.out, a2.out, [&, &a0 = a0, &a1 = a1, &a2 = a2](int64_t o0, int64_t o1, int64_t o2) {
     const Range r0 = inside(a0, o0), r1 = inside(a1, o1), r2 = inside(a2, o2);
     for_channels(channels, [&](int64_t c, auto lanes, auto vectors) {
@@ -124,8 +124,8 @@ void forward(const Args& args, const Block& block) {
 template <class T, class W>
 void forward_with_winners(const Args& args, const Block& block) {
   const auto& [a0, a1, a2] = args.axes;
-  const int64_t channels = args.channels, at = (block.item * a0.out + block.rows.begin) * a1.out * a2.out * channels;
-  const T* x = static_cast<const T*>(args.in) + block.item * a0.in * a1.in * a2.in * channels;
+  const int64_t channels = args.channels, at = (block.entry * a0.out + block.rows.begin) * a1.out * a2.out * channels;
+  const T* x = static_cast<const T*>(args.in) + block.entry * a0.in * a1.in * a2.in * channels;
   T* y = static_cast<T*>(args.out) + at;
   W* winners = static_cast<W*>(args.winners) + at;
   for_pixels(block.rows, a1.out, a2.out, [&, &a0 = a0, &a1 = a1, &a2 = a2](int64_t o0, int64_t o1, int64_t o2) {
@@ -165,10 +165,10 @@ void forward_with_winners(const Args& args, const Block& block) {
 template <class T, class W>
 void backward(const Args& args, const Block& block) {
   const auto& [a0, a1, a2] = args.axes;
-  const int64_t channels = args.channels, item = block.item * a0.out * a1.out * a2.out * channels;
-  const T* dy = static_cast<const T*>(args.in) + item;
-  const W* winners = static_cast<const W*>(args.winners) + item;
-  T* dx = static_cast<T*>(args.out) + (block.item * a0.in + block.rows.begin) * a1.in * a2.in * channels;
+  const int64_t channels = args.channels, entry = block.entry * a0.out * a1.out * a2.out * channels;
+  const T* dy = static_cast<const T*>(args.in) + entry;
+  const W* winners = static_cast<const W*>(args.winners) + entry;
+  T* dx = static_cast<T*>(args.out) + (block.entry * a0.in + block.rows.begin) * a1.in * a2.in * channels;
   for_pixels(block.rows, a1.in, a2.in, [&, &a0 = a0, &a1 = a1, &a2 = a2](int64_t i0, int64_t i1, int64_t i2) {
     const Range r0 = a0.windows_of[i0], r1 = a1.windows_of[i1], r2 = a2.windows_of[i2];
     for_channels(channels, [&](int64_t c, auto lanes, auto vectors) {

@@ -3,7 +3,7 @@
 //   jaxfuse_norm_fwd  x, gamma, beta, [residual]                  -> y, [sum], [mean, rstd]
 //   jaxfuse_norm_bwd  dy, s, gamma, beta, mean, rstd, [ds]        -> dx, [dgamma, dbeta]
 // s = x + residual; y = activation((s - mean)·rstd·gamma + beta) with mean and rstd of each (outer, group). What is in
-// brackets is there if an attribute says so. Every full-size tensor is read once from memory where an item fits a cache.
+// brackets is there if an attribute says so. Every full-size tensor is read once from memory where a batch entry fits a cache.
 // This file checks the arguments and runs tasks; the arithmetic is in norm_rows_loops.h and norm_columns_loops.h.
 #include "norm_kernels.h"
 
@@ -12,7 +12,9 @@
 
 #include "activation_attr.h"
 #include "handler.h"
+#include "cut.h"
 #include "parallel.h"
+#include "partial_sums.h"
 #include "scratch.h"
 #include "simd_level.h"
 
@@ -71,17 +73,16 @@ struct Arguments {
 
   int64_t rows() const { return extent.outer * extent.groups; }
   // Large enough to be worth a thread's while, small enough to go round; few, because each has sums of its own. Whole
-  // items, so that every task has rows of all groups.
+  // entries of the batch, so that every task has rows of all groups.
   int64_t rows_of_task() const {
     constexpr int64_t kTasks = 16, kSmallest = 16 << 10, kMostRows = 256;
-    const int64_t items = std::max(extent.outer / kTasks, kSmallest / extent.item());
-    return std::clamp<int64_t>(items, 1, std::max<int64_t>(kMostRows / extent.groups, 1)) * extent.groups;
+    const int64_t entries = std::max(extent.outer / kTasks, kSmallest / extent.entry());
+    return std::clamp<int64_t>(entries, 1, std::max<int64_t>(kMostRows / extent.groups, 1)) * extent.groups;
   }
   int64_t groups_of_task() const {
     constexpr int64_t kTasks = 4, kNarrowest = 64;
-    const int64_t parts = std::max<int64_t>(kTasks / extent.outer, 1);
-    const int64_t least = (kNarrowest + extent.length - 1) / extent.length;
-    return std::min(extent.groups, std::max((extent.groups + parts - 1) / parts, least));
+    const int64_t wanted = std::max<int64_t>(kTasks / extent.outer, 1);
+    return std::min(extent.groups, std::max(parts(extent.groups, wanted), parts(kNarrowest, extent.length)));
   }
 };
 
@@ -100,19 +101,19 @@ class TaskMemory {
 template <class F>
 void for_rows(const Arguments& arguments, F f) {
   const int64_t rows = arguments.rows(), step = arguments.rows_of_task();
-  parallel_for((rows + step - 1) / step, [&](int64_t task) {
+  parallel_for(parts(rows, step), [&](int64_t task) {
     f(Rows{task * step, std::min((task + 1) * step, rows)}, task);
   });
 }
 
-// f(columns, number of the item) for all groups of all items.
+// f(columns, index of the batch entry) for all groups of all entries.
 template <class F>
 void for_columns(const Arguments& arguments, F f) {
   const Extent& extent = arguments.extent;
-  const int64_t step = arguments.groups_of_task(), parts = (extent.groups + step - 1) / step;
-  parallel_for(extent.outer * parts, [&](int64_t task) {
-    const int64_t first = task % parts * step;
-    f(Columns{task / parts, first, std::min(first + step, extent.groups)}, task / parts);
+  const int64_t step = arguments.groups_of_task(), group_parts = parts(extent.groups, step);
+  parallel_for(extent.outer * group_parts, [&](int64_t task) {
+    const int64_t first = task % group_parts * step, entry = task / group_parts;
+    f(Columns{entry, first, std::min(first + step, extent.groups)}, entry);
   });
 }
 
@@ -145,25 +146,15 @@ void forward(const Call& call) {
   }
 }
 
-// Sums for each channel by task, and over the tasks in their order.
+// Sums for each channel by task.
 class ChannelSums {
  public:
-  ChannelSums(int64_t tasks, int64_t channels, bool wanted) : channels_(channels), wanted_(wanted) {
-    if (wanted) values_.resize(tasks * channels);
-  }
-  float* of(int64_t task) { return wanted_ ? &values_[task * channels_] : nullptr; }
-  void total_into(float* result) const {
-    const int64_t tasks = values_.size() / channels_;
-    for (int64_t c = 0; c < channels_; ++c) {
-      double sum = 0;
-      for (int64_t task = 0; task < tasks; ++task) sum += values_[task * channels_ + c];
-      result[c] = float(sum);
-    }
-  }
+  ChannelSums(int64_t tasks, int64_t channels, bool wanted) : tasks_(tasks), channels_(channels), values_(wanted ? tasks * channels : 0) {}
+  float* of(int64_t task) { return values_.empty() ? nullptr : &values_[task * channels_]; }
+  void total_into(float* result) const { add_parts(values_.data(), tasks_, channels_, result); }
 
  private:
-  int64_t channels_;
-  bool wanted_;
+  const int64_t tasks_, channels_;
   std::vector<float> values_;
 };
 
@@ -183,17 +174,17 @@ void backward(const Call& call) {
   const Kernels& run = kernels();
   const Extent& extent = arguments.extent;
   const bool by_rows = extent.spatial == 1;
-  const int64_t step = arguments.rows_of_task(), tasks = by_rows ? (arguments.rows() + step - 1) / step : extent.outer;
+  const int64_t step = arguments.rows_of_task(), tasks = by_rows ? parts(arguments.rows(), step) : extent.outer;
   ChannelSums gammas(tasks, extent.channels(), wants_parameters), betas(tasks, extent.channels(), wants_parameters);
   if (by_rows) {
     for_rows(arguments, [&](Rows rows, int64_t task) {
       run.backward_rows(b, rows, gammas.of(task), betas.of(task), TaskMemory(extent));
     });
   } else {
-    for_columns(arguments, [&](Columns columns, int64_t item) {
+    for_columns(arguments, [&](Columns columns, int64_t entry) {
       const int64_t at = columns.begin * extent.length;
-      float* of_gamma = wants_parameters ? gammas.of(item) + at : nullptr;
-      float* of_beta = wants_parameters ? betas.of(item) + at : nullptr;
+      float* of_gamma = wants_parameters ? gammas.of(entry) + at : nullptr;
+      float* of_beta = wants_parameters ? betas.of(entry) + at : nullptr;
       run.backward_columns(b, columns, of_gamma, of_beta, TaskMemory(extent));
     });
   }

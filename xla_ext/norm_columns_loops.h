@@ -1,4 +1,4 @@
-// Normalisation of groups of channels over the places of an item, channels last: sums for each channel, then for each group.
+// Normalisation of groups of channels over the positions of a batch entry, channels last: sums for each channel, then for each group.
 #pragma once
 
 #include "norm_rows_loops.h"
@@ -6,27 +6,27 @@
 namespace jaxfuse::norm {
 namespace {
 
-// What a task covers: `width` channels of every place, from `start` on.
+// What a task covers: `width` channels of every position, from `start` on.
 struct Block {
-  int64_t places, stride, start, width, length, groups, channel, group;
+  int64_t positions, stride, start, width, length, groups, channel, group;
 
   Block(const Extent& extent, const Columns& columns)
-      : places(extent.spatial),
+      : positions(extent.spatial),
         stride(extent.channels()),
-        start(columns.item * extent.item() + columns.begin * extent.length),
+        start(columns.entry * extent.entry() + columns.begin * extent.length),
         width((columns.end - columns.begin) * extent.length),
         length(extent.length),
         groups(columns.end - columns.begin),
         channel(columns.begin * extent.length),
-        group(columns.item * extent.groups + columns.begin) {}
+        group(columns.entry * extent.groups + columns.begin) {}
 };
 
-// f(first, last) for places a few at a time: their sums are f32 numbers.
+// f(first, last) for positions a few at a time: their sums are f32.
 template <class F>
-void for_places(const Block& block, F f) {
+void for_positions(const Block& block, F f) {
   const int64_t fit = 65536 / block.width, step = fit < 1 ? 1 : fit > 256 ? 256 : fit;
-  for (int64_t first = 0; first < block.places; first += step) {
-    f(first, block.places - first < step ? block.places : first + step);
+  for (int64_t first = 0; first < block.positions; first += step) {
+    f(first, block.positions - first < step ? block.positions : first + step);
   }
 }
 
@@ -36,7 +36,7 @@ inline double sum_of_group(const float* values, int64_t length) {
   return sum;
 }
 
-inline void spread(float* channels, int64_t length, float value) {
+inline void fill(float* channels, int64_t length, float value) {
   for (int64_t i = 0; i < length; ++i) channels[i] = value;
 }
 
@@ -48,12 +48,12 @@ Floats summed(const Forward& f, int64_t at, Lanes lanes) {
   return f.residual ? round_to<T>(x + load(static_cast<const T*>(f.residual) + at, lanes)) : x;
 }
 
-// sums[channel] = Σ (s - centers[channel])^power over places [first, last)
+// sums[channel] = Σ (s - centers[channel])^power over positions [first, last)
 template <class T, int power>
-void add_places(const Forward& f, const Block& block, int64_t first, int64_t last, const float* centers, float* sums) {
-  spread(sums, block.width, 0);
-  for (int64_t place = first; place < last; ++place) {
-    const int64_t row = block.start + place * block.stride;
+void add_positions(const Forward& f, const Block& block, int64_t first, int64_t last, const float* centers, float* sums) {
+  fill(sums, block.width, 0);
+  for (int64_t position = first; position < last; ++position) {
+    const int64_t row = block.start + position * block.stride;
     for_vectors(0, block.width, [&](int64_t i, auto lanes) {
       Floats v = summed<T>(f, row + i, lanes);
       if constexpr (power == 2) {
@@ -69,16 +69,16 @@ void add_places(const Forward& f, const Block& block, int64_t first, int64_t las
 template <class T>
 void column_moments(const Forward& f, const Block& block, float* centers, float* sums, double* means, double* squares) {
   for (int64_t g = 0; g < block.groups; ++g) means[g] = squares[g] = 0;
-  spread(centers, block.width, 0);
-  for_places(block, [&](int64_t first, int64_t last) {
+  fill(centers, block.width, 0);
+  for_positions(block, [&](int64_t first, int64_t last) {
     const double before = double(first) * block.length, here = double(last - first) * block.length;
     if (f.options.centered) {
-      add_places<T, 1>(f, block, first, last, nullptr, sums);
+      add_positions<T, 1>(f, block, first, last, nullptr, sums);
       for (int64_t g = 0; g < block.groups; ++g) {
-        spread(centers + g * block.length, block.length, float(sum_of_group(sums + g * block.length, block.length) / here));
+        fill(centers + g * block.length, block.length, float(sum_of_group(sums + g * block.length, block.length) / here));
       }
     }
-    add_places<T, 2>(f, block, first, last, centers, sums);
+    add_positions<T, 2>(f, block, first, last, centers, sums);
     for (int64_t g = 0; g < block.groups; ++g) {
       const double apart = centers[g * block.length] - means[g];
       means[g] += apart * (here / (before + here));
@@ -95,7 +95,7 @@ void forward_columns(const Forward& f, Columns columns, Scratch scratch) {
   double *means = scratch.doubles, *squares = means + block.groups;
   column_moments<T>(f, block, centers, scales, means, squares);
   for (int64_t g = 0; g < block.groups; ++g) {
-    const float rstd = reciprocal_root(options, squares[g] / (double(block.places) * block.length)), mean = float(means[g]);
+    const float rstd = reciprocal_root(options, squares[g] / (double(block.positions) * block.length)), mean = float(means[g]);
     if (f.mean) f.mean[block.group + g] = mean, f.rstd[block.group + g] = rstd;
     for (int64_t i = g * block.length; i < (g + 1) * block.length; ++i) {
       centers[i] = mean;
@@ -105,8 +105,8 @@ void forward_columns(const Forward& f, Columns columns, Scratch scratch) {
   const float* beta = options.beta + block.channel;
   const bool plain = options.activation == Activation::none;
   const Activate activate = activate_by(options.activation);
-  for (int64_t place = 0; place < block.places; ++place) {
-    const int64_t row = block.start + place * block.stride;
+  for (int64_t position = 0; position < block.positions; ++position) {
+    const int64_t row = block.start + position * block.stride;
     T *y = static_cast<T*>(f.y) + row, *sum = f.sum ? static_cast<T*>(f.sum) + row : nullptr;
     for_vectors(0, block.width, [&](int64_t i, auto lanes) {
       const Floats s = summed<T>(f, row + i, lanes);
@@ -123,7 +123,7 @@ void forward_columns(const Forward& f, Columns columns, Scratch scratch) {
 
 // ---- backward, by the formula of norm_rows_loops.h
 
-// The gradient g of one place, as T in memory or made in a buffer.
+// The gradient g of one position, as T in memory or made in a buffer.
 template <class T>
 struct Gradients {
   const Backward& b;
@@ -132,10 +132,10 @@ struct Gradients {
   float *pulled, *given;
   PullBack pull_back;
 
-  // f(index, s - mean, g, lanes) for the channels of a place.
+  // f(index, s - mean, g, lanes) for the channels of a position.
   template <class F>
-  void operator()(int64_t place, F f) const {
-    const int64_t row = block.start + place * block.stride;
+  void operator()(int64_t position, F f) const {
+    const int64_t row = block.start + position * block.stride;
     const T *s = static_cast<const T*>(b.s) + row, *dy = static_cast<const T*>(b.dy) + row;
     const auto centered = [&](int64_t i, auto lanes) { return load(s + i, lanes) - load(centers + i, lanes); };
     if (pull_back) {
@@ -153,15 +153,15 @@ struct Gradients {
   }
 };
 
-// sums of g and of g·(s - mean) for each channel, over all places
+// sums of g and of g·(s - mean) for each channel, over all positions
 template <class T>
 void gradient_sums(const Gradients<T>& gradients, const Block& block, float* part_g, float* part_gx, double* sum_g, double* sum_gx) {
   for (int64_t c = 0; c < block.width; ++c) sum_g[c] = sum_gx[c] = 0;
-  for_places(block, [&](int64_t first, int64_t last) {
-    spread(part_g, block.width, 0);
-    spread(part_gx, block.width, 0);
-    for (int64_t place = first; place < last; ++place) {
-      gradients(place, [&](int64_t i, Floats centered, Floats g, auto lanes) {
+  for_positions(block, [&](int64_t first, int64_t last) {
+    fill(part_g, block.width, 0);
+    fill(part_gx, block.width, 0);
+    for (int64_t position = first; position < last; ++position) {
+      gradients(position, [&](int64_t i, Floats centered, Floats g, auto lanes) {
         store(part_g + i, load(part_g + i, lanes) + g, lanes);
         store(part_gx + i, load(part_gx + i, lanes) + g * centered, lanes);
       });
@@ -179,14 +179,14 @@ void backward_columns(const Backward& b, Columns columns, float* dgamma, float* 
   float *first = given + width, *second = first + width;  // for each channel: sums, then coefficients
   double *sum_g = scratch.doubles, *sum_gx = sum_g + width;
   for (int64_t g = 0; g < block.groups; ++g) {
-    spread(centers + g * block.length, block.length, b.mean[block.group + g]);
-    spread(rstds + g * block.length, block.length, b.rstd[block.group + g]);
+    fill(centers + g * block.length, block.length, b.mean[block.group + g]);
+    fill(rstds + g * block.length, block.length, b.rstd[block.group + g]);
   }
   const bool plain = options.activation == Activation::none;
   const Gradients<T> gradients{b, block, centers, rstds, pulled, given, plain ? nullptr : pull_back_by(options.activation)};
   gradient_sums(gradients, block, first, second, sum_g, sum_gx);
   const float* gamma = options.gamma + block.channel;
-  const double count = double(block.places) * block.length;
+  const double count = double(block.positions) * block.length;
   for (int64_t g = 0; g < block.groups; ++g) {
     const float rstd = b.rstd[block.group + g];
     double mean_g = 0, mean_gx = 0;
@@ -196,14 +196,14 @@ void backward_columns(const Backward& b, Columns columns, float* dgamma, float* 
       mean_g += gamma[i] * sum_g[i] / count;
       mean_gx += gamma[i] * (sum_gx[i] * rstd) / count;
     }
-    spread(first + g * block.length, block.length, options.centered ? -rstd * float(mean_g) : 0);
-    spread(second + g * block.length, block.length, -slope(options, rstd) * rstd * float(mean_gx));
+    fill(first + g * block.length, block.length, options.centered ? -rstd * float(mean_g) : 0);
+    fill(second + g * block.length, block.length, -slope(options, rstd) * rstd * float(mean_gx));
   }
-  for (int64_t place = 0; place < block.places; ++place) {
-    const int64_t row = block.start + place * block.stride;
+  for (int64_t position = 0; position < block.positions; ++position) {
+    const int64_t row = block.start + position * block.stride;
     const T* ds = b.ds ? static_cast<const T*>(b.ds) + row : nullptr;
     T* dx = static_cast<T*>(b.dx) + row;
-    gradients(place, [&](int64_t i, Floats centered, Floats g, auto lanes) {
+    gradients(position, [&](int64_t i, Floats centered, Floats g, auto lanes) {
       Floats value = load(rstds + i, lanes) * (g * load(gamma + i, lanes)) + load(first + i, lanes);
       value += load(second + i, lanes) * centered;
       if (ds) value += load(ds + i, lanes);

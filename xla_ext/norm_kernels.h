@@ -17,7 +17,7 @@ struct Extent {
 
   // No function that the linker might share: this is also included where the compiler may use what a CPU lacks.
   [[gnu::always_inline]] int64_t channels() const { return groups * length; }
-  [[gnu::always_inline]] int64_t item() const { return spatial * channels(); }
+  [[gnu::always_inline]] int64_t entry() const { return spatial * channels(); }
 };
 
 // Σ(s - mean)² / count is the variance; without centering, mean is 0. rstd = 1/sqrt(var + epsilon), or 1/(sqrt(var) + epsilon).
@@ -51,9 +51,9 @@ struct Backward {
 struct Rows {
   int64_t begin, end;
 };
-// ... and the groups [begin, end) of one item elsewhere.
+// ... and the groups [begin, end) of one batch entry elsewhere.
 struct Columns {
-  int64_t item, begin, end;
+  int64_t entry, begin, end;
 };
 
 // Memory of a thread for one task: at least as much as scratch_for() says, in both.

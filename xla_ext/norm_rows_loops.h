@@ -46,7 +46,7 @@ inline PullBack pull_back_by(Activation activation) {
 
 // ---- statistics
 
-constexpr int64_t kLongestSum = 4096;  // of f32 numbers; sums of those are in double
+constexpr int64_t kLongestSum = 4096;  // of f32; sums of those are in double
 
 // Σ f(index, lanes) over [0, n)
 template <class F>

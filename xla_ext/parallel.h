@@ -39,8 +39,8 @@ void on_each_thread(F f, int n = 0) {
 }
 
 // f(chunk) for chunk in [0, n_chunks), each once, in any order, on any thread; returns when all are done, and throws as
-// on_each_thread does. What a chunk covers must depend on its number alone: which thread runs it differs from call to call,
-// so sums that must repeat bit for bit are kept per chunk and added in chunk order afterwards.
+// on_each_thread does. What a chunk covers must depend on its index alone: which thread runs it differs from call to call,
+// so sums that must repeat bit for bit are computed per chunk and added in chunk order afterwards.
 template <class F>
 void parallel_for(int64_t n_chunks, F f) {
   // Taken one by one: a thread that was descheduled keeps one chunk waiting, not its whole share.

@@ -13,18 +13,18 @@ namespace {
 
 // How a product is cut. A sum is of products that follow one another, kInner at most, then added to those before: so long
 // is a panel of b that stays in the first-level cache, and so short that the sums err less than XLA's. Packed rows of a
-// lie in the second-level cache while the panels of b meet them, and with them the sums of a task; all that are packed at a
+// lie in the second-level cache while they are multiplied with the panels of b, and with them the sums of a task; all that are packed at a
 // time are in the third.
 constexpr int64_t kInner = 256, kBlockColumns = 4 * kColumns, kBlockRows = 16 * kMostRows, kPackRows = 8 * kMostRows,
                   kPackedFloats = 2 << 20, kFewestTaskRows = 4 * kMostRows, kMostTaskRows = 42 * kMostRows;
 
-// Into how many parts sums of k products are cut, each computed as one more item of the batch: where few rows of such a
+// Into how many parts sums of k products are cut, each computed as one more entry of the batch: where few rows of such a
 // length could be packed at a time, and b would be packed again for each few, or where there are hardly any tasks. The sums
 // of all parts take at most a quarter of the memory that a and b do, or each is of kLongest.
-int64_t sum_parts(int64_t items, int64_t m, int64_t k, int64_t n) {
+int64_t sum_parts(int64_t entries, int64_t m, int64_t k, int64_t n) {
   constexpr int64_t kManyRows = 512, kManyTasks = 16, kPart = 2048, kLongest = 1 << 16;
   const bool few_rows = kPackedFloats / k < std::min(m, kManyRows);
-  const bool few_tasks = items * parts(m, kFewestTaskRows) * parts(n, kBlockColumns) < kManyTasks;
+  const bool few_tasks = entries * parts(m, kFewestTaskRows) * parts(n, kBlockColumns) < kManyTasks;
   const int64_t wanted = few_rows || few_tasks ? parts(k, kPart) : 1;
   return std::max(std::min(wanted, (m + n) * k / (4 * m * n)), parts(k, kLongest));
 }
@@ -35,23 +35,23 @@ struct Product {
   Matrix a, b;
   int64_t step = parts(k, sum_parts(size_of(batch), m, k, n)), parts_of_sum = parts(k, step);  // so that none is empty
 
-  int64_t items() const { return size_of(batch) * parts_of_sum; }
-  int64_t begin(int64_t item) const { return item % parts_of_sum * step; }
-  int64_t inner(int64_t item) const { return std::min(step, k - begin(item)); }
-  Matrix a_of(int64_t item) const { return a.item(batch, item / parts_of_sum).from(1, begin(item)); }
-  Matrix b_of(int64_t item) const { return b.item(batch, item / parts_of_sum).from(0, begin(item)); }
+  int64_t entries() const { return size_of(batch) * parts_of_sum; }
+  int64_t begin(int64_t entry) const { return entry % parts_of_sum * step; }
+  int64_t inner(int64_t entry) const { return std::min(step, k - begin(entry)); }
+  Matrix a_of(int64_t entry) const { return a.entry(batch, entry / parts_of_sum).from(1, begin(entry)); }
+  Matrix b_of(int64_t entry) const { return b.entry(batch, entry / parts_of_sum).from(0, begin(entry)); }
 };
 
 struct Cut {
   int64_t inner;        // of a sum
-  int64_t items, rows;  // packed at a time
+  int64_t entries, rows;  // packed at a time
   int64_t task_rows;    // of them, in one task
 
   explicit Cut(const Product& p) {
     inner = even(p.step, kInner);
     rows = padded(even(p.m, std::max(kPackRows, kPackedFloats / p.step)), kMostRows);
-    items = std::clamp<int64_t>(kPackedFloats / (rows * p.step), 1, p.items());
-    const int64_t wanted = parts(4 * max_threads(), items * parts(p.n, kBlockColumns));
+    entries = std::clamp<int64_t>(kPackedFloats / (rows * p.step), 1, p.entries());
+    const int64_t wanted = parts(4 * max_threads(), entries * parts(p.n, kBlockColumns));
     task_rows = padded(even(rows, std::clamp(rows / wanted, kFewestTaskRows, kMostTaskRows)), kMostRows);
   }
 };
@@ -62,20 +62,20 @@ void pack_rows(const Matrix& m, int64_t rows, int64_t inner, float* to) {
 
 Lines packed_lines(const float* data, int64_t inner) { return {data, 1, kernels().rows, kernels().rows * inner}; }
 
-// Some rows of some items, packed: for each item and each sum's part of the inner axis one panel after the other. Those that few
-// columns meet are read where they lie, if they lie in lines.
+// Some rows of some entries, packed: for each entry and each sum's part of the inner axis one panel after the other. Where b has few
+// columns they are read where they lie, if they lie in lines.
 class Rows {
  public:
   Rows(const Product& p, const Cut& cut)
       : p_(p), cut_(cut), in_place_(lies_in_lines(p.a) && p.n <= 2 * kBlockColumns),
-        scratch_(in_place_ ? 0 : cut.items * cut.rows * p.step * sizeof(float)), data_(scratch_.as<float>()) {}
+        scratch_(in_place_ ? 0 : cut.entries * cut.rows * p.step * sizeof(float)), data_(scratch_.as<float>()) {}
 
-  void load(int64_t item, int64_t items, int64_t row, int64_t rows) {
+  void load(int64_t entry, int64_t entries, int64_t row, int64_t rows) {
     if (in_place_) return;
-    item_ = item, row_ = row, padded_ = padded(rows, kMostRows);
+    entry_ = entry, row_ = row, padded_ = padded(rows, kMostRows);
     const int64_t groups = parts(rows, kPackRows);
-    parallel_for(items * groups, [&](int64_t i) {
-      const int64_t of = item + i / groups, first = row + i % groups * kPackRows;
+    parallel_for(entries * groups, [&](int64_t i) {
+      const int64_t of = entry + i / groups, first = row + i % groups * kPackRows;
       const Matrix a = p_.a_of(of).from(0, first);
       for (int64_t k = 0; k < p_.inner(of); k += cut_.inner) {
         pack_rows(a.from(1, k), std::min(kPackRows, row + rows - first), inner(of, k), panel(of, k, first));
@@ -83,51 +83,51 @@ class Rows {
     });
   }
 
-  // Those from `row` on of an item, of the part that begins at k.
-  Lines from(int64_t item, int64_t k, int64_t row) const {
-    if (!in_place_) return packed_lines(panel(item, k, row), inner(item, k));
-    const Matrix a = p_.a_of(item).from(0, row).from(1, k);
+  // Those from `row` on of an entry, of the part that begins at k.
+  Lines from(int64_t entry, int64_t k, int64_t row) const {
+    if (!in_place_) return packed_lines(panel(entry, k, row), inner(entry, k));
+    const Matrix a = p_.a_of(entry).from(0, row).from(1, k);
     return lines(static_cast<const float*>(a.data), a.strides[0]);
   }
 
  private:
-  int64_t inner(int64_t item, int64_t k) const { return std::min(cut_.inner, p_.inner(item) - k); }
+  int64_t inner(int64_t entry, int64_t k) const { return std::min(cut_.inner, p_.inner(entry) - k); }
 
-  float* panel(int64_t item, int64_t k, int64_t row) const {
-    return data_ + ((item - item_) * p_.step + k) * padded_ + (row - row_) * inner(item, k);
+  float* panel(int64_t entry, int64_t k, int64_t row) const {
+    return data_ + ((entry - entry_) * p_.step + k) * padded_ + (row - row_) * inner(entry, k);
   }
 
   const Product& p_;
   const Cut& cut_;
   const bool in_place_;
-  int64_t item_ = 0, row_ = 0, padded_ = 0;
+  int64_t entry_ = 0, row_ = 0, padded_ = 0;
   const Scratch scratch_;
   float* const data_;
 };
 
 // The sums of a block, with memory for kInner rows of its columns.
 void multiply_block(const Product& p, const Cut& cut, const Rows& a, const Block& block, float* columns, float* sums) {
-  const Matrix b = p.b_of(block.item).from(1, block.column);
-  const int64_t length = p.inner(block.item);
+  const Matrix b = p.b_of(block.entry).from(1, block.column);
+  const int64_t length = p.inner(block.entry);
   for (int64_t k = 0; k < length; k += cut.inner) {
     const int64_t inner = std::min(cut.inner, length - k);
     pack_columns(b.from(0, k), block.columns, inner, columns);
-    multiply(a.from(block.item, k, block.row), block.rows, columns, inner, block.columns, sums, block.stride, k == 0);
+    multiply(a.from(block.entry, k, block.row), block.rows, columns, inner, block.columns, sums, block.stride, k == 0);
   }
 }
 
-void multiply_items(const Product& p, const Finish& finish) {
+void multiply_entries(const Product& p, const Finish& finish) {
   const Cut cut(p);
   Rows a(p, cut);
   const int64_t column_parts = parts(p.n, kBlockColumns);
-  for (int64_t item = 0; item < p.items(); item += cut.items) {
-    const int64_t items = std::min(cut.items, p.items() - item);
+  for (int64_t entry = 0; entry < p.entries(); entry += cut.entries) {
+    const int64_t entries = std::min(cut.entries, p.entries() - entry);
     for (int64_t row = 0; row < p.m; row += cut.rows) {
       const int64_t rows = std::min(cut.rows, p.m - row), row_parts = parts(rows, cut.task_rows);
-      a.load(item, items, row, rows);
-      parallel_for(items * row_parts * column_parts, [&](int64_t i) {
+      a.load(entry, entries, row, rows);
+      parallel_for(entries * row_parts * column_parts, [&](int64_t i) {
         const int64_t first = i / column_parts % row_parts * cut.task_rows, column = i % column_parts * kBlockColumns;
-        Block block{item + i / column_parts / row_parts, row + first, std::min(cut.task_rows, rows - first),
+        Block block{entry + i / column_parts / row_parts, row + first, std::min(cut.task_rows, rows - first),
                     column, std::min(kBlockColumns, p.n - column), nullptr, kBlockColumns};
         const Scratch scratch((cut.inner + padded(block.rows, kMostRows)) * kBlockColumns * sizeof(float));
         float *columns = scratch.as<float>(), *sums = columns + cut.inner * kBlockColumns;
@@ -141,24 +141,24 @@ void multiply_items(const Product& p, const Finish& finish) {
 
 // Of sums that are cut: the parts first, then their sums.
 void multiply_parts(const Product& p, const Finish& finish) {
-  const Scratch scratch(p.items() * p.m * p.n * sizeof(float));
+  const Scratch scratch(p.entries() * p.m * p.n * sizeof(float));
   float* const sums = scratch.as<float>();
-  const auto at = [&](int64_t item, int64_t row) { return sums + (item * p.m + row) * p.n; };
-  multiply_items(p, [&](const Block& block) {
+  const auto at = [&](int64_t entry, int64_t row) { return sums + (entry * p.m + row) * p.n; };
+  multiply_entries(p, [&](const Block& block) {
     for (int64_t r = 0; r < block.rows; ++r) {
-      std::copy_n(block.sums + r * block.stride, block.columns, at(block.item, block.row + r) + block.column);
+      std::copy_n(block.sums + r * block.stride, block.columns, at(block.entry, block.row + r) + block.column);
     }
   });
   const int64_t groups = parts(p.m, kPackRows);
   parallel_for(size_of(p.batch) * groups, [&](int64_t i) {
-    const int64_t item = i / groups, first = item * p.parts_of_sum, row = i % groups * kPackRows;
+    const int64_t entry = i / groups, first = entry * p.parts_of_sum, row = i % groups * kPackRows;
     const int64_t rows = std::min(kPackRows, p.m - row);
     float* const total = at(first, row);
     for (int64_t part = 1; part < p.parts_of_sum; ++part) {
       const float* const own = at(first + part, row);
       for (int64_t j = 0; j < rows * p.n; ++j) total[j] += own[j];
     }
-    finish({item, row, rows, 0, p.n, total, p.n});
+    finish({entry, row, rows, 0, p.n, total, p.n});
   });
 }
 
@@ -176,9 +176,9 @@ Matrix Matrix::from(size_t axis, int64_t i) const {
   return {static_cast<char*>(data) + i * strides[axis] * ffi::ByteWidth(dtype), dtype, strides};
 }
 
-Matrix Matrix::item(const Shape& batch, int64_t item) const {
+Matrix Matrix::entry(const Shape& batch, int64_t i) const {
   Matrix one = *this;
-  for (size_t axis = batch.size(); axis-- > 0; item /= batch[axis]) one = one.from(axis, item % batch[axis]);
+  for (size_t axis = batch.size(); axis-- > 0; i /= batch[axis]) one = one.from(axis, i % batch[axis]);
   one.strides.erase(one.strides.begin(), one.strides.begin() + batch.size());
   return one;
 }
@@ -212,7 +212,7 @@ void multiply(const Lines& a, int64_t rows, const float* panels, int64_t inner, 
 
 void multiply(const Shape& batch, int64_t m, int64_t k, int64_t n, const Matrix& a, const Matrix& b, const Finish& finish) {
   const Product p{batch, m, k, n, a, b};
-  p.parts_of_sum == 1 ? multiply_items(p, finish) : multiply_parts(p, finish);
+  p.parts_of_sum == 1 ? multiply_entries(p, finish) : multiply_parts(p, finish);
 }
 
 }  // namespace jaxfuse::product

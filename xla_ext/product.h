@@ -18,10 +18,10 @@ struct Matrix {
   Shape strides;
 
   Matrix transposed() const;
-  // Beginning at the i-th item of the axis.
+  // Beginning at index i of the axis.
   Matrix from(size_t axis, int64_t i) const;
-  // Beginning at the item-th of the matrices, all batch axes taken as one.
-  Matrix item(const Shape& batch, int64_t item) const;
+  // One of the matrices, all batch axes taken as one.
+  Matrix entry(const Shape& batch, int64_t i) const;
 };
 
 // The rows of a matrix, in order of the tiles that they are for: element k of a tile's row i is at data + i·row + k·step, and the next
@@ -49,7 +49,7 @@ void multiply(const Lines&, int64_t rows, const float* panels, int64_t inner, in
 
 // Part of one of the batch's products: `rows` × `columns` sums, row i at sums + i·stride.
 struct Block {
-  int64_t item, row, rows, column, columns;
+  int64_t entry, row, rows, column, columns;
   const float* sums;
   int64_t stride;
 };

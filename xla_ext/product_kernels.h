@@ -17,8 +17,8 @@ struct Vectors {
   int64_t step, inner_step;
 };
 
-// Steps along panels. Line l of b begins at b + l·steps·b_step, and meets what lies from a + lines[l] on, a_step further with
-// each of its `steps`. From one row of a to the next it is a_row: 1 where they are packed.
+// Steps along panels. Line l of b begins at b + l·steps·b_step, and is multiplied with what lies from a + lines[l] on, a_step
+// further with each of its `steps`. From one row of a to the next it is a_row: 1 where they are packed.
 struct Panels {
   const float *a, *b;
   const int64_t* lines;

@@ -23,7 +23,7 @@ class ThreadPool {
  public:
   using Work = void (*)(void* argument);
 
-  // What a member of a team is told that waits at a barrier to which another member cannot come.
+  // Thrown to a member of a team that waits at a barrier to which another member cannot come.
   struct Abandoned : std::exception {
     const char* what() const noexcept override { return "another thread of the team failed"; }
   };
@@ -43,7 +43,7 @@ class ThreadPool {
 
   // Starts work(argument) on threads 1 .. n-1 of a team and makes the caller its thread 0, which must run the work itself
   // and then call finish(). n < 1 means size(); a larger team than size() has the threads that were started before the pool
-  // was made smaller, because oneDNN counts on the teams that it was told of. Inside a region the caller becomes a team of
+  // was made smaller, because oneDNN counts on the teams that it knows of. Inside a region the caller becomes a team of
   // one. The members of a team run at the same time, so they may wait for one another. They have the caller's
   // floating-point mode: what becomes of denormals does not depend on who computes. The work must not throw.
   void start(Work work, void* argument, int n);

@@ -73,7 +73,7 @@ bool append(dnnl::post_ops& ops, Activation activation, const Parameters& p, DTy
     ops.append_eltwise(kind, alpha, beta);
     return true;
   };
-#define JAXFUSE_ROW(name, numbers, told_by, appended) \
+#define JAXFUSE_ROW(name, numbers, derivative_from, appended) \
   case Activation::name: return appended;
   switch (activation) { JAXFUSE_ACTIVATIONS(JAXFUSE_ROW) }
 #undef JAXFUSE_ROW
@@ -92,8 +92,9 @@ struct Request {
 // last. x, w, y and the residual are taken as `type` inside; a y of f32 stays one.
 Request request(const Forward& f, ElementType type) {
   const Geometry& g = f.geometry;
-  const auto x = data(f.x, g.lhs_spec), w = filter(g, f.w), y = data(f.y, g.out_spec);
-  const ElementType out = f.y.dtype == DType::F32 ? ElementType::f32 : type;
+  const Epilogue& e = f.epilogue;
+  const auto x = data(f.x, g.lhs_spec), w = filter(g, f.w), y = data(e.y, g.out_spec);
+  const ElementType out = e.y.dtype == DType::F32 ? ElementType::f32 : type;
   Primitive::Layouts inputs{{DNNL_ARG_SRC, x}, {DNNL_ARG_WEIGHTS, w}};
   dnnl::post_ops ops;
   if (f.adds) ops.append_sum();
@@ -102,19 +103,19 @@ Request request(const Forward& f, ElementType type) {
     ops.append_binary(kind, wanted);
   };
   dnnl::memory::desc bias;
-  const ElementType given = f.bias ? element_type(f.bias->dtype) : ElementType::f32;
+  const ElementType given = e.bias ? element_type(e.bias->dtype) : ElementType::f32;
   const ElementType wanted = type == ElementType::f32 ? type : given;
-  if (f.scale) {
-    const auto scale = per_feature(g, *f.scale, ElementType::f32);
+  if (e.scale) {
+    const auto scale = per_feature(g, *e.scale, ElementType::f32);
     binary(algorithm::binary_mul, scale, scale);
-    if (f.bias) binary(algorithm::binary_add, per_feature(g, *f.bias, given), per_feature(g, *f.bias, wanted));
-  } else if (f.bias) {
-    bias = {{f.bias->shape[0]}, wanted, dnnl::memory::format_tag::a};
-    inputs.emplace_back(DNNL_ARG_BIAS, dnnl::memory::desc({f.bias->shape[0]}, given, dnnl::memory::format_tag::a));
+    if (e.bias) binary(algorithm::binary_add, per_feature(g, *e.bias, given), per_feature(g, *e.bias, wanted));
+  } else if (e.bias) {
+    bias = {{e.bias->shape[0]}, wanted, dnnl::memory::format_tag::a};
+    inputs.emplace_back(DNNL_ARG_BIAS, dnnl::memory::desc({e.bias->shape[0]}, given, dnnl::memory::format_tag::a));
   }
-  if (f.residual && !f.residual_last) binary(algorithm::binary_add, y, channels_last(y, type));
-  append(ops, f.activation, f.parameters, f.y.dtype);
-  if (f.residual && f.residual_last) binary(algorithm::binary_add, y, channels_last(y, type));
+  if (e.residual && !e.residual_last) binary(algorithm::binary_add, y, channels_last(y, type));
+  append(ops, e.activation, e.parameters, e.y.dtype);
+  if (e.residual && e.residual_last) binary(algorithm::binary_add, y, channels_last(y, type));
   dnnl::primitive_attr attr = attributes();
   attr.set_post_ops(ops);
   const auto inner_x = channels_last(x, type), inner_w = any_layout(w, type), inner_y = channels_last(y, out);
@@ -150,55 +151,57 @@ bool is_slice(const Forward& f) { return f.geometry.filter_features > 0; }
 // Null where oneDNN lacks the activation, where post-ops leave it with nothing but its reference code, which is slow without
 // bounds, and where a slice is not for its matrix kernels.
 SharedPrimitive make(const Forward& f) {
-  if (!has_post_ops(f.activation, f.parameters, f.y.dtype)) return nullptr;
+  const Epilogue& e = f.epilogue;
+  if (!has_post_ops(e.activation, e.parameters, e.y.dtype)) return nullptr;
   const Request r = best_request(f);
-  const bool has_extras = r.inputs.size() > 2 || f.activation != Activation::none;
+  const bool has_extras = r.inputs.size() > 2 || e.activation != Activation::none;
   if (has_extras && is_reference(r.descriptor)) return nullptr;
   if (is_slice(f) && std::string(r.descriptor.impl_info_str()).find("brgconv") == std::string::npos) return nullptr;
-  const Primitive::Layouts outputs{{DNNL_ARG_DST, data(f.y, f.geometry.out_spec)}};
+  const Primitive::Layouts outputs{{DNNL_ARG_DST, data(e.y, f.geometry.out_spec)}};
   return std::make_shared<Primitive>(r.descriptor, dnnl::primitive(r.descriptor), r.inputs, outputs);
 }
 
 SharedPrimitive primitive(const Forward& f) {
+  const Epilogue& e = f.epilogue;
   int32_t numbers[sizeof(Parameters) / sizeof(int32_t)];
-  std::memcpy(numbers, &f.parameters, sizeof numbers);
-  Key key{0, int64_t(f.activation), f.adds, f.residual_last, f.scale.has_value(),
-                  f.residual.has_value(),
-                  f.bias ? int64_t(f.bias->dtype) : -1};
+  std::memcpy(numbers, &e.parameters, sizeof numbers);
+  Key key{0, int64_t(e.activation), f.adds, e.residual_last, e.scale.has_value(), e.residual.has_value(),
+          e.bias ? int64_t(e.bias->dtype) : -1};
   key.insert(key.end(), std::begin(numbers), std::end(numbers));
-  for (const Tensor* t : {&f.x, &f.w, &f.y}) append_to(key, *t);
+  for (const Tensor* t : {&f.x, &f.w, &e.y}) append_to(key, *t);
   append_to(key, f.geometry);
   return cached(key, [&] { return make(f); });
 }
 
 void run(const Primitive& primitive, const Forward& f, void* y) {
+  const Epilogue& e = f.epilogue;
   std::vector<std::pair<int, const void*>> buffers{
       {DNNL_ARG_SRC, f.x.data}, {DNNL_ARG_WEIGHTS, f.w.data}, {DNNL_ARG_DST, y}};
   int op = f.adds;
-  if (f.scale) buffers.emplace_back(post_op(op++), f.scale->data);
-  if (f.bias) buffers.emplace_back(f.scale ? post_op(op++) : DNNL_ARG_BIAS, f.bias->data);
-  if (f.residual_last) {
+  if (e.scale) buffers.emplace_back(post_op(op++), e.scale->data);
+  if (e.bias) buffers.emplace_back(e.scale ? post_op(op++) : DNNL_ARG_BIAS, e.bias->data);
+  if (e.residual_last) {
     dnnl::post_ops before;
-    append(before, f.activation, f.parameters, f.y.dtype);
+    append(before, e.activation, e.parameters, e.y.dtype);
     op += before.len();
   }
-  if (f.residual) buffers.emplace_back(post_op(op), f.residual->data);
+  if (e.residual) buffers.emplace_back(post_op(op), e.residual->data);
   primitive.run(buffers);
 }
 
 // x (*) w and nothing else.
 Forward bare(const Geometry& geometry, const Tensor& x, const Tensor& w, const Tensor& y) {
-  return {geometry, x, w, {}, {}, {}, y, Activation::none, {}};
+  return {geometry, x, w, {y}};
 }
 
 bool run_sliced(const Forward& f, void* y) {
-  const int64_t n = slice_count(f.geometry, f.x, f.w, f.y);
+  const int64_t n = slice_count(f.geometry, f.x, f.w, f.y());
   if (n == 1) return false;
   std::vector<Forward> parts;
   std::vector<SharedPrimitive> primitives;
   for (int64_t i = 0; i < n; ++i) {
-    const Slice slice(f.geometry, f.x, f.w, f.y, i, n);
-    Forward part = i + 1 < n ? bare(slice.geometry, slice.x, slice.w, f.y) : f;
+    const Slice slice(f.geometry, f.x, f.w, f.y(), i, n);
+    Forward part = i + 1 < n ? bare(slice.geometry, slice.x, slice.w, f.y()) : f;
     part.geometry = slice.geometry, part.x = slice.x, part.w = slice.w, part.adds = i > 0;
     parts.push_back(part);
     primitives.push_back(primitive(part));
@@ -217,7 +220,7 @@ bool has_post_ops(Activation activation, const Parameters& parameters, DType dty
 
 bool is_fast(const Geometry& geometry, const Tensor& x, const Tensor& w, const Tensor& y) {
   Forward f = bare(geometry, x, w, y);
-  if (!has_kernels(x.dtype)) f.x.dtype = f.w.dtype = f.y.dtype = DType::F32;
+  if (!has_kernels(x.dtype)) f.x.dtype = f.w.dtype = f.epilogue.y.dtype = DType::F32;
   return !is_reference(best_request(f).descriptor);
 }
 
@@ -232,7 +235,7 @@ void convolve(const Geometry& geometry, const Tensor& x, const Tensor& w, const 
   if (has_kernels(x.dtype)) return (void)convolve(bare(geometry, x, w, y), y.data);
   const Wide wide_x(x), wide_w(w), wide_y(y);
   const Forward f = bare(geometry, *wide_x.load().tensor(), *wide_w.load().tensor(), *wide_y.tensor());
-  run(*primitive(f), f, f.y.data);  // in one: no slices are needed for what is rounded to bf16
+  run(*primitive(f), f, f.y().data);  // in one: no slices are needed for what is rounded to bf16
   wide_y.store();
 }
 

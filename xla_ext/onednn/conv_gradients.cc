@@ -27,7 +27,7 @@ Key key_of(Direction direction, const Geometry& geometry, const Tensor& x, const
   return key;
 }
 
-// oneDNN wants to be told of the forward convolution that it differentiates.
+// oneDNN asks for the forward convolution that it differentiates.
 dnnl::convolution_forward::primitive_desc forward_hint(const Geometry& g, const dnnl::memory::desc& x,
                                                        const dnnl::memory::desc& w, const dnnl::memory::desc& y,
                                                        ElementType type) {
@@ -87,9 +87,9 @@ SharedPrimitive make(const Request<Descriptor>& r) {
   return std::make_shared<Primitive>(r.descriptor, Gradient(r.descriptor), r.inputs, r.outputs);
 }
 
-// At stride 1 the gradient is a convolution itself, of g with the filter turned around; null where it is not, or where
-// turning the filter is not a matter of whole rows.
-std::optional<Geometry> turned(const Geometry& geometry, const Tensor& w) {
+// At stride 1 the gradient is a convolution itself, of g with the filter spatially flipped; null where it is not, or where
+// flipping the filter is not a matter of whole rows.
+std::optional<Geometry> flipped(const Geometry& geometry, const Tensor& w) {
   Geometry t = geometry;
   std::swap(t.lhs_spec, t.out_spec);
   std::swap(t.rhs_spec[0], t.rhs_spec[1]);
@@ -105,7 +105,7 @@ std::optional<Geometry> turned(const Geometry& geometry, const Tensor& w) {
 
 // The gradient in that form, where its sums are long enough to be sliced.
 bool data_gradient_sliced(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g) {
-  const auto forward = turned(geometry, w);
+  const auto forward = flipped(geometry, w);
   if (!forward || slice_count(*forward, g, w, dx) == 1) return false;
   const int64_t taps = size_of(Shape(w.shape.begin(), w.shape.begin() + geometry.spatial_rank()));
   const size_t bytes = w.bytes() / taps;

@@ -13,7 +13,7 @@ ElementType element_type(DType dtype);
 dnnl::memory::desc data(const Tensor& t, const conv::Spec& spec);
 // The user's filter: logical order ([group,] output feature, input feature, spatial...).
 dnnl::memory::desc filter(const conv::Geometry& geometry, const Tensor& w);
-// One number per output feature, to be broadcast over y.
+// One element per output feature, to be broadcast over y.
 dnnl::memory::desc per_feature(const conv::Geometry& geometry, const Tensor& v, ElementType type);
 
 dnnl::memory::dims holes(const conv::Geometry& geometry);  // its dilation as oneDNN counts: 0 is dense

@@ -55,7 +55,7 @@ class Primitive {
 };
 
 // The primitive for a configuration, from the cache of the most recently used ones or else made now. The key must hold
-// everything that `make` depends on. Null, where `make` gives null, is kept too.
+// everything that `make` depends on. Null, where `make` gives null, is cached too.
 using Key = std::vector<int64_t>;
 using SharedPrimitive = std::shared_ptr<const Primitive>;
 SharedPrimitive cached(const Key& key, const std::function<SharedPrimitive()>& make);

@@ -1,7 +1,7 @@
 // Puts oneDNN on our threads. Its PyPI build calls an OpenMP runtime, through a table of addresses that the dynamic linker
 // filled in (the entries of its procedure linkage table, R_X86_64_JUMP_SLOT). Here the ten entries that belong to OpenMP
 // are pointed at ThreadPool instead: in our copy of the library only, no other user of OpenMP in the process is touched.
-// Where that cannot be done oneDNN is not used (see thread_pool.h for what OpenMP would cost, and nan_watch.h for why the
+// Where that cannot be done oneDNN is not used (see thread_pool.h for what OpenMP would cost, and invalid_flag.h for why the
 // threads must be known).
 #include <dlfcn.h>
 #include <elf.h>
