@@ -1,9 +1,6 @@
 """A file's cases at an instruction set of ours, in a process of its own: the level is read once."""
 
 import json
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +8,7 @@ import pytest
 
 from compare import distance, jit, pairs, unfused, value_and_gradients, with_cotangents
 from jaxfuse.runtime import ffi
+from processes import python
 
 LEVELS = ["portable", "avx2", "avx512"]
 unavailable = ffi.unavailable  # as it is without the fixture `kernel`, which other tests of the file may have left in force
@@ -20,9 +18,7 @@ def errors_at(level: str, file: str, target: str) -> list[float]:
     """What the file prints, run as a script; the test is skipped where the kernel or the CPU's instructions are missing."""
     if reason := unavailable(target):
         pytest.skip(reason)
-    paths = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])
-    run = subprocess.run([sys.executable, file], env=os.environ | dict(JAXFUSE_SIMD=level, PYTHONPATH=paths, JAX_PLATFORMS="cpu"),
-                         capture_output=True, text=True, timeout=300)
+    run = python(file, JAXFUSE_SIMD=level)
     if run.returncode and "and this CPU has" in run.stderr:  # the module's own words for a level that it refuses
         pytest.skip(run.stderr.splitlines()[-1])
     assert run.returncode == 0, run.stderr[-2000:]

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 
 from benchmarks import cases, checks, inputs, peer, peers, plan, report, swapped, turns
 from benchmarks.__main__ import main
+from processes import printed_by
 
 
 def test_case_table_is_well_formed():
@@ -142,9 +142,7 @@ def test_every_issue_runs_small_with_the_right_numbers(tmp_path):
 
 
 def test_issues_is_the_benchmark_of_its_kind():
-    command = [sys.executable, "-m", "benchmarks.issues", "--small", "--list"]
-    listed = subprocess.run(command, cwd=turns.ROOT, capture_output=True, text=True, check=True).stdout.split()
-    assert listed == [case.name for case in cases.CASES if case.kind == "issue"]
+    assert printed_by("-m", "benchmarks.issues", "--small", "--list").split() == [case.name for case in cases.CASES if case.kind == "issue"]
 
 
 def test_environments_differ_only_in_the_peers_own_settings(monkeypatch):

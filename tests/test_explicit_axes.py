@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxfuse
-from devices import printed_by
+from processes import on_devices
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 
@@ -81,7 +81,7 @@ PROGRAMS = {
 @pytest.fixture(scope="module")
 def found():
     """Program -> (distance, its outputs' shardings are those of the plain one); a string: what was raised."""
-    return json.loads(printed_by(__file__))
+    return json.loads(on_devices(__file__))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

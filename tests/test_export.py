@@ -4,8 +4,6 @@ time, taken from the disk, and checked."""
 import json
 import pathlib
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +15,7 @@ import jaxfuse
 from cases import CASES, CORE
 from compare import distance, pairs
 from jaxfuse.runtime import ffi
+from processes import printed_by
 
 EACH = {CASES[name].op: CASES[name] for name in reversed(CORE)}  # one case of each op
 PROMISE = json.loads(pathlib.Path(__file__).with_name("exported_targets.json").read_text())
@@ -191,10 +190,8 @@ def test_loaded_in_a_fresh_process(tmp_path):
     pytest.importorskip("flatbuffers")
     x, w = np.ones((2, 16), np.float32), np.ones((16, 8), np.float32)
     (tmp_path / "program").write_bytes(exported(jaxfuse.fuse(dense, policy="always"), x, w).serialize())
-    run = subprocess.run([sys.executable, "-c", LOADED, tmp_path / "program"], capture_output=True, text=True, timeout=300,
-                         cwd=pathlib.Path(jaxfuse.__file__).parents[1])
-    assert "with: 256.0" in run.stdout, run.stderr
-    assert re.search(r"without:.*jaxfuse_dense_fwd_v1", run.stdout, re.DOTALL)
+    said = printed_by("-c", LOADED, tmp_path / "program")
+    assert "with: 256.0" in said and re.search(r"without:.*jaxfuse_dense_fwd_v1", said, re.DOTALL)
 
 
 def network(parameters, x):
@@ -267,9 +264,7 @@ print(float(y.sum()), sum("cache_hits" in event for event in hits) > 0)
 
 def test_persistent_compilation_cache(tmp_path):
     """A second process takes the compiled program from the disk, and it runs."""
-    said = [subprocess.run([sys.executable, "-c", CACHED, tmp_path], capture_output=True, text=True, timeout=300,
-                           cwd=pathlib.Path(jaxfuse.__file__).parents[1]).stdout for _ in range(2)]
-    assert said == ["256.0 False\n", "256.0 True\n"]
+    assert [printed_by("-c", CACHED, tmp_path) for _ in range(2)] == ["256.0 False\n", "256.0 True\n"]
 
 
 def test_checkify_outside_and_inside():

@@ -1,8 +1,5 @@
 """Gradients that are sums over very many pixels or rows err by no more than a few units of float32, whatever the shapes are."""
 
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +11,7 @@ from jax import lax
 
 import jaxfuse
 from jaxfuse.runtime import ffi
+from processes import printed_by
 
 pytestmark = pytest.mark.skipif(ffi.no_onednn() is not None, reason=str(ffi.no_onednn()))
 UNITS = 5  # of float32, 2**-23
@@ -59,10 +57,7 @@ def main():
 def test_filter_gradient_of_lesser_instruction_sets(level):
     if ffi.native().info()["simd"] in (level, "portable"):
         pytest.skip(f"this CPU has no more than {level}")
-    environment = os.environ | LEVELS[level] | dict(PYTHONPATH=os.pathsep.join([os.path.dirname(__file__), *sys.path]))
-    code = "import test_filter_gradient_sums as t; t.main()"
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200)
-    assert run.stdout == "all\n", run.stderr
+    assert printed_by(__file__, **LEVELS[level]) == "all\n"
 
 
 def convolution(**options):
@@ -111,3 +106,7 @@ def test_other_parameters(name):
     want = in_float64(lambda args, g: jax.vjp(function, *args)[1](g), args, g)
     for got, exact in zip(found[1:], want[1:]):
         assert error(got, np.asarray(exact)) <= UNITS
+
+
+if __name__ == "__main__":
+    main()

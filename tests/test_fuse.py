@@ -5,7 +5,6 @@ import functools
 import pathlib
 import platform
 import re
-import subprocess
 import sys
 
 import jax
@@ -15,6 +14,7 @@ import pytest
 from jax import lax
 
 import jaxfuse
+from processes import printed_by, python
 
 
 pytestmark = pytest.mark.usefixtures("some_kernel")
@@ -254,9 +254,8 @@ def test_report():
 
 def test_log(tmp_path):
     script = "import jax, jaxfuse, test_fuse as t; jaxfuse.fuse(t.block, policy='always')(t.X, t.W, t.B)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True,
-                          cwd=pathlib.Path(__file__).parent, env={**__import__("os").environ, "JAXFUSE_LOG": "1"})
-    assert "jaxfuse: conv+bias+relu forward float32[2, 8, 8, 4]" in done.stderr and "fused, onednn" in done.stderr
+    said = python("-c", script, JAXFUSE_LOG="1").stderr
+    assert "jaxfuse: conv+bias+relu forward float32[2, 8, 8, 4]" in said and "fused, onednn" in said
 
 
 def test_what_cannot_be_traced_raises():
@@ -289,4 +288,4 @@ def test_deep_programs():
 def test_import_has_no_side_effects():
     script = "import jaxfuse, sys; from jax._src import xla_bridge; assert not xla_bridge._backends; " \
              "assert 'flax' not in sys.modules and 'matplotlib' not in sys.modules"
-    subprocess.run([sys.executable, "-c", script], check=True)
+    printed_by("-c", script)

@@ -9,16 +9,12 @@ import pytest
 from jax import lax
 
 import jaxfuse
-from layers import randn
+from layers import conv, randn
 from recognition import same_as_unfused
 
 LAYERS = 0.2 * randn(3, 3, 3, 8, 8), 1 + 0.1 * randn(3, 8)
 X = randn(2, 8, 8, 8)
 pytestmark = pytest.mark.usefixtures("some_kernel")
-
-
-def conv(x, w):
-    return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
 def layer(x, parameters):

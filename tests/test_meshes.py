@@ -14,9 +14,9 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxfuse
-from devices import printed_by
 from jaxfuse import ops
 from jaxfuse.runtime import ffi
+from processes import on_devices
 
 X, W = (np.random.default_rng(0).normal(size=shape).astype("float32") for shape in ((8, 16), (16, 8)))
 OPS = {
@@ -29,7 +29,7 @@ DIVISIONS = {"the minor axis": P("b"), "both axes": P(("a", "b")), "both, the mi
 
 @pytest.fixture(scope="module")
 def found():
-    return json.loads(printed_by(__file__))
+    return json.loads(on_devices(__file__))
 
 
 @pytest.mark.parametrize("kind", OPS)

@@ -2,9 +2,6 @@
 
 import concurrent.futures
 import hashlib
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +11,7 @@ import pytest
 
 from attributes import attributes
 from jaxfuse.runtime import ffi
+from processes import python
 
 pytestmark = pytest.mark.skipif(
     ffi.unavailable("jaxfuse_batch_norm_stats") is not None, reason=str(ffi.unavailable("jaxfuse_batch_norm_stats"))
@@ -282,27 +280,16 @@ def own_digest():
     return digest()
 
 
-def in_new_process(code, **environment):
-    paths = [os.path.dirname(__file__), *(path for path in sys.path if path)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"} | environment
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-
-
 @pytest.mark.parametrize("simd, threads", [("portable", 2), ("avx2", 1), ("avx512", 3)])
 def test_bits_do_not_depend_on_isa_or_threads(own_digest, simd, threads):
     if ffi.native().info()["simd"] in LEVELS[: LEVELS.index(simd)]:
         pytest.skip(f"this machine has no {simd}")
-    code = (
-        "import test_native_batch_norm as t; from jaxfuse import ffi\n"
-        "print(ffi.native().info()['simd'], t.digest())"
-    )
-    done = in_new_process(code, JAXFUSE_SIMD=simd, OMP_NUM_THREADS=str(threads))
+    done = python(__file__, JAXFUSE_SIMD=simd, OMP_NUM_THREADS=str(threads))
     assert done.stdout.split() == [simd, own_digest], done.stderr
 
 
 def test_unknown_simd_level_is_refused():
-    code = "import test_native_batch_norm as t; t.stats(t.random((4, 4)))"
-    done = in_new_process(code, JAXFUSE_SIMD="mmx")
+    done = python(__file__, JAXFUSE_SIMD="mmx")
     assert done.returncode != 0
     assert 'JAXFUSE_SIMD is "mmx", expected portable, avx2 or avx512' in done.stderr
 
@@ -348,3 +335,7 @@ RECOMPUTE = BACKWARD | {"deriv": "recompute"}
 def test_arguments_are_checked(target, out_types, operands, attrs, sentence):
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"INVALID_ARGUMENT.*jaxfuse_batch_norm_{target}: .*{sentence}"):
         run(target, out_types, *operands, **attrs)
+
+
+if __name__ == "__main__":
+    print(ffi.native().info()["simd"], digest())

@@ -2,10 +2,7 @@
 
 import concurrent.futures
 import itertools
-import os
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +14,7 @@ from conv_oracle import (
 )
 
 from jaxfuse.runtime import ffi
+from processes import printed_by
 
 pytestmark = pytest.mark.skipif(ffi.no_onednn() is not None, reason=str(ffi.no_onednn()))
 
@@ -192,9 +190,7 @@ def test_a_nan_before_leaves_no_trace(dtype):
 
 def by_onednn(program: str) -> str:
     """What oneDNN says that it runs, and what the program prints between."""
-    path = os.pathsep.join(p or os.getcwd() for p in [os.path.dirname(__file__), *sys.path])
-    environment = os.environ | {"ONEDNN_VERBOSE": "1", "PYTHONPATH": path}
-    return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True).stdout
+    return printed_by("-c", program, ONEDNN_VERBOSE="1")
 
 
 def test_one_convolution_unless_there_is_nan():

@@ -18,10 +18,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxfuse
 from compare import distance, pairs
-from devices import printed_by
 from jaxfuse import ops
 from jaxfuse.ops import recurrent
 from jaxfuse.runtime import ffi
+from processes import on_devices
 
 DEVICES = 4
 TOLERANCE = 5e-5
@@ -39,7 +39,7 @@ SETTINGS = [
 @pytest.fixture(scope="module")
 def found():
     """Setting -> what was found there; the process runs once for all tests."""
-    return dict(map(json.loads, printed_by(__file__, DEVICES).splitlines()))
+    return dict(map(json.loads, on_devices(__file__, DEVICES).splitlines()))
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -2,10 +2,6 @@
 
 import functools
 import itertools
-import os
-import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.extend
@@ -22,6 +18,7 @@ from compare import jit
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from programs import IMAGE, NO_FORWARD, NOT_DIFFERENTIABLE, PROGRAMS
 from programs import block, doubled_slope, halved_slope, mesh, normalised
+from processes import on_devices
 
 fuse = functools.partial(jaxfuse.fuse, policy="always")
 pytestmark = pytest.mark.usefixtures("some_kernel")
@@ -241,17 +238,10 @@ def test_hessian():
 
 
 def test_on_several_devices():
-    """They are simulated, which takes a fresh process."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
-    here = pathlib.Path(__file__).parent
-    path = os.pathsep.join([str(here.parent), str(here)])
-    environment = os.environ | dict(XLA_FLAGS=flags, JAX_PLATFORMS="cpu", PYTHONPATH=path)
-    command = [sys.executable, "-c", "import test_survival; test_survival.on_several_devices()"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert on_devices(__file__) == "done\n"
 
 
-def on_several_devices():
+def main():
     devices = jax.devices()
     assert len(devices) == 4
     x = jax.random.normal(jax.random.key(9), (8, 8, 8, 4))
@@ -299,3 +289,8 @@ def data_parallel_step(mesh, x, kernels):
         shared = [site.reason for site in report.skipped if site.pattern == "bn"]
         assert shared == ["its statistics are shared over the mesh axis 'd': no kernel yet on cpu"] * synchronised
         same(fuse(step)(w, gamma, x), jax.jit(step)(w, gamma, x))
+
+
+if __name__ == "__main__":
+    main()
+    print("done")
