@@ -4,32 +4,28 @@ import equinox as eqx
 import flax.linen as nn
 import haiku as hk
 import jax
-import jax.numpy as jnp
 import pytest
 from flax import nnx
 
 from compare import jit, same
+from frameworks import linen
 from jaxfuse import ops
 from layers import randn
 from recognition import FUSED, fuse, rows, scalar
+from spellings.attention import CAUSAL, mixed, scores
 
 keras = pytest.importorskip("keras")
 X, KEY, RATE = randn(2, 5, 8), jax.random.key(3), 0.3
-CAUSAL = jnp.tril(jnp.ones((5, 5), bool))
+DROPPED = dict(rngs=dict(dropout=KEY))
 
 
-def product(q, k):
-    return jnp.einsum("btnd,bsnd->bnts", q, k) / 2
+def halved(q, k):
+    return scores(q, k, lambda s: s / 2)
 
 
-def mixed(p, v):
-    return jnp.einsum("bnts,bsnd->btnd", p, v)
-
-
-def linen(broadcast):
+def causal(broadcast):
     model = nn.MultiHeadDotProductAttention(2, dropout_rate=RATE, broadcast_dropout=broadcast, deterministic=False)
-    variables = model.init(dict(params=jax.random.key(0), dropout=KEY), X)
-    return lambda v, x: model.apply(v, x, rngs=dict(dropout=KEY), mask=nn.make_causal_mask(x[..., 0])), variables
+    return linen(model, X, mask=nn.make_causal_mask(X[..., 0]), **DROPPED)
 
 
 class Layer(nn.Module):
@@ -38,13 +34,8 @@ class Layer(nn.Module):
     @nn.compact
     def __call__(self, x):
         q, k, v = (nn.DenseGeneral((2, 4))(x) for _ in range(3))
-        p = nn.Dropout(RATE, deterministic=False)(nn.softmax(product(q, k)))
+        p = nn.Dropout(RATE, deterministic=False)(halved(q, k))
         return nn.DenseGeneral(8, axis=(-2, -1))(mixed(p, v))
-
-
-def linen_layer():
-    variables = Layer().init(dict(params=jax.random.key(0), dropout=KEY), X)
-    return lambda v, x: Layer().apply(v, x, rngs=dict(dropout=KEY)), variables
 
 
 def nnx_layer():
@@ -56,7 +47,7 @@ def nnx_layer():
 def haiku():
     def layer(x):
         q, k, v = (hk.Linear(8)(x).reshape(2, 5, 2, 4) for _ in range(3))
-        p = hk.dropout(hk.next_rng_key(), RATE, jax.nn.softmax(product(q, k)))
+        p = hk.dropout(hk.next_rng_key(), RATE, halved(q, k))
         return hk.Linear(8)(mixed(p, v).reshape(2, 5, 8))
 
     net = hk.transform(layer)
@@ -80,9 +71,9 @@ def keras_layer():
 
 
 LAYERS = {
-    "attention+mask+dropout, linen": lambda: linen(False),
-    "attention+mask+dropout, linen, one mask for all": lambda: linen(True),
-    "attention+dropout, linen's Dropout": linen_layer,
+    "attention+mask+dropout, linen": lambda: causal(False),
+    "attention+mask+dropout, linen, one mask for all": lambda: causal(True),
+    "attention+dropout, linen's Dropout": lambda: linen(Layer(), X, **DROPPED),
     "attention+dropout, nnx": nnx_layer,
     "attention+dropout, haiku": haiku,
     "attention+mask+dropout, equinox": equinox,
@@ -106,14 +97,11 @@ def test_a_factor_that_is_learnt():
     q, k, v, factor = *(randn(2, 5, 2, 4, seed=i) for i in range(3)), randn(2, 5, 5)
 
     def plain(q, k, v, factor):
-        return mixed(jax.nn.softmax(product(q, k)) * factor, v)
-
-    def fused(q, k, v, factor):
-        return ops.attention(q, k, v, factor=factor)
+        return mixed(halved(q, k) * factor, v)
 
     step, args = jax.grad(scalar(plain), (0, 1, 2, 3)), (q, k, v, factor)
     wanted = jit(step)(*args)
-    for function in (fused, fuse(plain)):
+    for function in (lambda q, k, v, factor: ops.attention(q, k, v, factor=factor), fuse(plain)):
         same(jit(jax.grad(scalar(function), (0, 1, 2, 3)))(*args), wanted, times=5)
     assert "is read by" in dict(rows(step, *args))["attention"]
     same(jit(fuse(step))(*args), wanted, times=5)

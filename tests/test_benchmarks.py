@@ -31,16 +31,9 @@ def test_select_by_kind_and_by_parts_of_the_name():
         cases.select(["resnet5"])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "conv7x7_stride2_c3_c64_s224.b1.f32.gradient",
-        "bn_add_relu_c2048_s7.b8.f32.gradient",
-        "group_norm_silu_c96_s56.b8.bf16.gradient",
-        "gru_h28.b8.f32.gradient",
-        "attention_h12_c768.b8.f32.gradient",
-    ],
-)
+@pytest.mark.parametrize("name", [
+    "conv7x7_stride2_c3_c64_s224.b1.f32.gradient", "bn_add_relu_c2048_s7.b8.f32.gradient", "group_norm_silu_c96_s56.b8.bf16.gradient",
+    "gru_h28.b8.f32.gradient", "attention_h12_c768.b8.f32.gradient"])
 def test_inputs_are_the_same_in_every_process_and_fit_the_function(name):
     jax_peer = pytest.importorskip("benchmarks.jax_peer")
     (case,) = cases.select([name])

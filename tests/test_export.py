@@ -15,7 +15,9 @@ import jaxfuse
 from cases import CASES, CORE
 from compare import distance, pairs
 from jaxfuse.runtime import ffi
+from layers import conv
 from processes import printed_by
+from spellings.recurrent import gru, lstm, sequence
 
 EACH = {CASES[name].op: CASES[name] for name in reversed(CORE)}  # one case of each op
 PROMISE = json.loads(pathlib.Path(__file__).with_name("exported_targets.json").read_text())
@@ -70,12 +72,8 @@ def dense(x, w):
     return jax.nn.relu(x @ w)
 
 
-def conv(x, w):
-    return jax.nn.relu(jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")))
-
-
-def pool(x, w):
-    return jax.lax.reduce_window(x * w, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+def relu_of_conv(x, w):
+    return jax.nn.relu(conv(x, w))
 
 
 def norm(x, w):
@@ -91,8 +89,8 @@ def group_norm(x, w):
 SYMBOLIC = {
     "dense": (dense, (16,), (16, 8)),
     "dense of sequences": (dense, (5, 16), (16, 8)),
-    "conv": (conv, (6, 6, 8), (3, 3, 8, 8)),
-    "max pool": (pool, (6, 6, 8), (8,)),
+    "conv": (relu_of_conv, (6, 6, 8), (3, 3, 8, 8)),
+    "max pool": (lambda x, w: jax.lax.reduce_window(x * w, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"), (6, 6, 8), (8,)),
     "norm": (norm, (6, 8), (8,)),
     "group norm": (group_norm, (6, 5, 16), (16,)),
 }
@@ -120,32 +118,20 @@ def attention(x, w):
     return jax.nn.dot_product_attention(q, k, k)
 
 
-def lstm(x, w):
-    def step(state, row):
-        i, f, g, o = jnp.split(jnp.concatenate([row, state[0]], -1) @ w, 4, -1)
-        c = jax.nn.sigmoid(f) * state[1] + jax.nn.sigmoid(i) * jnp.tanh(g)
-        h = jax.nn.sigmoid(o) * jnp.tanh(c)
-        return (h, c), h
+def recurrent(cell):
+    """Over a sequence, from a state of zeros; the weights of x and of the state are one array."""
+    def run(x, w):
+        zeros = jnp.zeros((x.shape[0], 16))
+        return sequence(cell)(x, zeros, zeros, w[:16], w[16:])[0][0]
 
-    zeros = jnp.zeros((x.shape[0], 16))
-    return jax.lax.scan(step, (zeros, zeros), x.swapaxes(0, 1))[1]
-
-
-def gru(x, w):
-    def step(h, row):
-        (r, z, n), (rh, zh, nh) = jnp.split(row @ w[:16], 3, -1), jnp.split(h @ w[16:], 3, -1)
-        r, z = jax.nn.sigmoid(r + rh), jax.nn.sigmoid(z + zh)
-        h = (1 - z) * jnp.tanh(n + r * nh) + z * h
-        return h, h
-
-    return jax.lax.scan(step, jnp.zeros((x.shape[0], 16)), x.swapaxes(0, 1))[1]
+    return run
 
 
 # what a whole layer is fused as where the batch is known, and left of it where it is not
 KNOWN_ONLY = {
     "attention": (attention, (6, 16), (16, 16), "attention"),
-    "lstm": (lstm, (5, 16), (32, 64), "lstm"),
-    "gru": (gru, (5, 16), (32, 48), "gru"),
+    "lstm": (recurrent(lstm), (5, 16), (32, 64), "lstm"),
+    "gru": (recurrent(lambda x, h, c, w, u: (gru(x, h, w, u), c)), (5, 16), (32, 48), "gru"),
 }
 
 
@@ -195,7 +181,7 @@ def test_loaded_in_a_fresh_process(tmp_path):
 
 
 def network(parameters, x):
-    return jnp.mean(conv(x, parameters["w"]), (1, 2)) @ parameters["d"]
+    return jnp.mean(relu_of_conv(x, parameters["w"]), (1, 2)) @ parameters["d"]
 
 
 def loss(parameters, x):
@@ -234,7 +220,7 @@ def test_of_any_height_and_width():
 def test_what_depends_on_the_unknown_batch_is_left_alone():
     """Statistics over the batch: the kernels of batch norm are told the number of rows."""
     def norm(x):
-        y = conv(x, 0.1 * jnp.ones((3, 3, 8, 8)))
+        y = relu_of_conv(x, 0.1 * jnp.ones((3, 3, 8, 8)))
         return (y - y.mean((0, 1, 2))) * jax.lax.rsqrt(y.var((0, 1, 2)) + 1e-5)
 
     (batch,) = jax.export.symbolic_shape("b")

@@ -9,7 +9,7 @@ from jax import lax
 
 import jaxfuse
 from cases import conv as case
-from compare import as_near_to_the_truth, by_xla, jit, value_and_gradients, with_cotangents
+from compare import as_near_to_the_truth, by_xla, fused, jit, with_cotangents
 from exact import in_float64
 from jaxfuse.ops.conv import pointwise
 from jaxfuse.patterns.conv.forward import config_of
@@ -56,7 +56,7 @@ DTYPES = [(name, dtype) for name, (_, kernel) in CASES.items() for dtype in ("fl
 def test_as_near_to_the_truth_as_xla_with_its_gradients(name, dtype):
     convolution, kernel = CASES[name]
     args = with_cotangents(convolution, convolution.inputs(dtype))
-    lowered = jit(lambda arrays, cts: value_and_gradients(convolution.fused, arrays, cts)).lower(*args)
+    lowered = fused(convolution).lower(*args)
     assert not any(word in lowered.as_text() for word in ABSENT[kernel])
     as_near_to_the_truth(lowered.compile()(*args), *by_xla(convolution, dtype))
 

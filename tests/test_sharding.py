@@ -59,35 +59,26 @@ def test_a_batch_that_does_not_divide_is_computed_whole(found):
     assert all(result[function]["distance"] < TOLERANCE for function in ("conv", "batch_norm", "both", "layers"))
 
 
-def test_a_fused_train_step(found):
+# (setting, function) -> kernels of its gradient. A loop's products of all steps at once are sharded along the batch, too, which is
+# not their first axis.
+STEPS = {
+    ("jit, a fused step", "step"): {"batch_norm_bwd_stats", "batch_norm_bwd_apply", "conv_bwd"},
+    ("jit, a fused loop", "looped"): {"lstm_bwd", "dense_bwd"},
+    **{(f"jit, explicit axes{of_the_set_mesh}, a fused step", function): {kernel} for of_the_set_mesh in ("", " of the set mesh")
+       for function, kernel in dict(
+           normed="norm_bwd", step="batch_norm_bwd_apply", pooled="max_pool_bwd", attended="attention_bwd").items()},
+}
+
+
+@pytest.mark.parametrize("setting, function", STEPS)
+def test_a_fused_step(setting, function, found):
     """Autodiff has run before the program is matched: the gradient's passes are sharded too, and their sums completed."""
-    result = found["jit, a fused step"]["step"]
+    result = found[setting][function]
     assert result["distance"] < TOLERANCE
-    assert "all-gather" not in result["collectives"]
+    assert not {"all-gather", *["all-to-all"] * (function == "looped")} & set(result["collectives"])
     assert result["kernels"] == result["kernels on one device"]
     if not ffi.no_onednn():
-        assert {"jaxfuse_batch_norm_bwd_stats", "jaxfuse_batch_norm_bwd_apply", "jaxfuse_conv_bwd"} <= set(result["kernels"])
-
-
-def test_a_fused_loop(found):
-    """The products of all steps at once are sharded along the batch too, which is not their first axis."""
-    result = found["jit, a fused loop"]["looped"]
-    assert result["distance"] < TOLERANCE
-    assert not {"all-gather", "all-to-all"} & set(result["collectives"])
-    assert result["kernels"] == result["kernels on one device"]
-    if not ffi.unavailable("jaxfuse_lstm_bwd"):
-        assert {"jaxfuse_lstm_bwd", "jaxfuse_dense_bwd"} <= set(result["kernels"])
-
-
-@pytest.mark.parametrize("setting", ["jit, explicit axes", "jit, explicit axes of the set mesh"])
-@pytest.mark.parametrize("function, kernel", dict(
-    normed="norm_bwd", step="batch_norm_bwd_apply", pooled="max_pool_bwd", attended="attention_bwd").items())
-def test_a_fused_step_under_explicit_axes(function, kernel, setting, found):
-    result = found[f"{setting}, a fused step"][function]
-    assert result["distance"] < TOLERANCE and "all-gather" not in result["collectives"]
-    assert result["kernels"] == result["kernels on one device"]
-    if not ffi.unavailable(f"jaxfuse_{kernel}"):
-        assert f"jaxfuse_{kernel}" in result["kernels"]
+        assert {f"jaxfuse_{kernel}" for kernel in STEPS[setting, function]} <= set(result["kernels"])
 
 
 def test_norms_of_sharded_places_are_left_alone(found):

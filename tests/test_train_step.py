@@ -42,12 +42,31 @@ class Problem:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_inference(dtype):
+    problem = Problem(DTYPES[dtype])
+    statistics = jax.tree.map(lambda v: v + 0.1 * jnp.abs(randn(*v.shape, seed=9)), problem.batch_stats)
+
+    def apply(params, statistics, x):
+        return problem.model.apply({"params": params, "batch_stats": statistics}, x, False)
+
+    args = problem.params, statistics, problem.x
+    report = explain(apply, *args)
+    expected = {"conv+bias+relu": 1, "conv+bn+relu": 4, "conv+bn": 1, "conv+bn+add+relu": 2, "conv+bias+relu6": 1, "dense+bias": 1}
+    assert sites(report, "forward") == expected and not report.skipped
+    lines = {site.source for site in report.fused}
+    assert all("layers.py:" in line for line in lines) and len(lines) > 4
+    same_as_unfused(apply, *args, times=5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_same_sites_and_numbers_as_through_the_loss(dtype):
     problem = Problem(DTYPES[dtype])
     through_loss = explain(problem.loss, *problem.arguments)
     report = explain(problem.step, *problem.arguments)
-    assert sites(report, "forward") == sites(through_loss, "forward")
     backward, forward = sites(report, "backward"), sites(report, "forward")
+    assert forward == sites(through_loss, "forward") == {
+        "conv": 7, "bn+relu": 4, "bn": 1, "bn+add+relu": 2, "conv+bias+relu": 1, "conv+bias+relu6": 1, "dense+bias": 1}
+    assert not through_loss.skipped
     assert backward.pop("dense_grad+bias_grad") == forward.pop("dense+bias") == 1
     assert backward == forward
     residual = [site for site in report.unfused_steps if site.pattern == "conv+residual gradient"]
@@ -58,6 +77,7 @@ def test_same_sites_and_numbers_as_through_the_loss(dtype):
         same(step(*problem.arguments), jax.jit(problem.step)(*problem.arguments), times=DEEP, floor=1e-3)
     by_loss = jax.value_and_grad(fuse(problem.loss), has_aux=True)
     (loss, batch_stats), grads = jax.jit(by_loss)(*problem.arguments)
+    same(loss, jax.jit(problem.loss)(*problem.arguments)[0], narrowest=DTYPES[dtype], times=25)
     # f32: of other orders of sums; bf16: as near as the kinks of relus let it be
     same(step(*problem.arguments), (loss, batch_stats, grads), narrowest=DTYPES[dtype], times=5 if dtype == "f32" else 25, floor=1e-3)
 
