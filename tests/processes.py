@@ -24,6 +24,6 @@ def printed_by(*arguments, **environment: str | None) -> str:
 
 
 def on_devices(script: str, devices: int = 4) -> str:
-    """What a file prints, run as a script on so many simulated devices of the CPU."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
+    """What a file prints, run as a script on so many simulated devices of the CPU; compiled without optimisation."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0 --xla_force_host_platform_device_count={devices}"
     return printed_by(script, XLA_FLAGS=flags)

@@ -230,6 +230,11 @@ def test_nan_and_inf_of_depthwise(on_cuda):
     assert np.isfinite(np.delete(y, [1, 2, 5], axis=-1)).all()
 
 
+def refuses(emulated, target, message, operands, **attrs):
+    with pytest.raises(Exception, match=f"{target}: .*{message}"):
+        jax.block_until_ready(jax.jit(lambda *a: emulated(target, like(a[0]), *a, **attrs))(*operands))
+
+
 def test_refusals_of_depthwise(emulated):
     config, (x, w) = of_conv((2, 6, 6, 8), (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), jnp.float32)
     kernel = next(k for k in CONV.forward.kernels if k.name == "depthwise")
@@ -240,7 +245,8 @@ def test_refusals_of_depthwise(emulated):
     assert "empty" in kernel.refuse(config, (x[:0], w))
     assert "float64" in kernel.refuse(config, (jax.ShapeDtypeStruct(x.shape, np.float64), w))
     pairs = dict(window_strides=(1, 1), rhs_dilation=(1, 1), padding_low=(1, 1), padding_high=(1, 1))
-    attrs = {name: np.array(pair) for name, pair in pairs.items()} | attributes("relu")
+    attrs = attributes("relu") | {name: np.array(pair) for name, pair in pairs.items()}
+    attrs |= dict(has_scale=False, has_bias=False, save_z=False)
     for operands, options, message in [
         ((x, w[..., :7]), {}, r"w has shape \(3, 3, 1, 7\), expected \(height, width, 1, 8\)"),
         ((x, w), dict(padding_high=np.array((0, 1))), r"y has shape \(2, 6, 6, 8\), expected \(2, 5, 6, 8\)"),
@@ -248,10 +254,7 @@ def test_refusals_of_depthwise(emulated):
         ((x, w), dict(rhs_dilation=np.array((4, 1))), "the window has 0 places along dimension 1"),
         ((x, w.astype(jnp.bfloat16)), {}, "w has dtype bfloat16, expected float32"),
     ]:
-        with pytest.raises(Exception, match=f"jaxfuse_depthwise_fwd: .*{message}"):
-            call = jax.jit(lambda *a: emulated("jaxfuse_depthwise_fwd", [x], *a, has_scale=False, has_bias=False, save_z=False,
-                                               **attrs | options))
-            jax.block_until_ready(call(*operands))
+        refuses(emulated, "jaxfuse_depthwise_fwd", message, operands, **attrs | options)
 
 
 def test_refusals_name_the_target(emulated):
@@ -263,9 +266,7 @@ def test_refusals_name_the_target(emulated):
         ((x, vector, vector, vector), attributes("cubic"), "expected one of"),
         ((x, vector, vector), {}, "got 3 operands, expected 4"),
     ]:
-        with pytest.raises(Exception, match=f"jaxfuse_batch_norm_apply: .*{message}"):
-            call = jax.jit(lambda *a: emulated("jaxfuse_batch_norm_apply", like(a[0]), *a, **attrs | options))
-            jax.block_until_ready(call(*operands))
+        refuses(emulated, "jaxfuse_batch_norm_apply", message, operands, **attrs | options)
 
 
 class TestPlansOfCudnn:

@@ -4,6 +4,7 @@ Geometry by geometry they are tested with the other convolutions, see conv_oracl
 """
 
 import hashlib
+import sys
 
 import numpy as np
 import pytest
@@ -27,12 +28,13 @@ def results(name, dtype):
 
 
 def main():
-    """Prints the ISA and a digest of results that are close to the truth."""
+    """Prints the ISA and a digest of results, which are checked where that is asked for: they are the same."""
     found = hashlib.sha256()
     for name in NAMES:
         for dtype in (F32, BF16):
-            check_forward(CASES[name], dtype)
-            check_backward(CASES[name], dtype)
+            if "checked" in sys.argv:
+                check_forward(CASES[name], dtype)
+                check_backward(CASES[name], dtype)
             for result in results(name, dtype):
                 found.update(np.asarray(result).tobytes())
     print(ffi.native().info()["simd"], found.hexdigest())
@@ -42,7 +44,7 @@ def main():
 def test_close_and_the_same_bits_on_any_number_of_threads(simd):
     if ffi.native().info()["simd"] in LEVELS[: LEVELS.index(simd)]:
         pytest.skip(f"this machine has no {simd}")
-    outputs = [python(__file__, JAXFUSE_SIMD=simd, OMP_NUM_THREADS=threads) for threads in "13"]
+    outputs = [python(__file__, *how, JAXFUSE_SIMD=simd, OMP_NUM_THREADS=threads) for threads, *how in (("1", "checked"), ("3",))]
     assert outputs[0].stdout.startswith(simd), outputs[0].stderr
     assert outputs[0].stdout == outputs[1].stdout, outputs[1].stderr
 

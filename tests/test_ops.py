@@ -76,7 +76,7 @@ def test_derivatives_by_finite_differences(name):
     with jax.enable_x64(True):
         arrays = as_float64(case.inputs())
         order = 1 if case.op in RECURRENT else 2  # a loop's second derivatives take 15 s to compile
-        check_grads(jax.jit(case.fused), (arrays,), order=order, modes=("fwd", "rev"), atol=1e-4, rtol=1e-4)
+        check_grads(jit(case.fused), (arrays,), order=order, modes=("fwd", "rev"), atol=1e-4, rtol=1e-4)
 
 
 NAN_AND_INF = [np.nan, np.inf, -np.inf]
@@ -114,7 +114,7 @@ def test_every_activation_at_ties_nan_and_inf(layer, dtype, kernel):
             case = dataclasses.replace(CASES[name], options=options | dict(alpha=0.3, activation=activation))
             return value_and_gradients(getattr(case, function), arrays, ones)
 
-        return jax.jit(lambda: {activation: of(activation) for activation in ACTIVATIONS})()
+        return jit(lambda: {activation: of(activation) for activation in ACTIVATIONS})()
 
     got, expected = each("fused"), each("unfused")
     for activation in ACTIVATIONS:
@@ -270,12 +270,9 @@ def worst(module, dtype):
     """The largest error of any output and gradient of any case; but where a sign within rounding of 0 counts."""
     cases = [c for c in CASES.values() if c.module == module and (dtype == "float32" or "relu" not in c.name)]
     given = [with_cotangents(case, case.inputs(dtype)) for case in cases]
-    wide = jax.tree.map(lambda a: a.astype(jnp.float32), given)
-
-    def of_all(function, given):
-        return jit(lambda given: [value_and_gradients(getattr(case, function), *args) for case, args in zip(cases, given)])(given)
-
-    return max(float(distance(a, b)) for a, b in pairs(of_all("fused", given), of_all("unfused", wide)))
+    made = jit(lambda given: [value_and_gradients(case.fused, *args) for case, args in zip(cases, given)])(given)
+    wide = [unfused(case)(*jax.tree.map(lambda a: a.astype(jnp.float32), args)) for case, args in zip(cases, given)]
+    return max(float(distance(a, b)) for a, b in pairs(made, wide))
 
 
 if __name__ == "__main__":

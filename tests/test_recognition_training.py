@@ -2,6 +2,7 @@
 transformers as Hugging Face writes them, where every layer has its row."""
 
 import collections
+import functools
 
 import flax.linen as nn
 import jax
@@ -232,6 +233,7 @@ def test_what_only_looks_like_an_update():
 # --- whole networks ----------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def hugging_face(kind):
     transformers = pytest.importorskip("transformers")
     sizes = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)

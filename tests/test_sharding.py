@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxfuse
-from compare import distance, pairs
+from compare import distance, jit, pairs
 from jaxfuse import ops
 from jaxfuse.ops import recurrent
 from jaxfuse.runtime import ffi
@@ -275,16 +275,23 @@ def in_jit(mesh, items=8, functions=(conv, batch_norm, both, layers), differenti
     def result(function):
         arrays = arguments(items)
         run = alone = differentiated(function)
+        on_one, kernels = on_one_device(differentiated, function, items, ffi.unavailable("jaxfuse_conv_fwd"))
         batch = P(mesh.axis_names)
         specs = {name: batch if along else P() for name, along in of_batch(arrays).items()}
         if items % DEVICES:  # only a constraint may shard unevenly
             along, specs = NamedSharding(mesh, batch), dict.fromkeys(specs, P())
             shard = functools.partial(jax.lax.with_sharding_constraint, shardings=along)
             run = lambda a: alone({n: shard(v) if of_batch(a)[n] else v for n, v in a.items()})
-        on_one = jax.jit(alone).lower(arrays).compile()
-        return compared(run, arrays, mesh, specs, on_one(arrays), kernels_in(on_one))
+        return compared(run, arrays, mesh, specs, on_one, kernels)
 
     return {function.__name__: result(function) for function in functions}
+
+
+@functools.cache
+def on_one_device(differentiated, function, items, why_no_kernels):
+    """What the program gives, and its kernels; compiled once for all meshes."""
+    compiled = jit(differentiated(function)).lower(arguments(items)).compile()
+    return compiled(arguments(items)), kernels_in(compiled)
 
 
 def in_shard_map(mesh, check_vma=True):
@@ -305,7 +312,7 @@ def in_shard_map(mesh, check_vma=True):
         mapped = jax.shard_map(
             run, mesh=mesh, in_specs=(specs,), out_specs=((P(axis),), specs), axis_names={axis}, check_vma=check_vma)
         parts = [{n: np.split(a, shards)[i] if along[n] else a for n, a in arrays.items()} for i in range(shards)]
-        on_one = jax.jit(alone).lower(parts[0]).compile()
+        on_one = jit(alone).lower(parts[0]).compile()
         ys, gradients = zip(*map(on_one, parts))
         whole = {n: (np.concatenate if along[n] else sum)([g[n] for g in gradients]) for n in arrays}
         expected = tuple(map(np.concatenate, zip(*ys))), whole
@@ -317,7 +324,7 @@ def in_shard_map(mesh, check_vma=True):
 def compared(run, arrays, mesh, specs, expected, kernels_on_one):
     """How far from `expected` on the mesh, and by which collectives and kernels."""
     placed = {name: jax.device_put(a, NamedSharding(mesh, specs[name])) for name, a in arrays.items()}
-    compiled = jax.jit(run).lower(placed).compile()
+    compiled = jit(run).lower(placed).compile()
     return {
         "distance": max(distance(np.asarray(a), np.asarray(b)) for a, b in pairs(compiled(placed), expected)),
         "collectives": [name for name in ("all-gather", "all-reduce", "all-to-all") if f" {name}" in compiled.as_text()],

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jaxfuse
+from compare import jit
 from jaxfuse.patterns.conv import forward as conv
 from jaxfuse.runtime import versions
 from processes import printed_by
@@ -63,8 +64,8 @@ def switches(request):
 ], ids=["forward", "fused gradient", "gradient of fused"])
 def test_custom_rules_and_checkpoints_held_as_objects(switches, make):
     arrays = arguments()
-    fused = jax.jit(make(lambda fn: jaxfuse.fuse(fn, policy="always")))(*arrays)
-    plain = jax.jit(make(lambda fn: fn))(*arrays)
+    fused = jit(make(lambda fn: jaxfuse.fuse(fn, policy="always")))(*arrays)
+    plain = jit(make(lambda fn: fn))(*arrays)
     for value, expected in zip(jax.tree.leaves(fused), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-4 * float(jnp.abs(expected).max()))
 
