@@ -1,5 +1,6 @@
 """Gradients that are sums over very many pixels or rows err by no more than a few units of float32, whatever the shapes are."""
 
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax import lax
 
 import jaxfuse
 from jaxfuse.runtime import ffi
+from layers import conv
 from processes import printed_by
 
 pytestmark = pytest.mark.skipif(ffi.no_onednn() is not None, reason=str(ffi.no_onednn()))
@@ -60,13 +62,6 @@ def test_filter_gradient_of_lesser_instruction_sets(level):
     assert printed_by(__file__, **LEVELS[level]) == "all\n"
 
 
-def convolution(**options):
-    def f(x, w):
-        return lax.conv_general_dilated(x, w, (1, 1), dimension_numbers=("NHWC", "HWIO", "NHWC"), **options)
-
-    return f
-
-
 def biased(x, w, b):
     return jax.nn.gelu(x @ w + b)
 
@@ -81,14 +76,13 @@ def batch_norm(x, gamma, beta):
     return centred * lax.rsqrt((centred**2).mean(0) + 1e-5) * gamma + beta
 
 
+spread = functools.partial(conv, lhs_dilation=(2, 2))
 OTHERS = {
-    "transposed": (convolution(padding=((2, 2), (2, 2)), lhs_dilation=(2, 2)), (2, 40, 41, 12), (4, 4, 12, 16)),
+    "transposed": (functools.partial(spread, padding=((2, 2), (2, 2))), (2, 40, 41, 12), (4, 4, 12, 16)),
     "transposed, groups": (
-        convolution(padding=((2, 1), (1, 2)), lhs_dilation=(2, 2), feature_group_count=3), (1, 40, 41, 12), (3, 3, 4, 6)
-    ),
+        functools.partial(spread, padding=((2, 1), (1, 2)), feature_group_count=3), (1, 40, 41, 12), (3, 3, 4, 6)),
     "transposed, depthwise": (
-        convolution(padding=((1, 1), (1, 1)), lhs_dilation=(2, 2), feature_group_count=8), (1, 40, 41, 8), (3, 3, 1, 8)
-    ),
+        functools.partial(spread, padding=((1, 1), (1, 1)), feature_group_count=8), (1, 40, 41, 8), (3, 3, 1, 8)),
     "dense": (biased, (60000, 6), (6, 10), (10,)),
     "layer norm": (layer_norm, (40000, 16), (16,), (16,)),
     "batch norm": (batch_norm, (60000, 8), (8,), (8,)),

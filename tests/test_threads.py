@@ -68,10 +68,9 @@ OUR_FILTERS = ["1-D, one input", "1-D, strided", "stem", "one input", "NCHW", "f
                "depthwise, NCHW", "two filters for each input", "3-D, dilated, groups"]
 
 
+@pytest.mark.skipif(ffi.unavailable("jaxfuse_conv_bwd") is not None, reason="no such kernel here")
 @pytest.mark.parametrize("name", OUR_FILTERS)
 def test_bits_of_our_own_filter_gradients(name):
-    if ffi.unavailable("jaxfuse_conv_bwd"):
-        pytest.skip("no such kernel here")
     case = MANY_PIXELS[name]
 
     def run(x, g):
@@ -82,11 +81,10 @@ def test_bits_of_our_own_filter_gradients(name):
     assert_same_bits(run, args)
 
 
+@pytest.mark.skipif(ffi.unavailable("jaxfuse_dense_bwd") is not None, reason="no such kernel here")
 @pytest.mark.parametrize("name", ["bias_residual_silu", "long_sum", "many_rows", "many_columns", "attention_scores"])
 def test_bits_of_our_own_dense_gradients(name):
     """Of float16, which oneDNN computes nowhere."""
-    if ffi.unavailable("jaxfuse_dense_bwd"):
-        pytest.skip("no such kernel here")
     case = CASES["dense-" + name]
     args = with_cotangents(case, case.inputs("float16"))
     assert_same_bits(fused(case), args)

@@ -9,17 +9,13 @@ import numpy as np
 import pytest
 
 import jaxfuse
+import layers
 from compare import jit
 from jaxfuse.patterns.conv import forward as conv
 from jaxfuse.runtime import versions
 from processes import printed_by
 
 OBJECTS = [name for name in ("jax_custom_jvp3", "jax_custom_vjp3", "jax_remat3") if hasattr(jax.config, name)]
-DIMENSIONS = ("NHWC", "HWIO", "NHWC")
-
-
-def convolution(x, w):
-    return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=DIMENSIONS)
 
 
 @jax.custom_vjp
@@ -32,9 +28,9 @@ doubled.defvjp(lambda x: (2 * x, None), lambda _, g: (3 * g,))  # a rule of the 
 
 def network(params, x):
     first, second, third = params
-    x = jax.nn.relu(convolution(x, first))
-    x = jax.checkpoint(lambda x: jax.nn.gelu(convolution(x, second), approximate=False))(x)
-    return jax.nn.silu(convolution(doubled(x), third))
+    x = jax.nn.relu(layers.conv(x, first))
+    x = jax.checkpoint(lambda x: jax.nn.gelu(layers.conv(x, second), approximate=False))(x)
+    return jax.nn.silu(layers.conv(doubled(x), third))
 
 
 def arguments():
