@@ -13,7 +13,7 @@ from jax.experimental import checkify, serialize_executable
 
 import jaxfuse
 from cases import CASES, CORE
-from compare import distance, pairs
+from compare import distance, forward_and_gradients, pairs
 from jaxfuse.runtime import ffi
 from layers import conv
 from processes import printed_by
@@ -23,10 +23,6 @@ EACH = {CASES[name].op: CASES[name] for name in reversed(CORE)}  # one case of e
 PROMISE = json.loads(pathlib.Path(__file__).with_name("exported_targets.json").read_text())
 ATTRIBUTES = re.compile(r"stablehlo\.custom_call @(jaxfuse_\w+)\(.*?mhlo\.backend_config = \{(.*?)\}, ", re.DOTALL)
 native = pytest.mark.skipif(ffi.no_onednn() is not None, reason="not every kernel is built")
-
-
-def forward_and_gradients(case):
-    return lambda arrays: (case.fused(arrays), jax.grad(lambda a: sum(jnp.sum(jnp.sin(y)) for y in case.fused(a)))(arrays))
 
 
 def exported(function, *args, **options):
@@ -54,7 +50,7 @@ def _type(value: str) -> str:
 def test_by_promised_targets(op):
     """Without any argument to `jax.export`. A handler that takes other attributes than `exported_targets.json` says must get
     another version, and the old one stay: programs out there call it."""
-    function, arrays = forward_and_gradients(EACH[op]), EACH[op].inputs()
+    function, arrays = forward_and_gradients(EACH[op].fused), EACH[op].inputs()
     program = exported(function, arrays)
     targets = called(program.mlir_module())
     assert targets and all(name.endswith(f"_v{ffi.VERSION}") for name in targets)

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from conv_oracle import BF16, F32, MANY_PIXELS, backward, gradients, random
 from exact import in_float64
-from jax import lax
 
 import jaxfuse
 from jaxfuse.runtime import ffi
 from layers import conv
 from processes import printed_by
+from spellings.norm import centered, layer_norm
 
 pytestmark = pytest.mark.skipif(ffi.no_onednn() is not None, reason=str(ffi.no_onednn()))
 UNITS = 5  # of float32, 2**-23
@@ -62,20 +62,6 @@ def test_filter_gradient_of_lesser_instruction_sets(level):
     assert printed_by(__file__, **LEVELS[level]) == "all\n"
 
 
-def biased(x, w, b):
-    return jax.nn.gelu(x @ w + b)
-
-
-def layer_norm(x, gamma, beta):
-    centred = x - x.mean(-1, keepdims=True)
-    return centred * lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * gamma + beta
-
-
-def batch_norm(x, gamma, beta):
-    centred = x - x.mean(0)
-    return centred * lax.rsqrt((centred**2).mean(0) + 1e-5) * gamma + beta
-
-
 spread = functools.partial(conv, lhs_dilation=(2, 2))
 OTHERS = {
     "transposed": (functools.partial(spread, padding=((2, 2), (2, 2))), (2, 40, 41, 12), (4, 4, 12, 16)),
@@ -83,9 +69,9 @@ OTHERS = {
         functools.partial(spread, padding=((2, 1), (1, 2)), feature_group_count=3), (1, 40, 41, 12), (3, 3, 4, 6)),
     "transposed, depthwise": (
         functools.partial(spread, padding=((1, 1), (1, 1)), feature_group_count=8), (1, 40, 41, 8), (3, 3, 1, 8)),
-    "dense": (biased, (60000, 6), (6, 10), (10,)),
-    "layer norm": (layer_norm, (40000, 16), (16,), (16,)),
-    "batch norm": (batch_norm, (60000, 8), (8,), (8,)),
+    "dense": (lambda x, w, b: jax.nn.gelu(x @ w + b), (60000, 6), (6, 10), (10,)),
+    "layer norm": (functools.partial(layer_norm, of=centered), (40000, 16), (16,), (16,)),
+    "batch norm": (functools.partial(layer_norm, of=centered, axes=0), (60000, 8), (8,), (8,)),
 }
 
 

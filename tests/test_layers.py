@@ -155,10 +155,6 @@ def flax_transposed(**options):
     return transposed(lambda: linen(nn.ConvTranspose(16, (4, 4), strides=(2, 2), **options), X))
 
 
-def nnx_module_transposed():
-    return nnx_module(lambda rngs: nnx.ConvTranspose(16, 16, (4, 4), strides=(2, 2), rngs=rngs))
-
-
 def haiku_transposed(x=X, **options):
     return transposed(lambda: haiku(lambda: hk.Conv2DTranspose(16, 4, stride=2, **options), x), x)
 
@@ -178,7 +174,7 @@ TRANSPOSED = {
     "flax": flax_transposed(),
     "flax, valid": flax_transposed(padding="VALID"),
     "flax, transpose_kernel": flax_transposed(transpose_kernel=True),
-    "nnx": transposed(nnx_module_transposed),
+    "nnx": transposed(lambda: nnx_module(lambda rngs: nnx.ConvTranspose(16, 16, (4, 4), strides=(2, 2), rngs=rngs))),
     "haiku": haiku_transposed(),
     "haiku, channels first": haiku_transposed(FIRST, data_format="NCHW"),
     "equinox": equinox_transposed(),

@@ -58,10 +58,6 @@ def with_a_region(x, w):
     return jax.sharding.reshard(y, P("x"))
 
 
-def with_auto_axes(x, w):
-    return jax.sharding.auto_axes(dense, out_sharding=P("x"))(2 * x, w)
-
-
 def summed(function):
     return jax.grad(lambda *args: jnp.sum(function(*args)), (0, 1))
 
@@ -74,7 +70,7 @@ IMAGE, MATRIX = ((8, 8, 8, 8), (3, 3, 8, 8)), ((64, 16), (16, 32))
 PROGRAMS = {
     "a region of automatic axes": (with_a_region, MATRIX, P("x", "y")),
     "a region's gradient": (summed(with_a_region), MATRIX, P("x", "y")),
-    "auto_axes": (with_auto_axes, MATRIX, P("x", "y")),
+    "auto_axes": (lambda x, w: jax.sharding.auto_axes(dense, out_sharding=P("x"))(2 * x, w), MATRIX, P("x", "y")),
     "einsum": (lambda x, w: jnp.einsum("ab,bc,ac->c", x, w, x @ w, out_sharding=P()), MATRIX, P("x")),
     "a product told its sharding": (lambda x, w: dense(x, w, P("x")), MATRIX, P("x", "y")),
     "a product's gradient told its sharding": (summed(lambda x, w: dense(x, w, P())), MATRIX, P("x")),

@@ -116,12 +116,8 @@ def of_a_variable(count, rngs, x):
     return x + jax.random.uniform(rngs.noise(), x.shape)
 
 
-def sgd(model):
-    return nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
-
-
 def with_sgd(model, *rest):
-    return model, sgd(model), *rest
+    return model, nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param), *rest
 
 
 def metrics():

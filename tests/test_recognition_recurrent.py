@@ -31,14 +31,10 @@ def recognised(fn, *args) -> list[str]:
     return [pattern for pattern, _ in found]
 
 
-def spelled_sigmoid(x):
-    return 1 / (1 + jnp.exp(-x))
-
-
 CELLS = {
     "lstm_cell": lambda x, h, c, w, u: lstm(x, h, c, w, u),
     "lstm_cell, of one contraction": lambda x, h, c, w, u: lstm(jnp.concatenate([x, h], -1), h, c, jnp.concatenate([w, u]), 0 * u),
-    "lstm_cell, sigmoid spelled": lambda x, h, c, w, u: lstm(x, h, c, w, u, spelled_sigmoid),
+    "lstm_cell, sigmoid spelled": lambda x, h, c, w, u: lstm(x, h, c, w, u, lambda f: 1 / (1 + jnp.exp(-f))),
     "lstm_cell, forget gate shifted": lambda x, h, c, w, u: lstm(x, h, c, w, u, lambda f: jax.nn.sigmoid(f + 1)),
     "lstm_cell, bf16 with an f32 state": lambda x, h, c, w, u: lstm(
         *[a.astype(jnp.bfloat16) for a in (x, h)], c, *[a.astype(jnp.bfloat16) for a in (w, u)]

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxfuse
-from compare import distance, jit, pairs
+from compare import distance, forward_and_gradients, jit, pairs
 from jaxfuse import ops
 from jaxfuse.ops import recurrent
 from jaxfuse.runtime import ffi
@@ -247,10 +247,6 @@ def fused_step(function):
 
 def of_batch(arrays):
     return {name: name in ("x", "residual") for name in arrays}
-
-
-def forward_and_gradients(function):
-    return lambda a: (function(a), jax.grad(lambda a: sum(jnp.sum(jnp.sin(out)) for out in function(a)))(a))
 
 
 def looped(a):

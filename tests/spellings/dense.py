@@ -97,10 +97,6 @@ def scores_and_values(x, w):
     return attention(x, w, lambda p: jnp.where(jnp.tril(jnp.ones((5, 5), bool)), p, 0.1))  # no dropout
 
 
-def two_layers(x, w, b, r, u):
-    return jax.nn.relu(jax.nn.gelu(x @ w + b, approximate=False) @ u + x)
-
-
 # the program, its arguments, and what must be fused: forward, and of its gradient
 PROGRAMS = {
     "alone": (lambda x, w: x @ w, (X, W), ["dense"], ["dense_grad"]),
@@ -109,8 +105,10 @@ PROGRAMS = {
         lambda x, w, b, r: r + (x @ w + b), (X, W, B, R), ["dense+bias+add"], ["dense_grad+bias_grad"]),
     "bias, residual, tanh": (
         lambda x, w, b, r: jnp.tanh(x @ w + b + r), (X, W, B, R), ["dense+bias+add+tanh"], ["tanh_grad+dense_grad+bias_grad"]),
-    "two layers": (two_layers, (X, W, B, R, U), ["dense+bias+gelu", "dense+add+relu"],
-                   ["gelu_grad+dense_grad+bias_grad", "relu_grad+dense_grad"]),
+    "two layers": (
+        lambda x, w, b, r, u: jax.nn.relu(jax.nn.gelu(x @ w + b, approximate=False) @ u + x),
+        (X, W, B, R, U), ["dense+bias+gelu", "dense+add+relu"],
+        ["gelu_grad+dense_grad+bias_grad", "relu_grad+dense_grad"]),
     "bias twice": (lambda x, w, b: jax.nn.silu(x @ w + b - 2 * b), (X, W, B), ["dense+bias+silu"], ["silu_grad+dense_grad+bias_grad"]),
     "weight first": (
         lambda x, w, b: jax.vmap(jax.vmap(lambda x: w.T @ x + b))(x), (X, W, B), ["dense+bias"], ["dense_grad"]),
