@@ -25,13 +25,9 @@ random = np.random.default_rng(0)
 
 # --- what a graph computes: cuDNN's documented formulas, in float64 ------------------------------------------------
 
-
-def relu(v, upper=np.inf, slope=0.0):
-    return np.minimum(np.where(v < 0, slope * v, v), upper)
-
-
 MODES = {
-    "add": np.add, "mul": np.multiply, "relu": relu, "tanh": np.tanh, "sigmoid": scipy.special.expit,
+    "relu": lambda v, upper=np.inf, slope=0.0: np.minimum(np.where(v < 0, slope * v, v), upper),
+    "add": np.add, "mul": np.multiply, "tanh": np.tanh, "sigmoid": scipy.special.expit,
     "elu": lambda v, elu_alpha: np.where(v < 0, elu_alpha * np.expm1(v), v),
     "swish": lambda v, swish_beta: v / (1 + np.exp(-swish_beta * v)),
     "softplus": lambda v, softplus_beta: np.log1p(np.exp(softplus_beta * v)) / softplus_beta,

@@ -124,9 +124,7 @@ def test_layers_in_loops_and_rematerialised(wrap):
     def layer(x):
         return jnp.tanh(x @ W[:, :8] + B[:8])
 
-    def loop(x):
-        return lax.scan(lambda x, _: (layer(x), None), x, None, length=3)[0]
-
+    loop = lambda x: lax.scan(lambda x, _: (layer(x), None), x, None, length=3)[0]
     fn = loop if wrap == "scan" else jax.checkpoint(layer)
     found = recognised(jax.grad(scalar(fn)), X)
     forward = [row for row in found if not row.startswith("backward")]

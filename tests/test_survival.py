@@ -24,12 +24,10 @@ fuse = functools.partial(jaxfuse.fuse, policy="always")
 pytestmark = pytest.mark.usefixtures("some_kernel")
 
 
-def floating(tree):
-    return [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)]
-
-
 def loss(fn):
-    return lambda x: sum(jnp.sum(jnp.sin(leaf)) for leaf in floating(fn(x)))
+    """Over what is of floats."""
+    return lambda x: sum(
+        jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(fn(x)) if jnp.issubdtype(jnp.result_type(leaf), jnp.floating))
 
 
 def tangent(fn):
