@@ -1,6 +1,5 @@
 """The examples in their short form, as a user starts them."""
 
-
 import pytest
 
 from processes import ROOT, printed_by

@@ -1,6 +1,5 @@
 """`retain_memory`, its environment variable, and the launcher: each in a process of its own, for it holds for a whole process."""
 
-
 import pytest
 
 from jaxfuse.runtime import ffi, memory
