@@ -2,25 +2,19 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Self
 
-from jaxfuse.analysis.canonical import Region
+from jaxfuse.analysis.canonical import Region, constant
 from jaxfuse.analysis.layout import Layout
+from jaxfuse.ops.activations import Activation
 from jaxfuse.program.graph import Node, Value
-
-
-class Named(Protocol):
-    """What `name_activation` finds: `jaxfuse.ops.activations.Activation`."""
-
-    @property
-    def name(self) -> str: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Activated:
     """The activation of a chain: the nodes that compute it, and how its argument lay."""
 
-    activation: Any  # Named
+    activation: Activation
     region: Region
     layout: Layout
 
@@ -37,10 +31,7 @@ class Added:
 @dataclasses.dataclass(frozen=True)
 class Chain:
     """act((value₀ - center)·scale + offset + residual), or act(…) + residual, as a list of steps from the anchor's value to
-    `end`.
-
-    `layout` is how `end` lies compared with the anchor's value.
-    """
+    `end`; `layout` is how `end` lies compared with that value."""
 
     end: Value
     layout: Layout
@@ -48,6 +39,10 @@ class Chain:
     affine: tuple[tuple[str, Value], ...] = ()  # ("add" | "sub" | "mul" | "div", one number for each channel)
     added: Added | None = None
     activated: Activated | None = None
+
+    def then(self, node: Node, **changes) -> Self:
+        """With one more node at its end."""
+        return dataclasses.replace(self, end=node.out, nodes=(*self.nodes, node), **changes)
 
     @property
     def residual(self) -> Value | None:
@@ -69,11 +64,6 @@ class Chain:
         if self.activated and self.masks:
             yield from zip(self.masks, self.activated.region.replay(y, self.masks))
 
-    def as_activated(self, array):
-        """`array`, which lies as `end` does, as the activation's argument and value lay: `end` may be turned after it."""
-        before = self.activated.layout if self.activated else self.layout
-        return before.place(self.layout.undo(array, tuple(range(len(self.layout.origin)))))
-
     @property
     def affine_steps(self) -> tuple[str, ...]:
         """"bias" and "scale", in the order in which they come first."""
@@ -83,7 +73,7 @@ class Chain:
         """Like "conv+bias+add+relu". Factors with a mean before them, or a shift after them, are a normalisation. A number, or
         factors after a bias as in ConvNeXt, are a scale."""
         steps = self.affine_steps
-        factors = any(kind in ("mul", "div") and value.literal is None for kind, value in self.affine)
+        factors = any(kind in ("mul", "div") and constant(value) is None for kind, value in self.affine)
         centered = any(kind == "sub" for kind, _ in self.affine) or bool(self.affine) and self.affine[-1][0] == "add"
         return "+".join([anchor, *(["bn"] if factors and centered and len(steps) == 2 else steps), *self.after_affine])
 
@@ -109,3 +99,7 @@ class Chain:
                 scale = factor if scale is None else scale * factor
                 offset = offset if offset is None else offset * factor
         return center, scale, offset
+
+    @property
+    def has_scale(self) -> bool:
+        return any(kind in ("mul", "div") for kind, _ in self.affine)

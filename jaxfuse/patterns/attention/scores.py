@@ -1,12 +1,14 @@
 """Batched matrix products: attention scores (scale, mask, softmax) and the rest. The kernel is of the product; what follows it
 XLA makes one kernel of."""
 
+import dataclasses
+
 from jaxfuse.analysis.canonical import ADD, CAST, constant
-from jaxfuse.patterns.dense import site as dense_site
-from jaxfuse.patterns.dense.forward import batch_axes, is_product
+from jaxfuse.patterns.dense.site import batch_axes, is_product, layer_of
+from jaxfuse.patterns.walk import read_elsewhere
 from jaxfuse.program.autodiff import forward
 from jaxfuse.program.graph import Node, Value
-from jaxfuse.program.site import Refusal, Unfit
+from jaxfuse.program.site import Match, Refusal, Unfit
 
 LONGEST = 8  # steps between the product and the softmax: casts, scale, masks
 
@@ -23,9 +25,9 @@ def match(graph, node: Node, claimed: set[int], unprofitable):
     for _ in range(LONGEST):
         if _reaches_softmax(value):
             steps.add("softmax")
-            reason = f"{value!r} is returned by the program" if part.is_returned(value) else ""
+            reason = read_elsewhere(part, value, [])
             break
-        reason = _read_elsewhere(part, value)
+        reason = read_elsewhere(part, value, value.users)
         if reason or not value.users:
             break
         kind = _step(value, value.users[0])
@@ -39,7 +41,9 @@ def match(graph, node: Node, claimed: set[int], unprofitable):
     name, own = ("attention scores", tuple(nodes)) if is_scores else ("matmul", (node,))
     reason = reason if value.users and is_scores else ""  # nothing is missed where nothing follows
     try:
-        yield dense_site.product(graph, part, node, "matmul" if reason else name, own, unprofitable, is_scores and not reason)
+        product = dataclasses.replace(layer_of(graph, part, node, claimed), wide=is_scores and not reason)
+        emission = product.fused(product.chains[0], unprofitable)
+        yield Match("matmul" if reason else name, node, own, (emission,), emission.needs, 0)
     except Unfit as unfit:
         reason = reason or unfit.reason
     if reason:
@@ -62,11 +66,3 @@ def _step(value: Value, node: Node) -> str:
 def _reaches_softmax(value: Value) -> bool:
     """Its maximum along one axis is taken, and something else is done to it."""
     return any(n.primitive == "reduce_max" and len(n.params["axes"]) == 1 for n in value.users) and len(value.users) > 1
-
-
-def _read_elsewhere(part, value: Value) -> str:
-    if part.is_returned(value):
-        return f"{value!r} is returned by the program"
-    if len(value.users) > 1:
-        return f"{value!r} is read {len(value.users)} times: by " + " and ".join(map(str, value.users[:3]))
-    return ""
