@@ -112,20 +112,16 @@ def table_of(function, like, points: np.ndarray = POINTS) -> np.ndarray | None:
     def value_and_slope(x):
         return jax.jvp(function, (x,), (jnp.ones_like(x),))
 
-    table = values_of(value_and_slope, like, points)
-    if points is POINTS and table is not None:
-        far = slice(len(FINITE), len(FINITE) + 2)
-        reverse = values_of(_reverse_slope(function), like, POINTS[far])
-        table[1, far] = table[1, far] if reverse is None else reverse[0]
-    return table
-
-
-def _reverse_slope(function):
-    def slope(x):
+    def reverse_slope(x):
         y, pullback = jax.vjp(function, x)
         return pullback(jnp.ones_like(y))  # the function may round: y's type is its own
 
-    return slope
+    table = values_of(value_and_slope, like, points)
+    if points is POINTS and table is not None:
+        far = slice(len(FINITE), len(FINITE) + 2)
+        reverse = values_of(reverse_slope, like, POINTS[far])
+        table[1, far] = table[1, far] if reverse is None else reverse[0]
+    return table
 
 
 def values_of(function, like, points: np.ndarray) -> np.ndarray | None:

@@ -45,10 +45,12 @@ class Layout:
         return self.places.shape
 
     def then(self, node: Node) -> "Layout | None":
-        """The layout of the node's output, if the node only moves elements and the result can be told in this form."""
+        """The layout of the node's output, if the node only moves elements and the result can be told in this form: no digit may end
+        inside a part of an axis, as [6] of [2, 3] does where it is [3, 2]."""
         moved = self.places.then(node) if moves(node) else None
         layout = None if moved is None else Layout(self.origin, moved)
-        return layout if layout and layout._is_whole else None
+        lengths = [math.prod(piece.length for piece in pieces) for pieces in layout._pieces] if layout else None
+        return layout if layout and lengths == [*layout.shape] else None
 
     @functools.cached_property
     def _pieces(self) -> list[list[Piece]]:
@@ -68,11 +70,6 @@ class Layout:
                     yield Piece(axis, start, end // start)
 
         return [[piece for digit in run for piece in cut(*digit)] for run in self.places.runs]
-
-    @property
-    def _is_whole(self) -> bool:
-        """Whether no digit ends inside a part of an axis, as [6] of [2, 3] does where it is [3, 2]."""
-        return all(math.prod(piece.length for piece in pieces) == n for pieces, n in zip(self._pieces, self.shape))
 
     @functools.cached_property
     def axis_order(self) -> tuple[int, ...]:

@@ -11,58 +11,35 @@ from jaxfuse.program.graph import Node, Value
 
 
 @dataclasses.dataclass(frozen=True)
-class Activated:
-    """The activation of a chain: the nodes that compute it, and how its argument lay."""
-
-    activation: Activation
-    region: Region
-    layout: Layout
-
-
-@dataclasses.dataclass(frozen=True)
-class Added:
-    """The residual of a chain, how the value lay that it was added to, and whether that was the activation's."""
-
-    residual: Value
-    layout: Layout
-    last: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
 class Chain:
     """act((value₀ - center)·scale + offset + residual), or act(…) + residual, as a list of steps from the anchor's value to
-    `end`; `layout` is how `end` lies compared with that value."""
+    `end`. Each `layout` is how a value lies compared with the anchor's: the end, what the residual was added to, the activation's
+    argument."""
 
     end: Value
     layout: Layout
     nodes: tuple[Node, ...] = ()
     affine: tuple[tuple[str, Value], ...] = ()  # ("add" | "sub" | "mul" | "div", one number for each channel)
-    added: Added | None = None
-    activated: Activated | None = None
+    residual: Value | None = None
+    residual_layout: Layout | None = None
+    residual_last: bool = False  # added to the activation's value
+    activation: Activation | None = None
+    region: Region | None = None  # the nodes that compute the activation
+    region_layout: Layout | None = None
 
     def then(self, node: Node, **changes) -> Self:
         """With one more node at its end."""
         return dataclasses.replace(self, end=node.out, nodes=(*self.nodes, node), **changes)
 
     @property
-    def residual(self) -> Value | None:
-        return self.added.residual if self.added else None
-
-    residual_layout = property(lambda self: self.added and self.added.layout)
-    residual_last = property(lambda self: self.added is not None and self.added.last)
-    activation = property(lambda self: self.activated and self.activated.activation)
-    region = property(lambda self: self.activated and self.activated.region)
-    region_layout = property(lambda self: self.activated and self.activated.layout)
-
-    @property
     def masks(self) -> tuple[Value, ...]:
         """Comparisons of the activation's argument, which autodiff keeps."""
-        return self.activated.region.masks if self.activated else ()
+        return self.region.masks if self.region else ()
 
     def masks_from(self, y) -> Iterator[tuple[Value, object]]:
         """The masks, computed from the activation's value `y`."""
-        if self.activated and self.masks:
-            yield from zip(self.masks, self.activated.region.replay(y, self.masks))
+        if self.region and self.masks:
+            yield from zip(self.masks, self.region.replay(y, self.masks))
 
     @property
     def affine_steps(self) -> tuple[str, ...]:
@@ -80,8 +57,8 @@ class Chain:
     @property
     def after_affine(self) -> tuple[str, ...]:
         """The steps after those per channel, in their order: "add", and the activation's name."""
-        added = ("add",) if self.added else ()
-        activated = (self.activated.activation.name,) if self.activated else ()
+        added = ("add",) if self.residual is not None else ()
+        activated = (self.activation.name,) if self.activation else ()
         return activated + added if self.residual_last else added + activated
 
     def coefficients(self, vector: Callable[[Value], Any]):

@@ -4,6 +4,7 @@ What comes before it, and which config it has, is said in the op's own folder.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -42,15 +43,12 @@ class Contraction:
     chains: list[Chain]
     stop: WalkEnd
     between: tuple[Node, ...]
+    regrouped: Callable | None  # makes of x's array what the op takes
 
     def configured(self, chain: Chain, saves: int) -> tuple[Any, Axes, tuple[Value, ...]]:
         """The op's config but for what all contractions have, the axes of `out` in the order in which the op writes them, and copies
         of the chain's end that lie so; `saves` as the op's configs have it. Raises `Unfit` where the op does not cover the chain."""
         raise NotImplementedError
-
-    def laid(self, x, w):
-        """The arrays as the op takes them."""
-        return x, w
 
     def cost(self, chain: Chain, kernel: Kernel) -> str:
         """Why XLA does better although a kernel takes the chain."""
@@ -71,22 +69,24 @@ class Contraction:
         cast alone, or a value on its way to another step, XLA widens while it reads it: written wide, it would be twice the bytes."""
         if self.node.out.dtype not in NARROW or chain.end.dtype != jnp.float32 or is_float_cast(chain.nodes[-1]):
             return False
-        return bool(chain.activated or chain.added or chain.affine and self.part.is_returned(chain.end))
+        return bool(chain.activation or chain.residual is not None or chain.affine and self.part.is_returned(chain.end))
 
     def fused(self, chain: Chain, unprofitable) -> Emission:
         """Raises `Unfit` where no kernel takes the chain."""
         original, end, saved = self.part.original, chain.end, self._saved(chain)
         config, order, copies = self.configured(chain, len(saved))
         config = dataclasses.replace(config, has_bias=any(kind in ("add", "sub") for kind, _ in chain.affine),
-                                     has_residual=chain.added is not None, activation=chain.activation or NO_ACTIVATION)
+                                     has_residual=chain.residual is not None, activation=chain.activation or NO_ACTIVATION)
         full = tuple(map(original, (self.x, self.w)))
         features = tuple(self.out.shape[d] for d in order if d in self.features)
         vectors = chain.has_scale + config.has_bias
-        types = [*jax.eval_shape(self.laid, *types_of(*full)), *[jax.ShapeDtypeStruct(features, jnp.float32)] * vectors]
-        if chain.added:
-            if chain.added.residual.dtype != end.dtype:
-                raise Unfit(f"residual {chain.added.residual!r} is of another dtype than {end!r}")
-            added, undo = to_layout(self.graph, original(chain.added.residual), chain.added.layout, order)
+        types = [*types_of(*full), *[jax.ShapeDtypeStruct(features, jnp.float32)] * vectors]
+        if self.regrouped:
+            types[0] = jax.eval_shape(self.regrouped, jax.ShapeDtypeStruct(self.x.shape, self.x.dtype))
+        if chain.residual is not None and chain.residual_layout is not None:
+            if chain.residual.dtype != end.dtype:
+                raise Unfit(f"residual {chain.residual!r} is of another dtype than {end!r}")
+            added, undo = to_layout(self.graph, original(chain.residual), chain.residual_layout, order)
             full = *full, added
             types.append(jax.ShapeDtypeStruct([self.out.shape[d] for d in order], end.dtype))
         require(self.op.forward, config, types, unprofitable, self.op.name, config, types, cost=lambda kernel: self.cost(chain, kernel))
@@ -96,11 +96,12 @@ class Contraction:
             if center is not None:  # (k - center)·scale + offset = k·scale + (offset - center·scale)
                 shift = -center if scale is None else -center * scale
                 offset = shift if offset is None else offset + shift
-            residual = undo(read(added)) if chain.added else None
+            residual = undo(read(added)) if config.has_residual else None
             operands = [a for a in (scale, offset, residual) if a is not None]
-            y, *z = self.op(config, *self.laid(*map(read, full[:2])), *operands)
+            x = self.regrouped(read(full[0])) if self.regrouped else read(full[0])
+            y, *z = self.op(config, x, read(full[1]), *operands)
             placed = chain.layout.place(y, order).astype(end.dtype)
-            yield from ((value, chain.region_layout.place(array, order)) for value, array in zip(saved, z))
+            yield from ((value, (chain.region_layout or chain.layout).place(array, order)) for value, array in zip(saved, z))
             yield from zip(copies, [y])
             yield original(end), placed
             yield from ((original(mask), array) for mask, array in chain.masks_from(placed))

@@ -119,7 +119,8 @@ def fused(graph: Graph, op: FusedOp, config: Any, gradients: Gradients, unprofit
     """One call of the op's backward stage, which reads x, w, what is saved of the activation, and dy; values in `orders` it reads and
     gives with their axes in that order, as `config` has it. Raises `Unfit` where no kernel takes it."""
     node, dz, orders = gradients.node, gradients.dz, orders or {}
-    with_dz = bool(gradients.saved) and _is_read_elsewhere(graph, dz, (*gradients.wanted, *gradients.sums))
+    fused_away = dead_after(graph, (*gradients.wanted, *gradients.sums))
+    with_dz = bool(gradients.saved) and (graph.is_returned(dz) or any(n.index not in fused_away for n in dz.users))  # others read it
     made = (*gradients.wanted, dz) if with_dz else gradients.wanted
     has_bias = bool(gradients.bias_type)
     config = op.for_autodiff(dataclasses.replace(config, has_bias=has_bias, has_residual=with_dz, activation=gradients.activation))
@@ -147,9 +148,3 @@ def fused(graph: Graph, op: FusedOp, config: Any, gradients: Gradients, unprofit
         raise Unfit("the gradients depend on each other")
     saved = np.dtype(dz.dtype).itemsize * size(dz) * (has_bias + 2 * len(gradients.saved))
     return Match(gradients.label(with_dz), node, (), (Emission(needs, defines, run),), (gradients.dy, *node.inputs), saved, "backward")
-
-
-def _is_read_elsewhere(graph: Graph, dz: Value, defined: tuple[Value, ...]) -> bool:
-    """Whether others than what makes the values `defined` read the cotangent."""
-    fused_away = dead_after(graph, defined)
-    return graph.is_returned(dz) or any(n.index not in fused_away for n in dz.users)

@@ -16,7 +16,7 @@ import numpy as np
 from jaxfuse.analysis.canonical import ADD, NotPerChannel, Region, constant, is_float_cast, per_channel, regions, repeats, unwidened
 from jaxfuse.analysis.elementwise import is_elementwise
 from jaxfuse.analysis.layout import Layout
-from jaxfuse.patterns.chain import Activated, Added, Chain
+from jaxfuse.patterns.chain import Chain
 from jaxfuse.program.graph import Node, Value
 from jaxfuse.program.site import Unfit
 from jaxfuse.runtime.reasons import no_kernel
@@ -65,7 +65,7 @@ class Walk:
         if not users:
             return WalkEnd("nothing reads it")
         elsewhere = read_elsewhere(self.graph, value, users)
-        if chain.activated is None and not self.graph.is_returned(value):
+        if chain.activation is None and not self.graph.is_returned(value):
             activated = self._activations(chain)
             if isinstance(activated, list) or activated and activated.unfused:
                 return activated
@@ -81,7 +81,7 @@ class Walk:
             if layout.axes(*self.axes) is None:
                 return WalkEnd(f"{node} merges the channel axis with another")
             return chain.then(node, layout=layout)
-        if chain.activated is not None:
+        if chain.activation is not None:
             return self._after_activation(chain, node)
         return self._affine(chain, node)
 
@@ -96,9 +96,9 @@ class Walk:
         return self._added(chain, node, full_size[full_size[0] is chain.end])
 
     def _added(self, chain: Chain, node: Node, other: Value) -> Chain | WalkEnd:
-        if chain.added is not None:
+        if chain.residual is not None:
             return WalkEnd(f"{node} adds a second full-size value", "add")
-        return chain.then(node, added=Added(unwidened(other), chain.layout, last=chain.activated is not None))
+        return chain.then(node, residual=unwidened(other), residual_layout=chain.layout, residual_last=chain.activation is not None)
 
     def _activations(self, chain: Chain) -> list[Chain] | WalkEnd | None:
         """The elementwise regions from here that have a name, shortest first; else why the longest has none."""
@@ -109,8 +109,8 @@ class Walk:
                 continue
             name = self.name_activation(region)
             if not isinstance(name, WalkEnd):
-                nodes = (*chain.nodes, *region.nodes)
-                named.append(dataclasses.replace(chain, end=region.end, nodes=nodes, activated=Activated(name, region, chain.layout)))
+                named.append(dataclasses.replace(chain, end=region.end, nodes=(*chain.nodes, *region.nodes), activation=name,
+                                                 region=region, region_layout=chain.layout))
             else:
                 stop = name
         return named or stop
@@ -127,7 +127,7 @@ class Walk:
         if other is left and kind == "div":
             return WalkEnd(f"{node} has the value on its right side")
         if other is left and kind == "sub":  # other + (-1)·value
-            if chain.added is not None:
+            if chain.residual is not None:
                 return WalkEnd(f"{node} scales the sum with the residual", "scale")
             minus_one = Value(node.out.aval.update(shape=()), literal=np.asarray(-1, node.out.dtype))
             kind, chain = "add", dataclasses.replace(chain, affine=(*chain.affine, ("mul", minus_one)))
@@ -135,7 +135,7 @@ class Walk:
         assert channel_axes is not None, "no step that merges the channel axis with another is taken"
         small = per_channel(other, chain.end, channel_axes)
         if not isinstance(small, NotPerChannel):
-            if chain.added is not None and kind in ("mul", "div"):
+            if chain.residual is not None and kind in ("mul", "div"):
                 return WalkEnd(f"{node} scales the sum with the residual", "scale")
             return chain.then(node, affine=(*chain.affine, (kind, small)))
         full_size = other.shape == chain.end.shape and not repeats(other)
@@ -149,7 +149,7 @@ class Walk:
 
     def _missed(self, chain: Chain, users: list[Node]) -> str | None:
         """What the walk would have taken next, had the value no other reader."""
-        if chain.activated is not None:
+        if chain.activation is not None:
             return None
         users = [node for node in users if len(node.outputs) == 1]
         for node in users:
@@ -160,8 +160,8 @@ class Walk:
                     return named.name
         for node in users:
             taken = self._affine(chain, node) if len(node.inputs) == 2 else None
-            if isinstance(taken, Chain) and (taken.added is not chain.added or len(users) == 1):
-                return "add" if taken.added is not None else dict(add="bias", sub="bias").get(taken.affine[-1][0], "scale")
+            if isinstance(taken, Chain) and (taken.residual is not chain.residual or len(users) == 1):
+                return "add" if taken.residual is not None else dict(add="bias", sub="bias").get(taken.affine[-1][0], "scale")
         return None
 
 

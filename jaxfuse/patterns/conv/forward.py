@@ -1,6 +1,7 @@
 """Convolution with what comes before and after it: zero padding, transposes; bias or inference batch norm, residual, activation."""
 
 import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
@@ -55,7 +56,9 @@ def match(graph, node: Node, claimed: set[int], unprofitable):
 def _rows(graph, node: Node, head: "Head", claimed: set[int], unprofitable):
     (x, w), channels = head.operands, head.config.out_spec[1]
     walk = Walk(graph, channels, claimed, name_activation, frozenset({reader_index(node)}), adds_last=True)
-    conv = Convolution(graph, graph, node, x, w, head.out, (channels,), *walk.chains(head.out), head.nodes, head)
+    groups = node.params["batch_group_count"]
+    regrouped = functools.partial(batch_groups_as_features, groups=groups, spec=head.config.lhs_spec) if groups > 1 else None
+    conv = Convolution(graph, graph, node, x, w, head.out, (channels,), *walk.chains(head.out), head.nodes, regrouped, head)
     emission, chain, refused = conv.longest(unprofitable)
     if emission:
         read = (*head.operands, chain.residual) if chain.residual is not None else head.operands
@@ -117,7 +120,7 @@ class Head(NamedTuple):
 
 
 def _without_blocks(graph, node: Node, dilated: space_to_batch.Dilated) -> Head:
-    head, (into, name) = _head(graph, dilated.config, dilated.x, node.inputs[1], dilated.out), BLOCKS.split("+", 1)
+    head, (into, name) = _head(graph, dilated.config, dilated.x, node.inputs[1], dilated.nodes[-1].out), BLOCKS.split("+", 1)
     head = head._replace(steps=(*head.steps, into), name=name, nodes=dilated.nodes)
     if found := space_to_batch.cropped(graph, head.config, head.out):
         config, crop = found
@@ -190,10 +193,6 @@ class Convolution(Contraction):
         if chain.end.dtype != self.node.out.dtype:
             config = dataclasses.replace(config, out_dtype=str(chain.end.dtype), rounds=True)
         return config, order, copies
-
-    def laid(self, x, w):
-        groups = self.node.params["batch_group_count"]
-        return (batch_groups_as_features(x, groups, self.head.config.lhs_spec) if groups > 1 else x), w
 
     def cost(self, chain: Chain, kernel: Kernel) -> str:
         """A residual times a number XLA adds in one pass over it, where a kernel's operand would be another."""

@@ -17,7 +17,7 @@ from jaxfuse.patterns.conv.forward import config_of, reordered
 from jaxfuse.patterns.conv.scaled import Scaled, ways
 from jaxfuse.patterns.walk import Walk
 from jaxfuse.program.autodiff import forward
-from jaxfuse.program.graph import Graph, Node, Value
+from jaxfuse.program.graph import Graph, Node
 from jaxfuse.program.site import Match, Refusal, Unfit, UnfusedStep
 from jaxfuse.runtime.reasons import no_kernel
 
@@ -84,8 +84,10 @@ def _rows(graph: Graph, config: ConvConfig, gradients: Iterator[ConvGradients], 
         except Unfit as unfit:
             refused = Refusal(way.label(), way.node, operands, unfit.reason, "backward", covers=way.nodes)
             continue
-        if way.dx and (add := _residual_add(graph, way.dx)):
-            yield UnfusedStep("conv+residual gradient", way.node, operands, no_kernel(f"{add} of the input's gradient"), "backward")
+        readers = way.dx.users if way.dx and not graph.is_returned(way.dx) else []
+        if [n.primitive for n in readers] == ["add_any"]:  # with another gradient of the same value, as a skip connection has it
+            reason = no_kernel(f"{readers[0]} of the input's gradient")
+            yield UnfusedStep("conv+residual gradient", way.node, operands, reason, "backward")
         return
     yield refused
 
@@ -94,12 +96,6 @@ def _may_be_alone(gradients: Gradients) -> bool:
     """Whether no convolution has the cotangent where it makes the other operand's gradient: as its filter, or as its input."""
     other = 1 if gradients.dx else 0
     return not any(n.primitive == "conv_general_dilated" and n.inputs[other] is gradients.dz for n in gradients.dz.users)
-
-
-def _residual_add(graph: Graph, dx: Value) -> Node | None:
-    """The sum of dx with another gradient of the same value, as a skip connection has it."""
-    reader = dx.users[0] if len(dx.users) == 1 and not graph.is_returned(dx) else None
-    return reader if reader is not None and reader.primitive == "add_any" else None
 
 
 def _ways(graph: Graph, config: ConvConfig, found: ConvGradients, claimed: set[int]) -> Iterator[ConvGradients]:

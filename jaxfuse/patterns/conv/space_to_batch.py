@@ -18,11 +18,10 @@ from jaxfuse.program.site import Unfit
 
 
 class Dilated(NamedTuple):
-    """The same convolution without blocks: of `x`, giving `out`. `nodes` lead from the original's output to `out`."""
+    """The same convolution without blocks: of `x`, giving the output of the last of `nodes`, which follow the original."""
 
     config: ConvConfig
     x: Value
-    out: Value
     nodes: tuple[Node, ...]
 
 
@@ -46,7 +45,7 @@ def dilated(graph: Graph, node: Node, config: ConvConfig) -> Dilated | None:
     config = dataclasses.replace(
         config, padding=tuple((low * r, high * r) for (low, high), r in zip(config.padding, blocks)),
         rhs_dilation=tuple(d * r for d, r in zip(config.rhs_dilation, blocks)))
-    return Dilated(config, x, back[-1].out, tuple(back))
+    return Dilated(config, x, tuple(back))
 
 
 def cropped(graph: Graph, config: ConvConfig, out: Value) -> tuple[ConvConfig, Node] | None:
@@ -73,7 +72,8 @@ def _unmoved(value: Value, spec: tuple[int, ...]) -> tuple[Value, tuple[int, ...
             places: IndexMap | None = _unblocked(value.shape, blocks, spec)
             for node in path if places and places.shape == source.shape else ():
                 places = places and places.then(node)
-            if math.prod(blocks) > 1 and places and places.is_same(IndexMap.of(value.shape)):
+            turned = any(node.primitive == "transpose" for node in path)
+            if turned and math.prod(blocks) > 1 and places and places.is_same(IndexMap.of(value.shape)):
                 return source, blocks
     return value, ()
 

@@ -38,7 +38,12 @@ def match(graph: Graph, node: Node, claimed: set[int], unprofitable):
     if node.index in backward(graph):
         yield _left_over(graph, node, claimed)
         return
-    for found in contractions.found(ProductGradients, graph, graph.nodes[node.index], claimed, _may_be_alone):
+
+    def may_be_alone(gradients: Gradients) -> bool:
+        """Of which of the layers that share the other operand makes no difference."""
+        return sum(is_product(n) for n in gradients.dz.users) == 1
+
+    for found in contractions.found(ProductGradients, graph, graph.nodes[node.index], claimed, may_be_alone):
         chains = [] if batch_axes(node) else layer_of(graph, forward(graph), node, claimed).chains
         plain = found.with_bias(_batch(node))
         gradients = plain.through_activation(graph, chains) or plain
@@ -47,11 +52,6 @@ def match(graph: Graph, node: Node, claimed: set[int], unprofitable):
         except Unfit as unfit:
             operands, nodes = (found.dz, *found.node.inputs), gradients.nodes
             yield Refusal(gradients.label(), found.node, operands, unfit.reason, "backward", nodes, covers=nodes)
-
-
-def _may_be_alone(gradients: Gradients) -> bool:
-    """A cotangent that makes one gradient only; of which of the layers that share the other operand makes no difference."""
-    return sum(is_product(n) for n in gradients.dz.users) == 1
 
 
 def _batch(node: Node) -> tuple[int, ...]:

@@ -58,7 +58,7 @@ def layer_of(graph: Graph, part: Graph | Subgraph, node: Node, claimed: set[int]
     features = tuple(range(left) if weight_left else range(left, node.out.ndim))
     x, w = reversed(node.inputs) if weight_left else node.inputs
     chains, stop = Walk(part, features, claimed, name_activation).chains(node.out)
-    return Layer(graph, part, node, x, w, node.out, features, chains, stop, (), weight_left)
+    return Layer(graph, part, node, x, w, node.out, features, chains, stop, (), None, weight_left)
 
 
 def siblings(node: Node) -> list[Node]:
