@@ -91,7 +91,7 @@ def _verdict(passes: Run, fails: Run) -> str:
     if passes.failure:
         return f"The check fails with no site fused too: {passes.failure}"
     return (f"The check fails once this site is fused:\n  {fails.sites[-1]}\nThe failure: {fails.failure}\n"
-            "To leave it out: jaxfuse.fuse(fn, skip=[…]), with its file:line, its name or its pattern.")
+            f"To leave it out: jaxfuse.fuse(fn, skip=[{fails.sites[-1].rpartition(' at ')[2]!r}])")
 
 
 def _table(runs: list[Run]) -> Table:
