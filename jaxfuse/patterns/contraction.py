@@ -15,7 +15,7 @@ from jaxfuse.analysis.canonical import is_float_cast, size
 from jaxfuse.analysis.layout import to_layout
 from jaxfuse.ops.activations import NO_ACTIVATION
 from jaxfuse.ops.op import FusedOp, Kernel
-from jaxfuse.patterns.kernel import require, types_of
+from jaxfuse.patterns.kernel import require
 from jaxfuse.patterns.walk import Chain, WalkEnd, as_vector, longest
 from jaxfuse.program.autodiff import Subgraph
 from jaxfuse.program.graph import Emission, Graph, Node, Value
@@ -80,9 +80,9 @@ class Contraction:
         full = tuple(map(original, (self.x, self.w)))
         features = tuple(self.out.shape[d] for d in order if d in self.features)
         vectors = chain.has_scale + config.has_bias
-        types = [*types_of(*full), *[jax.ShapeDtypeStruct(features, jnp.float32)] * vectors]
+        types = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in full] + [jax.ShapeDtypeStruct(features, jnp.float32)] * vectors
         if self.regrouped:
-            types[0] = jax.eval_shape(self.regrouped, jax.ShapeDtypeStruct(self.x.shape, self.x.dtype))
+            types[0] = jax.eval_shape(self.regrouped, types[0])
         if chain.residual is not None and chain.residual_layout is not None:
             if chain.residual.dtype != end.dtype:
                 raise Unfit(f"residual {chain.residual!r} is of another dtype than {end!r}")

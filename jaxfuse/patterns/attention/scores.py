@@ -21,23 +21,20 @@ def match(graph, node: Node, claimed: set[int], unprofitable):
     """Yields one row for the product: "attention scores" if it is scaled or goes to a softmax, else "matmul"."""
     if node.index in claimed:
         return
-    part, value, nodes, steps, reason = forward(graph), node.out, [node], set(), ""
+    part, value, nodes, is_scores, reason = forward(graph), node.out, [node], False, ""
     for _ in range(LONGEST):
         if _reaches_softmax(value):
-            steps.add("softmax")
-            reason = read_elsewhere(part, value, [])
+            is_scores, reason = True, read_elsewhere(part, value, [])
             break
         reason = read_elsewhere(part, value, value.users)
         if reason or not value.users:
             break
-        kind = _step(value, value.users[0])
-        if not kind:
-            reason = f"{value.users[0]} is not a scale, a mask or a softmax"
+        (step,) = value.users
+        if not (_is_scale(step) or _is_mask(value, step) or step.primitive in (CAST, "transpose", "reshape")):
+            reason = f"{step} is not a scale, a mask or a softmax"
             break
-        steps.add(kind)
-        nodes.append(value.users[0])
-        value = value.users[0].out
-    is_scores = bool(steps & {"scale", "softmax"})
+        is_scores, value = is_scores or _is_scale(step), step.out
+        nodes.append(step)
     name, own = ("attention scores", tuple(nodes)) if is_scores else ("matmul", (node,))
     reason = reason if value.users and is_scores else ""  # nothing is missed where nothing follows
     try:
@@ -50,17 +47,14 @@ def match(graph, node: Node, claimed: set[int], unprofitable):
         yield Refusal(name, node, tuple(node.inputs), reason, nodes=own)
 
 
-def _step(value: Value, node: Node) -> str:
-    """What the node does to scores: "scale", "mask", "rearranged", or ""."""
-    if node.primitive in (CAST, "transpose", "reshape"):
-        return "rearranged"
-    if node.primitive in ("mul", "div") and any(v.shape == () or constant(v) is not None for v in node.inputs):
-        return "scale"
-    if node.primitive in ADD and node.inputs[0] is not node.inputs[1] and node.out.shape == value.shape:
-        return "mask"
-    if node.primitive == "select_n" and value in node.inputs[1:]:
-        return "mask"
-    return ""
+def _is_scale(node: Node) -> bool:
+    return node.primitive in ("mul", "div") and any(v.shape == () or constant(v) is not None for v in node.inputs)
+
+
+def _is_mask(scores: Value, node: Node) -> bool:
+    if node.primitive in ADD:
+        return node.inputs[0] is not node.inputs[1] and node.out.shape == scores.shape
+    return node.primitive == "select_n" and scores in node.inputs[1:]
 
 
 def _reaches_softmax(value: Value) -> bool:
