@@ -87,13 +87,15 @@ class Gradients:
         """The same for the cotangent of the activation in one of these chains of the forward pass, if there is one: of the longest
         first, as of hard_sigmoid relu6 is a part. max(z, 0) with the derivative of relu is a relu."""
         original = forward(graph).original
-        for chain in [c for c in reversed(chains) if c.region and c.region.start.dtype == self.dz.dtype]:
-            z = original(chain.region.start)
+        for activation, region in [(c.activation, c.region) for c in reversed(chains)]:
+            if activation is None or region is None or region.start.dtype != self.dz.dtype:
+                continue
+            z = original(region.start)
             slopes = [slope for slope in activation_grads_at(graph, z, self.dz) if slope.dy.aval == self.dz.aval]
-            for activation in [a for a in (chain.activation, SAME_VALUES.get(chain.activation)) if a]:
-                if slope := next((slope for slope in slopes if slope.is_of(activation)), None):
-                    saved = original(chain.region.end) if activation.derivative_from_y else z
-                    return dataclasses.replace(self, dy=slope.dy, activation=activation, saved=(saved,), products=tuple(slope.products))
+            for known in dict.fromkeys((activation, SAME_VALUES.get(activation, activation))):
+                if slope := next((slope for slope in slopes if slope.is_of(known)), None):
+                    saved = original(region.end) if known.derivative_from_y else z
+                    return dataclasses.replace(self, dy=slope.dy, activation=known, saved=(saved,), products=tuple(slope.products))
         return None
 
 

@@ -98,8 +98,9 @@ def _gates(part: Part, layer: Layer, claimed: set[int]) -> Iterator[Gate]:
         (split,) = end.users
         for half, other in (split.outputs, split.outputs[::-1]):
             chains, _ = Walk(part, half.ndim - 1, claimed, name_activation).chains(half)
-            ends = [chain for chain in chains if chain.activation and not chain.affine]
-            yield from [Gate(layer, c.end, (split, *c.nodes), f"+{c.activation.name}", other) for c in ends[-1:]]
+            gates = [Gate(layer, chain.end, (split, *chain.nodes), f"+{chain.activation.name}", other)
+                     for chain in chains if chain.activation and not chain.affine]
+            yield from gates[-1:]
     for node in end.users:
         if len(node.inputs) == len(node.outputs) == 1:
             yield Gate(layer, node.out, (node,), reason=f"{node} is not a known activation")
