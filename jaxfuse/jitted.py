@@ -39,7 +39,7 @@ class Fused(Generic[P, R]):
     def __init__(self, fn: Callable[P, R], rewritten, remade, options: dict):
         """`rewritten(fn, args, kwargs)` computes fn's rewritten program; `remade(fn)` makes an equal `Fused`, for pickle."""
         jax.jit(fn, **options)  # raises what it raises
-        functools.update_wrapper(self, fn, updated=("__dict__",) * isinstance(fn, types.FunctionType))
+        functools.update_wrapper(self, fn, updated=("__dict__",) if isinstance(fn, types.FunctionType) else ())
         self._rewritten, self._remade, self.options = rewritten, remade, options
         self._has_constants = False
         self._lock = threading.RLock()  # of these two

@@ -51,7 +51,7 @@ def activation_grad(graph: Graph, preactivation: Value, activated: Activation):
         made = {n.out for n in products}
         for last in products[::-1]:
             outside = [n for n in last.out.users if made.isdisjoint(n.outputs)]
-            if outside and last.index not in graph.fused_away and _is_slope(z, dy, [*functions, *products], last, activated):
+            if outside and last.index not in graph.marks.fused_away and _is_slope(z, dy, [*functions, *products], last, activated):
                 yield _row(z, dy, products, last, outside, activated.name)
                 return
 

@@ -135,7 +135,7 @@ def backward_call(op: FusedOp, gradients: Gradients, config: Any, types: Types, 
 def match(gradients: Gradients, label: str, needs: tuple[Value, ...], defines: tuple[Value, ...], run) -> Match:
     """Raises `Unfit` where what is needed is computed from what is defined."""
     node, dz = gradients.node, gradients.dz
-    if depends_on(list(needs), set(map(id, defines)), min(v.node.index for v in defines if v.node.index >= 0)):
+    if depends_on(needs, defines):
         raise Unfit("the gradients depend on each other")
     saved = np.dtype(dz.dtype).itemsize * size(dz) * (gradients.has_bias + 2 * len(gradients.saved))
     return Match(label, node, (), (Emission(needs, defines, run),), (gradients.dy, *node.inputs), saved, "backward")

@@ -57,6 +57,16 @@ class Value:
         return f"{self.dtype}{list(self.shape)}"
 
 
+class Transposed(Value):
+    """The value `of` with its axes in another order, for fused ops to define and read: no node of the program computes it."""
+
+    __slots__ = ("of",)
+
+    def __init__(self, of: Value, producer: "Node"):
+        super().__init__(producer.out.aval, producer)
+        self.of, producer.outputs = of, [self]
+
+
 class Node:
     """One equation: `primitive` by name, its parameters, its inputs and outputs as Values."""
 
@@ -103,6 +113,17 @@ class Node:
         return f"{self.primitive} at {self.source()}"
 
 
+class Marks:
+    """What matching has made of a graph so far. The graph itself reads none of it: each is written in one place."""
+
+    def __init__(self):
+        self.replaced: set[Value] = set()  # what a match computes instead of their producers: liveness.accept
+        self.fused_away: set[int] = set()  # indices of nodes that nobody needs any more: liveness.accept
+        self.revived: set[int] = set()  # of nodes that only a match needs: liveness.accept
+        self.parts: Any = None  # forward and backward, once they are told apart: autodiff
+        self.transposes: dict[tuple[Value, tuple[int, ...]], Transposed] = {}  # layout.transposed
+
+
 class Graph:
     """nodes in program order; inputs and outputs of the program; constants the program closes over.
 
@@ -112,10 +133,7 @@ class Graph:
     def __init__(self, closed: ClosedJaxpr, outer: "tuple[Graph, Node] | None" = None):
         self.outer = outer
         self.nodes: list[Node] = []
-        self.replaced: set[int] = set()  # ids of values that a match computes instead of their producers
-        self.fused_away: set[int] = set()  # indices of nodes that nobody needs any more
-        self.parts: Any = None  # forward and backward, once program/autodiff.py has told them apart
-        self.transposes: dict[tuple[int, tuple[int, ...]], Value] = {}  # see layout.transposed
+        self.marks = Marks()
         self._seen: dict = {}
         jaxpr = closed.jaxpr
         self.inputs = [Value(v.aval) for v in jaxpr.invars]
@@ -138,8 +156,8 @@ class Graph:
         return node
 
     @functools.cached_property
-    def dead(self) -> frozenset[int]:
-        """Indices of the nodes that nobody needed as the program was traced."""
+    def unread(self) -> frozenset[int]:
+        """Indices of the nodes that nobody needs in the program as it was traced."""
         needed: set[int] = set()
         for node in reversed(self.nodes):
             if node.eqn.effects or any(self.is_returned(v) or any(n.index in needed for n in v.users) for v in node.outputs):
