@@ -75,7 +75,12 @@ Way way(const Forward& f) {
   return winograd::takes(f.geometry, f.x, f.w, f.y) ? Way::winograd : Way::onednn;
 }
 
-unsigned libraries(const Call& call) { return way(checked(call)) == Way::onednn ? kOneDNN : kNative; }
+unsigned libraries(const Call& call) {
+  const Forward f = checked(call);
+  if (way(f) != Way::onednn) return kNative;
+  const bool slow = onednn::is_loaded() && !onednn::is_fast(f.geometry, f.x, f.w, f.y);
+  return slow ? kOneDNN | kReference : unsigned(kOneDNN);
+}
 
 void run_depthwise(const Forward& f) {
   with_epilogue(f, nullptr, f.y.dtype, [&](const Epilogue& e) { depthwise::forward(f.geometry, f.x, f.w, f.y, e); });
