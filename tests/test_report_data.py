@@ -242,11 +242,12 @@ def test_what_cannot_be_measured_says_why():
 
 def test_the_measured_programs_compute_the_same():
     """Fused and unfused, a site gives the values that the program has of it."""
-    from jaxfuse.fuse import plan
+    from jaxfuse.planner import plan
     from jaxfuse.report.measure import _fused, _unfused
+    from jaxfuse.selection import Decider
     from jaxfuse.tuning.policy import unprofitable
 
-    found = plan(jax.make_jaxpr(lambda x, w, b: jax.nn.relu(conv(x, w) + b))(X, W, B), unprofitable("always"))
+    found = plan(jax.make_jaxpr(lambda x, w, b: jax.nn.relu(conv(x, w) + b))(X, W, B), Decider(unprofitable("always")))
     for row in found.found:
         if hasattr(row, "emissions"):
             defines = [value for emission in row.emissions for value in emission.defines]
