@@ -69,7 +69,9 @@ class _Planner:
         self.claimed |= {node.index for node in partial}
         for pattern in patterns.ORDER:
             for anchor in pattern.anchors(graph):
-                for result in self._results(pattern, anchor) if anchor.index not in self.claimed else ():
+                if anchor.index in self.claimed:
+                    continue
+                for result in self._results(pattern, anchor):
                     if isinstance(result, Match) and (reason := self._left_out(pattern, result)):
                         result = Refusal(result.pattern, result.anchor, result.operands, reason, result.direction)
                     if type(result) is Refusal and result.anchor.index in covered:
@@ -117,7 +119,8 @@ class _Planner:
         for node in self.graph.nodes:
             bodies = {} if node.index in self.graph.marks.fused_away else subprograms(node)
             emissions: Sequence[Emission] = ()
-            rows, plans = [], list[Plan]()
+            rows: list = []
+            plans: list[Plan] = []
             if node.index in joined:
                 emissions, plans = joined[node.index]
                 rows = _rows(plans)

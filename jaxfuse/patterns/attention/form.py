@@ -27,7 +27,7 @@ class Form:
     dropped: list[Operand] = dataclasses.field(default_factory=list)  # arrays, or masks: 0 where they are False
     rest: float = 1.0
     qkv: tuple[Value, ...] = ()
-    specs: tuple[str, ...] = ()  # of q, k and v
+    specs: tuple[str, str, str] = ("", "", "")  # of q, k and v
     out: str = ""  # the letters of `end`, those of axes of length 1 that it lacks before them
 
     @property
@@ -269,7 +269,9 @@ class _Reader:
             raise Unfit(f"{self.node} and the product with the values do not have the same axes")
         for operands in (form.biases, form.masks, form.factors, form.dropped):
             operands[:] = [dataclasses.replace(operand, labels=named(operand.labels)) for operand in operands]
-        form.qkv, form.specs = (self.node.inputs[1 - keys], self.node.inputs[keys], v), tuple("".join(filter(None, spec)) for spec in specs)
+        form.qkv = self.node.inputs[1 - keys], self.node.inputs[keys], v
+        q_spec, k_spec, v_spec = ("".join(filter(None, spec)) for spec in specs)
+        form.specs = q_spec, k_spec, v_spec
         form.out = "".join((*lost, *filter(None, of_end)))
 
 

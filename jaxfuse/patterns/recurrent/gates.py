@@ -115,7 +115,8 @@ class Sum:
         return self.varying, self.constant, self.weights, *(self.reset.parts if self.reset else ())
 
     def negated(self) -> "Sum":
-        return Sum(*([part._replace(negative=True) for part in parts] for parts in self.parts[:3]), self.reset, self.resets_state)
+        varying, constant, weights = ([part._replace(negative=True) for part in parts] for parts in self.parts[:3])
+        return Sum(varying, constant, weights, self.reset, self.resets_state)
 
 
 class Follower:
