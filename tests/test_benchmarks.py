@@ -256,6 +256,7 @@ def test_the_interval_of_a_median():
 def test_inference_runtimes_take_networks_in_inference_only():
     """In the dtypes that they have, and they are neither waited for nor missed elsewhere."""
     takes = {name: {(c.task, c.dtype) for c in cases.CASES if p.takes(c)} for name, p in peers.PEERS.items() if p.dtypes}
+    assert takes.pop("frozen") == takes["openvino"]
     assert takes == {"openvino": {("inference", "f32"), ("inference", "bf16")}, "onnxruntime": {("inference", "f32")}}
     (case,) = cases.select(["resnet50.b8.f32.training"])
     row = {"case": case.name, "allocator": "tuned", "kind": case.kind, "peers": {"xla": {"ms": 1.0, "prepare_s": 1.0}}}
