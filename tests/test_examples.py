@@ -13,6 +13,7 @@ SAYS = {
     "keras_fit": "bn+relu",
     "linen_optax": "resumed from a checkpoint: bit for bit the same",
     "nnx_bf16": "exchanged: 16 layers",
+    "serve": "convolutions took in their norms",
 }
 
 
