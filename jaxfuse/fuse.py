@@ -23,7 +23,7 @@ from jaxfuse.tuning import policy as policies
 
 P = ParamSpec("P")
 R = TypeVar("R")
-private.hide_frames("fuse", "planner", "jitted", "program.graph", "program.plan", "program.signature", "runtime.settings")
+private.hide_frames("fuse", "planner", "jitted", "program.bodies", "program.graph", "program.plan", "program.signature", "runtime.settings")
 
 
 @overload

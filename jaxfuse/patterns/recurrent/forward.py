@@ -39,7 +39,7 @@ def match(graph, node: Node, claimed: set[int], unprofitable):
         return
     carried, reason = _carried(forward(graph), cell)
     if not cell.mismatch and not reason:
-        reason = _why_not(*graph.outer, unprofitable) if carried else ONE_STEP
+        reason = _why_not(graph.outer[0], graph.outer[1], unprofitable) if carried else ONE_STEP
     operands = dict.fromkeys(v for n in cell.nodes.values() if n.primitive == "dot_general" for v in n.inputs)
     yield Refusal(cell.sequence if carried else f"{cell.sequence}_cell", node, (*operands, cell.state), cell.mismatch or reason,
                   nodes=tuple(cell.nodes.values()))
