@@ -14,12 +14,9 @@ from jax import lax
 import jaxfuse
 from jaxfuse.report import FusionReport, Memory, Site, Times
 from jaxfuse.runtime.reasons import Unprofitable
+from layers import conv
 
 X, W, B = jnp.ones((2, 16, 16, 8)), jnp.ones((3, 3, 8, 8)), jnp.ones(8)
-
-
-def conv(x, w):
-    return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
 def network(x, w, b):
@@ -115,10 +112,7 @@ def test_memory_is_counted_from_the_last_readers():
 
 
 def test_a_fused_program_has_less_alive():
-    def fn(x, w, b):
-        return jax.nn.gelu(conv(x, w) + b)
-
-    report = jaxfuse.explain(fn, X, W, B, policy="always")
+    report = jaxfuse.explain(lambda x, w, b: jax.nn.gelu(conv(x, w) + b), X, W, B, policy="always")
     if report.fused:
         assert max(report.program.memory.after) < max(report.program.memory.before)
         assert report.program.memory.after[-1] == 4 * (X.size + W.size + B.size + X.size)  # the arguments and the result
