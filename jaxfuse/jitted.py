@@ -40,7 +40,7 @@ class Fused(Generic[P, R]):
         """`rewritten(fn, args, kwargs)` computes fn's rewritten program; `remade(fn)` makes an equal `Fused`, for pickle;
         `selection` is what `fuse` was told to leave out, for `explain`."""
         jax.jit(fn, **options)  # raises what it raises
-        functools.update_wrapper(self, fn, updated=("__dict__",) * isinstance(fn, types.FunctionType))
+        functools.update_wrapper(self, fn, updated=("__dict__",) if isinstance(fn, types.FunctionType) else ())
         self._rewritten, self._remade, self.options, self.selection = rewritten, remade, options, selection
         self._has_constants = False
         self._lock = threading.RLock()  # of these two

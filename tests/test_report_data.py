@@ -236,7 +236,7 @@ def test_what_cannot_be_measured_says_why():
 
 def test_the_measured_programs_compute_the_same():
     """Fused and unfused, a site gives the values that the program has of it."""
-    from jaxfuse.fuse import plan
+    from jaxfuse.planner import plan
     from jaxfuse.report.measure import _fused, _unfused
     from jaxfuse.selection import Decider
     from jaxfuse.tuning.policy import unprofitable

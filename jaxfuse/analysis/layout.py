@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend import source_info_util
 
 from jaxfuse.analysis.axes import IndexMap, is_long
-from jaxfuse.program.graph import Graph, Node, Value
+from jaxfuse.program.graph import Graph, Node, Transposed, Value
 from jaxfuse.runtime import private
 
 RESHAPES = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy", "pvary")
@@ -163,19 +163,19 @@ def transposed(graph: Graph, value: Value, order: tuple[int, ...]) -> Value:
     where none does, it is computed from `value`. So what one fused op gives channels-last, another reads channels-last."""
     if order == tuple(range(value.ndim)):
         return value
-    key = id(value), order
-    if key not in graph.transposes:
+    transposes = graph.marks.transposes
+    if (value, order) not in transposes:
         closed = jax.make_jaxpr(lambda array: lax.transpose(array, order))(jax.ShapeDtypeStruct(value.shape, value.dtype))
         name_stack = value.producer.name_stack if value.producer else source_info_util.new_name_stack()
         node = Node(closed.jaxpr.eqns[0], -1, [value], name_stack)
         value.users.remove(node)  # the program's own readers decide what may be fused
-        graph.transposes[key] = node.out
-    return graph.transposes[key]
+        transposes[value, order] = Transposed(value, node)
+    return transposes[value, order]
 
 
 def is_transposed(graph: Graph, value: Value, order: tuple[int, ...]) -> bool:
     """Whether a fused op gives the value with its axes in that order, or wants it so."""
-    return (id(value), order) in graph.transposes
+    return (value, order) in graph.marks.transposes
 
 
 def to_layout(graph: Graph, value: Value, layout: Layout, permutation) -> tuple[Value, Callable]:

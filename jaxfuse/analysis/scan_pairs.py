@@ -6,8 +6,8 @@ step: iteration i of the second reads what iteration i of the first saved. What 
 first scan computes what it always gave, and saves what the second meets of it, mostly less than before.
 """
 
-import functools
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxfuse.analysis.canonical import constant, filled
 from jaxfuse.program.graph import Emission, Graph, Node, Value, compute
 
+CONST, CARRIED, SLICED = range(3)
 MOST_SAVED = 2  # times as much as before; a relu's mask takes a byte, the value that serves it four
 
 
@@ -40,27 +41,31 @@ class Loop:
             return self.body
         return jax.make_jaxpr(lambda *arrays: jaxpr_as_fun(self.body)(*self.with_numbers(arrays)))(*self.body.in_avals)
 
-    def is_const(self, i: int) -> bool:
-        return i < self.consts
+    def split(self, inputs: Sequence) -> tuple[list, list, list]:
+        """(consts, carried, sliced) of its inputs, or of what stands for them."""
+        return list(inputs[: self.consts]), list(inputs[self.consts : self.first_x]), list(inputs[self.first_x :])
 
-    def is_x(self, i: int) -> bool:
-        return i >= self.first_x
+    def kind(self, i: int) -> int:
+        """Of its i-th input: CONST, CARRIED or SLICED."""
+        return (i >= self.consts) + (i >= self.first_x)
 
 
 def pairs(graph: Graph, backward: frozenset[int], free: Callable[[Node], bool]) -> Iterator[tuple[Loop, Loop]]:
-    """Scans with the scan of the backward pass that reads what they stack up; each in one pair, of those that are `free`."""
+    """Scans with the scan of the backward pass that reads most of what they stack up; each in one pair, of those that are `free`."""
     taken: set[int] = set()
+
+    def is_one(node: Node | None) -> bool:
+        return node is not None and node.primitive == "scan" and node.index not in taken and free(node) and not node.eqn.effects
+
     for node in graph.nodes:
-        if node.primitive != "scan" or node.index not in backward or not free(node):
-            continue
-        second = Loop(node)
-        sources = [v.producer for v in node.inputs[second.first_x:] if v.producer is not None]
-        for source in sources:
-            first = Loop(source) if source.primitive == "scan" and source.index not in taken and free(source) else None
-            if first and first.options["length"] == second.options["length"] and not (source.eqn.effects or node.eqn.effects):
-                taken |= {source.index, node.index}
+        if node.index in backward and is_one(node):
+            second = Loop(node)
+            sources = Counter(v.producer for v in second.split(node.inputs)[SLICED] if is_one(v.producer)).most_common()
+            firsts = (Loop(source) for source, _ in sources if source is not None)
+            first = next((loop for loop in firsts if loop.options["length"] == second.options["length"]), None)
+            if first:
+                taken |= {first.node.index, node.index}
                 yield first, second
-                break
 
 
 class ScanPair:
@@ -76,9 +81,9 @@ class ScanPair:
         given = {v: i for i, v in enumerate(first.node.inputs)}
         for k, value in enumerate(second.node.inputs):
             source = given.get(value)
-            if second.is_x(k) and value in stacked:
+            if second.kind(k) == SLICED and value in stacked:
                 self.shared[k] = True, stacked[value]
-            elif source is not None and (first.is_x(source) and second.is_x(k) or first.is_const(source) and second.is_const(k)):
+            elif source is not None and first.kind(source) == second.kind(k) != CARRIED:
                 self.shared[k] = False, source
         self.own = [k for k in range(len(second.node.inputs)) if k not in self.shared]
 
@@ -119,72 +124,55 @@ class _Parts:
 
     def __init__(self, joint: ScanPair, inner):
         self.joint, self.inner = joint, inner
-        first, program = joint.first, inner.graph
+        first, second, program = joint.first, joint.second, inner.graph
         self.wanted, self.results = program.outputs[: len(joint.kept)], program.outputs[len(joint.kept) :]
-        self.inputs = program.inputs
-        start = {*program.inputs, *program.constants}
-        made, read = _reached(self.wanted, inner.replacements, start)
-        self.reads_second = any(v in read for v in self.inputs[len(first.node.inputs) :])
-        _, met = _reached(self.results, inner.replacements, start | made.keys())
-        carries = set(self.inputs[first.consts : first.first_x])
-        self.saved = [v for v in met if v in made or v in carries]
-        self.met = [i for i, v in enumerate(self.inputs) if v in met and v not in carries]
+        self.inputs, own = program.inputs[: len(first.node.inputs)], program.inputs[len(first.node.inputs) :]
+        made, read = _reached(self.wanted, inner.replacements, {*program.inputs, *program.constants})
+        self.reads_second = any(v in read for v in own)
+        _, met = _reached(self.results, inner.replacements, {*program.inputs, *program.constants, *made})
+        _, carried, _ = first.split(self.inputs)
+        self.saved = [v for v in met if v in made or v in carried]
         dropped = [v for i, v in enumerate(first.node.outputs) if i not in joint.kept]
         self.too_large = sum(map(_bytes, self.saved)) * first.options["length"] > MOST_SAVED * sum(map(_bytes, dropped))
+        # what else the second reads, each with the outer program's value, as CONST, CARRIED or SLICED
+        read_again = [(first.kind(i), v, outer) for i, (v, outer) in enumerate(zip(self.inputs, first.node.inputs)) if v in met]
+        of_second = [(second.kind(k), v, second.node.inputs[k]) for k, v in zip(joint.own, own)]
+        known = [*[known for known in read_again if known[0] != CARRIED], *of_second]
+        self.known = [[(v, outer) for kind, v, outer in known if kind == wanted] for wanted in range(3)]
 
     def emissions(self) -> list[Emission]:
-        first, second, joint = self.joint.first, self.joint.second, self.joint
-        forward = jax.make_jaxpr(self._forward)(*[v.aval for v in first.node.inputs])
-        kept = [first.node.outputs[i] for i in joint.kept]
-        stacks = [Value(aval) for aval in forward.out_avals[len(kept):]]
-        outer = [*first.node.inputs, *[second.node.inputs[k] for k in joint.own]]
-        indices = sorted({*self.met, *range(len(first.node.inputs), len(outer))})
-        needs = [outer[i] for i in indices]
-        backward = jax.make_jaxpr(functools.partial(self._backward, indices))(*[v.aval for v in (*stacks, *needs)])
-        for value, aval in zip((*kept, *second.node.outputs), (*forward.out_avals[: len(kept)], *backward.out_avals)):
+        first, second = self.joint.first.node, self.joint.second.node
+        forward = jax.make_jaxpr(self._forward)(*[v.aval for v in first.inputs])
+        kept = [first.outputs[i] for i in self.joint.kept]
+        stacks = [Value(aval) for aval in forward.out_avals[len(kept) :]]
+        needs = [stacks, *[[outer for _, outer in known] for known in self.known]]
+        backward = jax.make_jaxpr(self._backward)(*[[v.aval for v in values] for values in needs])
+        for value, aval in zip((*kept, *second.outputs), (*forward.out_avals[: len(kept)], *backward.out_avals)):
             if (value.shape, value.dtype) != (aval.shape, aval.dtype):
                 raise TypeError(f"{aval} instead of {value!r}")
-        return [_emission(forward, first.node.inputs, (*kept, *stacks)), _emission(backward, (*stacks, *needs), second.node.outputs)]
+        return [_emission(forward, first.inputs, (*kept, *stacks)), _emission(backward, sum(needs, []), second.outputs)]
 
     def _forward(self, *arrays):
-        first = self.joint.first
-        consts, carry, xs = arrays[: first.consts], arrays[first.consts : first.first_x], arrays[first.first_x :]
+        consts, carried, xs = self.joint.first.split(arrays)
+        return self._scan(self.joint.first, carried, xs, (*self.wanted, *self.saved),
+                          lambda carried, xs: zip(self.inputs, (*consts, *carried, *xs)))
 
-        def step(carry, xs):
-            outs = self._compute((*self.wanted, *self.saved), zip(self.inputs, (*consts, *carry, *xs)))
-            return tuple(outs[: first.carried]), tuple(outs[first.carried :])
+    def _backward(self, stacks, consts, carried, xs):
+        inner = [*self.saved, *[v for known in self.known for v, _ in known]]
+        return self._scan(self.joint.second, carried, (stacks, xs), self.results,
+                          lambda carried, slices: zip(inner, (*slices[0], *consts, *carried, *slices[1])))
 
-        carry, stacked = jax.lax.scan(step, carry, xs, **first.options)
-        return *carry, *stacked
-
-    def _backward(self, indices, *arrays):
-        """`indices` are those of the joint inputs that follow what was saved."""
-        first, second, offset = self.joint.first, self.joint.second, len(self.joint.first.node.inputs)
-        stacks, given = arrays[: len(self.saved)], dict(zip(indices, arrays[len(self.saved) :]))
-        sources = {offset + n: k for n, k in enumerate(self.joint.own)}
-
-        def is_x(i):
-            return first.is_x(i) if i < offset else second.is_x(sources[i])
-
-        carried = [i for i in indices if i >= offset and not second.is_const(sources[i]) and not is_x(i)]
-        sliced = [i for i in indices if is_x(i)]
-        fixed = [i for i in indices if i not in carried and i not in sliced]
-
-        def step(carry, slices):
-            saved, xs = slices
-            known = [*zip(self.saved, saved), *zip([self.inputs[i] for i in (*carried, *sliced, *fixed)],
-                                                   (*carry, *xs, *[given[i] for i in fixed]))]
-            outs = self._compute(self.results, known)
-            return tuple(outs[: second.carried]), tuple(outs[second.carried :])
-
-        carry, stacked = jax.lax.scan(step, tuple(given[i] for i in carried), (stacks, tuple(given[i] for i in sliced)),
-                                      **second.options)
-        return *carry, *stacked
-
-    def _compute(self, wanted, known):
+    def _scan(self, loop: Loop, carried, xs, wanted: Sequence[Value], known: Callable):
+        """A loop like this one, which gives the wanted values of the joint program from those that are `known` of a step."""
         graph = self.inner.graph
-        constants = zip(graph.constants, graph.constant_arrays)
-        return compute(wanted, dict([*constants, *known]), self.inner.replacements)
+
+        def step(carried, xs):
+            given = dict([*zip(graph.constants, graph.constant_arrays), *known(carried, xs)])
+            outs = compute(wanted, given, self.inner.replacements)
+            return outs[: loop.carried], outs[loop.carried :]
+
+        carried, stacked = jax.lax.scan(step, carried, xs, **loop.options)
+        return *carried, *stacked
 
 
 def _emission(closed: ClosedJaxpr, needs, defines) -> Emission:

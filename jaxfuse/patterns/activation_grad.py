@@ -58,7 +58,7 @@ def activation_grad(graph: Graph, z: Value, activated: Activation) -> Iterator[R
         for last in products[::-1]:
             outside = [n for n in last.out.users if n.index not in inside]
             found = ActivationGrad(z, dy, last.out, functions, products)
-            if outside and last.index not in graph.fused_away and found.is_of(activated):
+            if outside and last.index not in graph.marks.fused_away and found.is_of(activated):
                 sums = [n for n in outside if n.primitive == "reduce_sum" and n.out.ndim < last.out.ndim]
                 pattern = f"{activated.name}_grad+bias_grad" if sums else f"{activated.name}_grad"
                 yield Refusal(pattern, last, (dy, z), no_kernel(), "backward", (*products, *sums))

@@ -146,7 +146,7 @@ def fused(graph: Graph, op: FusedOp, config: Any, gradients: Gradients, unprofit
 
     needs = (*read, *gradients.parameters)
     defines = tuple(dict.fromkeys(v for value in (*made, *gradients.sums) for v in (ordered(value), value)))
-    if depends_on(list(needs), set(map(id, defines)), min(v.node.index for v in defines if v.node.index >= 0)):
+    if depends_on(needs, defines):
         raise Unfit("the gradients depend on each other")
     saved = np.dtype(dz.dtype).itemsize * size(dz) * (has_bias + 2 * len(gradients.saved))
     return Match(gradients.label(with_dz), node, (), (Emission(needs, defines, run),), (gradients.dy, *node.inputs), saved, "backward")

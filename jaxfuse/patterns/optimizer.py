@@ -1,4 +1,5 @@
-"""Optimizer updates: sgd, momentum, adam, adamw, as optax writes them. No kernel: one row for each kind of update.
+"""Optimizer updates: sgd, momentum, adam, adamw, as optax writes them. They are only named, never fused: no kernel gained anything. A
+report has one row for each kind of update, with the number of its tensors.
 
 An update is a returned p + u or p - u of an input p; what tells the kinds apart is what u is computed from, elementwise:
 
@@ -14,6 +15,7 @@ from typing import NamedTuple
 from jaxfuse.analysis.canonical import ADD, CAST, constant, size, uncast
 from jaxfuse.analysis.elementwise import is_elementwise
 from jaxfuse.analysis.layout import RESHAPES
+from jaxfuse.patterns.walk import depends_on
 from jaxfuse.program.autodiff import backward
 from jaxfuse.program.graph import Graph, Node, Value
 from jaxfuse.program.site import Refusal
@@ -21,14 +23,6 @@ from jaxfuse.runtime.reasons import left_to_xla
 
 LARGEST = 64  # nodes of one tensor's update
 LINEAR = (*ADD, "sub", "mul", "div", "neg", "select_n", "integer_pow", CAST, *RESHAPES)
-
-
-class Update(NamedTuple):
-    """What the update of one tensor is computed from, back to where it is not elementwise any more."""
-
-    nodes: tuple[Node, ...]
-    inputs: frozenset[Value]  # the program's inputs among it
-    has_gradient: bool
 
 
 def anchors(graph):
@@ -44,72 +38,47 @@ def match(graph, node: Node, claimed: set[int], unprofitable):
 
 
 def _kinds(graph: Graph) -> dict[str, list[Node]]:
-    given = set(graph.inputs)
     kinds: dict[str, list[Node]] = {}
+    given = frozenset(graph.inputs)
     ends = {v.producer.index: v.producer for v in graph.outputs if v.producer is not None}
-    for index in sorted(ends):
-        node = ends[index]
-        parameter = next((v for v in node.inputs if v in given and v.shape == node.out.shape), None)
-        if parameter is not None and node.primitive in (*ADD, "sub") and index not in graph.fused_away:
-            kind = _kind(graph, node, parameter, given)
-            if kind:
-                kinds.setdefault(kind, []).append(node)
+    for index in sorted(ends.keys() - graph.marks.fused_away):
+        if kind := _kind(graph, given, ends[index]):
+            kinds.setdefault(kind, []).append(ends[index])
     return kinds
 
 
-def _kind(graph: Graph, node: Node, parameter: Value, given: set[Value]) -> str:
+def _kind(graph: Graph, given: frozenset[Value], node: Node) -> str:
     """ "sgd", "momentum", "adam", "adamw", or "" for what is no update that we know."""
-    other = next((v for v in node.inputs if v is not parameter), parameter)
-    update = _update(graph, other, given)
+    parameter = next((v for v in node.inputs if v in given and v.shape == node.out.shape), None)
+    if parameter is None or node.primitive not in (*ADD, "sub"):
+        return ""
+    update = _cone(graph, given, next((v for v in node.inputs if v is not parameter), parameter))
     roots = [n for n in update.nodes if n.primitive == "sqrt"]
     states = [n for n in update.nodes if graph.is_returned(n.out)]
-    decayed = parameter in update.inputs
-    if len(roots) == 1 and len(states) == 2 and not _rescaled(update, roots[0]):
-        if parameter in _update(graph, roots[0].inputs[0], given).inputs:
-            return "adam+weight_decay"
-        return "adamw" if decayed else "adam"
-    if roots or not all(n.primitive in LINEAR for n in update.nodes) or not update.has_gradient and len(states) != 1:
+    decay = "+weight_decay" if parameter in update.inputs else ""
+    if len(roots) == 1 and len(states) == 2 and not _is_rescaled(update, roots[0]):
+        under_root = parameter in _cone(graph, given, roots[0].inputs[0]).inputs
+        return "adam+weight_decay" if under_root else "adamw" if decay else "adam"
+    if roots or not all(n.primitive in LINEAR for n in update.nodes):
         return ""
     if len(states) == 1:
-        return "momentum+weight_decay" if decayed else "momentum"
-    if (
-        states
-        or update.inputs - {parameter}
-        or not (node.primitive == "sub" or any(map(_is_negative, update.nodes)))
-    ):
-        return ""  # not a descent: gradients that are added up
-    return "sgd+weight_decay" if decayed else "sgd"
+        return f"momentum{decay}"
+    descends = node.primitive == "sub" or any(map(_is_negative, update.nodes))  # else gradients are added up
+    is_sgd = update.has_gradient and descends and not states and update.inputs <= {parameter}
+    return f"sgd{decay}" if is_sgd else ""
 
 
-def _is_negative(node: Node) -> bool:
-    """A negation, or a product with a negative number, which may be a schedule's value times -1."""
-    factors = [uncast(v, *RESHAPES) for v in node.inputs if node.primitive == "mul" and v.shape == ()]
-    numbers = [
-        constant(v) for factor in factors for v in (factor, *(factor.producer.inputs if factor.producer else ()))
-    ]
-    return node.primitive == "neg" or any(number is not None and number < 0 for number in numbers)
+class _Cone(NamedTuple):
+    """What a value is computed from, back to where it is not elementwise any more."""
+
+    nodes: list[Node]
+    inputs: set[Value]  # the program's inputs among it
+    has_gradient: bool
 
 
-def _rescaled(update: Update, root: Node) -> bool:
-    """Whether a norm of adam's own step scales it, as in lamb."""
-    stack = [
-        v for n in update.nodes if n.index > root.index for v in n.inputs if v.shape == () and v.producer is not None
-    ]
-    seen: set[int] = set()
-    while stack and len(seen) < LARGEST:
-        node = stack.pop().producer
-        if node is not None and node.index > root.index and node.index not in seen:
-            if node.primitive == "reduce_sum":
-                return True
-            seen.add(node.index)
-            stack += node.inputs
-    return False
-
-
-def _update(graph: Graph, end: Value, given: set[Value]) -> Update:
-    back, inputs, has_gradient = backward(graph), set(), False
+def _cone(graph: Graph, given: frozenset[Value], end: Value) -> _Cone:
     nodes: dict[int, Node] = {}
-    stack = [end]
+    inputs, has_gradient, stack = set[Value](), False, [end]
     while stack and len(nodes) < LARGEST:
         value = stack.pop()
         node = value.producer
@@ -117,9 +86,21 @@ def _update(graph: Graph, end: Value, given: set[Value]) -> Update:
             continue
         if value in given:
             inputs.add(value)
-        elif node is not None and node.index in back:
+        elif node is not None and node.index in backward(graph):
             has_gradient = True
         elif node is not None and is_elementwise(node) and node.index not in nodes:
             nodes[node.index] = node
             stack += node.inputs
-    return Update(tuple(nodes.values()), frozenset(inputs), has_gradient)
+    return _Cone(list(nodes.values()), inputs, has_gradient)
+
+
+def _is_negative(node: Node) -> bool:
+    """A negation, or a product with a negative number, which may be a schedule's value times -1."""
+    factors = [uncast(v, *RESHAPES) for v in node.inputs if node.primitive == "mul" and v.shape == ()]
+    numbers = [constant(v) for factor in factors for v in (factor, *(factor.producer.inputs if factor.producer else ()))]
+    return node.primitive == "neg" or any(number is not None and number < 0 for number in numbers)
+
+
+def _is_rescaled(update: _Cone, root: Node) -> bool:
+    """Whether a norm of adam's own step scales it, as in lamb."""
+    return depends_on([v for n in update.nodes for v in n.inputs if v.shape == ()], [root.out])

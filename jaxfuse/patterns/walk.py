@@ -7,7 +7,7 @@ a report can say what was almost fused.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Set as AbstractSet
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple, TypeVar
 
 import jax.numpy as jnp
@@ -17,7 +17,8 @@ from jaxfuse.analysis.canonical import ADD, NotPerChannel, Region, constant, is_
 from jaxfuse.analysis.elementwise import is_elementwise
 from jaxfuse.analysis.layout import Layout
 from jaxfuse.patterns.chain import Chain
-from jaxfuse.program.graph import Node, Value
+from jaxfuse.program.graph import Node, Transposed, Value
+from jaxfuse.program.liveness import FusedReader
 from jaxfuse.program.site import Unfit
 from jaxfuse.runtime.reasons import no_kernel
 
@@ -72,7 +73,7 @@ class Walk:
         if elsewhere:
             return WalkEnd(elsewhere, self._missed(chain, users))
         (node,) = users
-        if node.index < 0 or node.index in self.claimed:
+        if isinstance(node, FusedReader) or node.index in self.claimed:
             return WalkEnd(f"{node} belongs to another fused site")
         if is_float_cast(node) and not chain.masks:
             return chain.then(node)
@@ -205,16 +206,18 @@ def require_batch_sharding(values: Iterable[Value]) -> None:
         raise Unfit(f"{found!r} is sharded along an explicit axis of the mesh, and not along its first dimension")
 
 
-def depends_on(values: list[Value], targets: set[int], since: int, behind: AbstractSet[int] = frozenset()) -> bool:
-    """Whether any of the values is computed from a target; only nodes from index `since` on need to be looked at, and not
-    what lies behind the values `behind`."""
-    stack, seen = list(values), set()
-    while stack:
-        value = stack.pop()
-        if id(value) in targets:
+def depends_on(values: Iterable[Value], targets: Collection[Value], behind: Collection[Value] = ()) -> bool:
+    """Whether any of the values is a target or computed from one; what lies behind the values `behind` is not looked at."""
+    first = min((v.producer.index if v.producer else -1 for v in targets if not isinstance(v, Transposed)), default=0)
+    pending, seen = list(values), set[Value]()
+    while pending and targets:
+        value = pending.pop()
+        if value in targets:
             return True
-        node = None if id(value) in behind else value.producer
-        if node is not None and node.index >= since and node.index not in seen:
-            seen.add(node.index)
-            stack += node.inputs
+        node = value.producer
+        if node is None or value in behind or value in seen:
+            continue
+        seen.update(node.outputs)
+        if node.index >= first or isinstance(value, Transposed):
+            pending += node.inputs
     return False

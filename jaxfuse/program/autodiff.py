@@ -29,13 +29,13 @@ class Subgraph:
         self.inputs = [copy(value) for value in graph.inputs]
         self.nodes = []
         for node in kept:
-            node_in_subgraph = node.reading([copy(v) for v in node.inputs])
-            for value, made in zip(node.outputs, node_in_subgraph.outputs):
+            own = node.reading([copy(v) for v in node.inputs])
+            for value, made in zip(node.outputs, own.outputs):
                 copies[value] = made
                 self._originals[made] = value
                 made.users += filter(_is_fused, value.users)
-            self.nodes.append(node_in_subgraph)
-        self._twins = {node_in_subgraph.index: node_in_subgraph for node_in_subgraph in self.nodes}
+            self.nodes.append(own)
+        self._by_index = {node.index: node for node in self.nodes}
         self.outputs = [copy(value) for value in outputs]
         self.returned = frozenset(self.outputs)
 
@@ -44,7 +44,7 @@ class Subgraph:
 
     def node_in_subgraph(self, node: Node) -> Node | None:
         """This part's node for one of the graph's."""
-        return self._twins.get(node.index)
+        return self._by_index.get(node.index)
 
     def original(self, value: Value) -> Value:
         """The graph's own value; what is not this part's stays as it is."""
@@ -62,12 +62,12 @@ def backward(graph: Graph) -> frozenset[int]:
 
 
 def _split(graph: Graph) -> tuple[Subgraph | None, frozenset[int]]:
-    if graph.parts is None:
+    if graph.marks.parts is None:
         transposed = frozenset(node.index for node in graph.nodes if _is_transposed(node, _inside_backward(graph)))
         outputs = [v for i, v in enumerate(graph.outputs) if not _only_for_backward(graph, i)]
         whole = not transposed and len(outputs) == len(graph.outputs)
-        graph.parts = None if whole else Subgraph(graph, _needed(graph, transposed, outputs), outputs), transposed
-    return graph.parts
+        graph.marks.parts = None if whole else Subgraph(graph, _needed(graph, transposed, outputs), outputs), transposed
+    return graph.marks.parts
 
 
 def _is_transposed(node: Node, inside_backward: bool) -> bool:
@@ -106,7 +106,7 @@ def _needed(graph: Graph, transposed: frozenset[int], outputs: list[Value]) -> l
     for node in reversed(graph.nodes):
         if (
             node.index not in transposed
-            and node.index not in graph.fused_away
+            and node.index not in graph.marks.fused_away
             and (
                 node.eqn.effects
                 or node.primitive == "dot_general"

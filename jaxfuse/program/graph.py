@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Literal
 
 from jaxfuse.program.source import user_line
 from jaxfuse.runtime.private import is_symbolic, name_of, params_of
@@ -55,6 +55,16 @@ class Value:
 
     def __repr__(self):
         return f"{self.dtype}{list(self.shape)}"
+
+
+class Transposed(Value):
+    """The value `of` with its axes in another order, for fused ops to define and read: no node of the program computes it."""
+
+    __slots__ = ("of",)
+
+    def __init__(self, of: Value, producer: "Node"):
+        super().__init__(producer.out.aval, producer)
+        self.of, producer.outputs = of, [self]
 
 
 class Node:
@@ -103,6 +113,17 @@ class Node:
         return f"{self.primitive} at {self.source()}"
 
 
+class Marks:
+    """What matching has made of a graph so far. The graph itself reads none of it: each is written in one place."""
+
+    def __init__(self):
+        self.replaced: set[Value] = set()  # what a match computes instead of their producers: liveness.accept
+        self.fused_away: set[int] = set()  # indices of nodes that nobody needs any more: liveness.accept
+        self.revived: set[int] = set()  # of nodes that only a match needs: liveness.accept
+        self.parts: Any = None  # forward and backward, once they are told apart: autodiff
+        self.transposes: dict[tuple[Value, tuple[int, ...]], Transposed] = {}  # layout.transposed
+
+
 class Graph:
     """nodes in program order; inputs and outputs of the program; constants the program closes over.
 
@@ -112,10 +133,7 @@ class Graph:
     def __init__(self, closed: ClosedJaxpr, outer: "tuple[Graph, Node] | None" = None):
         self.outer = outer
         self.nodes: list[Node] = []
-        self.replaced: set[int] = set()  # ids of values that a match computes instead of their producers
-        self.fused_away: set[int] = set()  # indices of nodes that nobody needs any more
-        self.parts: Any = None  # forward and backward, once program/autodiff.py has told them apart
-        self.transposes: dict[tuple[int, tuple[int, ...]], Value] = {}  # see layout.transposed
+        self.marks = Marks()
         self._seen: dict = {}
         jaxpr = closed.jaxpr
         self.inputs = [Value(v.aval) for v in jaxpr.invars]
@@ -138,8 +156,8 @@ class Graph:
         return node
 
     @functools.cached_property
-    def dead(self) -> frozenset[int]:
-        """Indices of the nodes that nobody needed as the program was traced."""
+    def unread(self) -> frozenset[int]:
+        """Indices of the nodes that nobody needs in the program as it was traced."""
         needed: set[int] = set()
         for node in reversed(self.nodes):
             if node.eqn.effects or any(self.is_returned(v) or any(n.index in needed for n in v.users) for v in node.outputs):
@@ -288,46 +306,6 @@ def compute(wanted: Sequence[Value], environment: dict[Value, Any], replacements
         if needed is not None:
             stack += [(value, running), (needed, None)]
     return [read(value) for value in wanted]
-
-
-def subprograms(node: Node) -> dict[str, object]:
-    """The programs of a node that run as part of this one: loops, branches, remat, shards."""
-    return programs(node) if node.primitive in (*CONTROL, *INLINED) else {}
-
-
-def programs(node: Node) -> dict[str, object]:
-    """Parameters of a node that hold programs."""
-    return {
-        name: value
-        for name, value in node.params.items()
-        if isinstance(value, (ClosedJaxpr, Jaxpr))
-        or isinstance(value, tuple) and value and all(isinstance(v, ClosedJaxpr) for v in value)
-    }
-
-
-def inside(node: Node, work: Callable[[], object]):
-    """The result of `work`, done where a program of the node's would be traced: a shard_map has named axes."""
-    if node.primitive != "shard_map":
-        return work()
-    params, results = node.params, []
-    names = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
-
-    def shard():
-        results.append(work())
-
-    jax.eval_shape(jax.shard_map(shard, mesh=params["mesh"], in_specs=(), out_specs=None, axis_names=names,
-                                 check_vma=params["check_vma"]))
-    return results[0]
-
-
-def retraced(body: ClosedJaxpr | Jaxpr, function) -> ClosedJaxpr | Jaxpr:
-    """`function` as a program to stand where `body` stood. Raises TypeError if it returns other types than the body."""
-    before = body.jaxpr if isinstance(body, ClosedJaxpr) else body
-    after = jax.make_jaxpr(function)(*[v.aval for v in before.invars])
-    was, now = ([v.aval for v in jaxpr.outvars] for jaxpr in (before, after.jaxpr))
-    if was != now:
-        raise TypeError(f"the rewritten body returns {now}, not {was}")
-    return after if isinstance(body, ClosedJaxpr) else after.jaxpr
 
 
 def _inlinable(eqn) -> ClosedJaxpr | None:

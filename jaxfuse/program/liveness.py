@@ -1,8 +1,6 @@
 """Who reads a value, once what is already fused is gone: the graph's lists of users, kept true while matches are made."""
 
-from collections.abc import Set as AbstractSet
-
-from jaxfuse.program.graph import Emission, Graph, Node, Value
+from jaxfuse.program.graph import Emission, Graph, Node, Transposed, Value
 from jaxfuse.program.site import Match
 
 
@@ -31,29 +29,33 @@ def accept(graph: Graph, match: Match) -> set[int]:
     Returns the indices of those nodes."""
     reader = FusedReader(match)
     needs = [need for emission in match.emissions for need in emission.needs]
-    needs += [value.producer.inputs[0] for value in needs if value.producer and value.producer.index < 0]  # of a transpose
+    needs += [value.of for value in needs if isinstance(value, Transposed)]
     for value in dict.fromkeys(needs):
         value.users.append(reader)  # type: ignore[arg-type]  # it has what readers are asked for
     _revive(graph, needs)
     defined = tuple(value for emission in match.emissions for value in emission.defines)
-    graph.replaced |= set(map(id, defined))
-    fused_away = dead_after(graph, defined, ignored=graph.dead)
+    graph.marks.replaced.update(defined)
+    fused_away = dead_after(graph, defined)
     for node in fused_away.values():
         for value in dict.fromkeys(node.inputs):
             value.users.remove(node)
-    graph.fused_away |= set(fused_away)
+    graph.marks.fused_away.update(fused_away)
     return set(fused_away)
+
+
+def dead(graph: Graph) -> frozenset[int]:
+    """Indices of the nodes that neither the program nor a match needs."""
+    return graph.unread - graph.marks.revived
 
 
 def _revive(graph: Graph, needs: list[Value]) -> None:
     """What the program itself did not need may be what a match reads: a relu's value, in a gradient without its loss."""
-    pending, revived = list(needs), set()
+    pending, revived = list(needs), graph.marks.revived
     while pending:
         node = pending.pop().producer
-        if node is not None and node.index in graph.dead and node.index not in revived:
+        if node is not None and node.index in graph.unread and node.index not in revived:
             revived.add(node.index)
             pending += node.inputs
-    graph.dead -= revived
 
 
 def circular(graph: Graph, replacements: dict[Value, Emission]) -> list[Emission]:
@@ -78,22 +80,20 @@ def circular(graph: Graph, replacements: dict[Value, Emission]) -> list[Emission
     return []
 
 
-def dead_after(graph: Graph, defined: tuple[Value, ...], kept: Value | None = None,
-               ignored: AbstractSet[int] = frozenset()) -> dict[int, Node]:
-    """The nodes, by index, that nobody needs once `defined` are computed otherwise; `kept` is needed all the same. Readers with an
-    index in `ignored` do not count."""
+def dead_after(graph: Graph, defined: tuple[Value, ...], kept: Value | None = None) -> dict[int, Node]:
+    """The nodes, by index, that nobody needs once `defined` are computed otherwise; `kept` is needed all the same."""
     fused_away: dict[int, Node] = {}
-    replaced = graph.replaced | {id(value) for value in defined}
-    pending = [value.producer for value in defined]
+    replaced, unneeded = graph.marks.replaced.union(defined), dead(graph)
+    pending = [value.producer for value in defined if not isinstance(value, Transposed)]
 
     def needed(value: Value) -> bool:
-        return id(value) not in replaced and (
+        return value not in replaced and (
             value is kept or graph.is_returned(value)
-            or any(user.index not in fused_away and user.index not in ignored for user in value.users))
+            or any(user.index not in fused_away and user.index not in unneeded for user in value.users))
 
     while pending:
         node = pending.pop()
-        if node is None or node.index < 0 or node.index in fused_away or node.index in graph.fused_away:
+        if node is None or node.index in fused_away or node.index in graph.marks.fused_away:
             continue
         if node.eqn.effects or any(map(needed, node.outputs)):
             continue

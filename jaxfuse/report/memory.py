@@ -63,43 +63,44 @@ def _steps(plan: Plan, replacements: dict[Value, Emission]) -> Iterator[Step]:
     """What runs, in the order of the program: a fused site where the last of what it defines was, or where it is first read."""
     graph = plan.graph
     needed = _needed(plan, replacements)
-    ends: dict[int, int] = {}
+    ends: dict[Emission, int] = {}
     for value in (value for node in graph.nodes for value in node.outputs):
         if emission := replacements.get(value):
-            ends[id(emission)] = max(ends.get(id(emission), 0), value.producer.index if value.producer else 0)
-    done: set[int] = set()
+            ends[emission] = max(ends.get(emission, 0), value.producer.index if value.producer else 0)
+    done: set[Emission | Node] = set()
     for node in graph.nodes:
         emissions = [replacements[value] for value in node.outputs if value in replacements]
-        works: list[Emission | Node] = [*(emission for emission in emissions if ends[id(emission)] == node.index), node]
+        works: list[Emission | Node] = [*(emission for emission in emissions if ends[emission] == node.index), node]
         for work in works:
-            if id(work) in needed:
+            if work in needed:
                 yield from _run(plan, replacements, work, node.index, done)
 
 
-def _run(plan: Plan, replacements: dict[Value, Emission], work: Emission | Node, position: int, done: set[int]) -> Iterator[Step]:
+def _run(plan: Plan, replacements: dict[Value, Emission], work: Emission | Node, position: int,
+         done: set[Emission | Node]) -> Iterator[Step]:
     """The step of `work`, after those that it needs and that have not run."""
     stack: list[tuple[Emission | Node, bool]] = [(work, False)]
     while stack:
         work, is_ready = stack.pop()
-        if id(work) in done:
+        if work in done:
             continue
         if is_ready:
-            done.add(id(work))
+            done.add(work)
             yield _step(plan, work, position, bool(replacements))
         else:
             stack.append((work, True))
-            stack += [(before, False) for before in _before(work, replacements) if id(before) not in done]
+            stack += [(before, False) for before in _before(work, replacements) if before not in done]
 
 
-def _needed(plan: Plan, replacements: dict[Value, Emission]) -> set[int]:
-    """Ids of the emissions and nodes that the outputs and effects need."""
-    found: set[int] = set()
+def _needed(plan: Plan, replacements: dict[Value, Emission]) -> set[Emission | Node]:
+    """The emissions and nodes that the outputs and effects need."""
+    found: set[Emission | Node] = set()
     stack: list[Emission | Node] = [node for node in plan.graph.nodes if node.eqn.effects]
     stack += [work for value in plan.graph.outputs if (work := _work(value, replacements)) is not None]
     while stack:
         work = stack.pop()
-        if id(work) not in found:
-            found.add(id(work))
+        if work not in found:
+            found.add(work)
             stack += _before(work, replacements)
     return found
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from jaxfuse.program import autodiff
 from jaxfuse.program.graph import Emission, Node, Value
+from jaxfuse.program.liveness import dead
 from jaxfuse.program.plan import Plan
 from jaxfuse.program.site import Match, Refusal
 from jaxfuse.report import memory
@@ -109,7 +110,8 @@ class Listing:
 
 def _alive(plan: Plan) -> list[Node]:
     """Without the nodes that nobody needs, before or after."""
-    return [node for node in plan.graph.nodes if node.index not in plan.graph.dead]
+    unneeded = dead(plan.graph)
+    return [node for node in plan.graph.nodes if node.index not in unneeded]
 
 
 def _types(values: Sequence[Value]) -> tuple[str, ...]:

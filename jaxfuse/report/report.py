@@ -48,7 +48,7 @@ class FusionReport:
         """How many sites of each pattern and direction are fused, and what stays XLA's, counted by reason."""
         parts = [text.headline(self.rows)]
         for block in text.summary(self.rows):
-            parts += [*[block.title] * bool(block.title), text.printed(block)]
+            parts += [block.title, text.printed(block)] if block.title else [text.printed(block)]
         return "\n\n".join(parts)
 
     def table(self) -> str:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+from jaxfuse.analysis.axes import IndexMap, is_long, merged
 from jaxfuse.analysis.canonical import CAST, constant, is_float_cast, widens
 from jaxfuse.program.graph import Node, Value
 
@@ -23,22 +24,24 @@ class Operand:
         return "".join(letter for letter in self.labels if letter)
 
 
+def _sources(node: Node) -> tuple[int | None, ...] | None:
+    """The axis of the node's input that each axis of its output is, None for those of length 1 and those along which it repeats; None
+    for a node that does more than move and repeat whole axes."""
+    if node.primitive == "transpose":
+        return tuple(map(int, node.params["permutation"]))
+    if len(node.inputs) != 1 or (places := IndexMap.of(node.inputs[0].shape).then(node)) is None:
+        return None
+    axes = {run: axis for axis, run in enumerate(IndexMap.of(node.inputs[0].shape).runs) if is_long(run[0][1])}
+    runs = [tuple(digit for digit in merged(run) if digit[0]) for run in places.runs]
+    return tuple(axes.get(run) for run in runs) if all(run in axes or not run for run in runs) else None
+
+
 def moved(node: Node, labels: Labels) -> Labels | None:
     """The labels after a transpose, or a reshape that adds or drops axes of length 1."""
-    if node.primitive == "transpose":
-        return tuple(labels[int(d)] for d in node.params["permutation"])
-    if node.primitive in ("reshape", "squeeze", "expand_dims", "copy", "broadcast_in_dim"):
-        return _respelled(node.inputs[0].shape, labels, node.out.shape)
-    return None
-
-
-def _respelled(shape, labels: Labels, wanted) -> Labels | None:
-    """Labels of the wanted shape, which has the same axes but for some of length 1."""
-    long = [label for n, label in zip(shape, labels) if n > 1]
-    if [n for n in shape if n > 1] != [n for n in wanted if n > 1]:
+    sources = _sources(node)
+    if sources is None or any(source is None and is_long(n) for source, n in zip(sources, node.out.shape)):
         return None
-    own = iter(long)
-    return labels if tuple(shape) == tuple(wanted) else tuple(next(own) if n > 1 else None for n in wanted)
+    return tuple(None if source is None else labels[source] for source in sources)
 
 
 def aligned(other: Value, value: Value, labels: Labels) -> Labels:
@@ -51,25 +54,15 @@ def origin(value: Value, labels: Labels, until: Node | None = None) -> Operand:
     rounded from: a softmax is the same whatever is taken from its rows."""
     for _ in range(FARTHEST):
         node = value.producer
-        if node is None or node is until:
+        source = next((v for v in node.inputs if constant(v) is None), None) if node is not None and node is not until else None
+        if node is None or source is None:
             break
-        source = next((v for v in node.inputs if constant(v) is None), None)
-        if source is None:
-            break
-        own = None
-        if node.primitive == "broadcast_in_dim":
-            axes = node.params["broadcast_dimensions"]
-            own = tuple(labels[int(d)] if n == node.out.shape[int(d)] else None for n, d in zip(source.shape, axes))
-        elif node.primitive == "transpose":
-            order = [int(d) for d in node.params["permutation"]]
-            own = tuple(labels[order.index(d)] for d in range(len(order)))
-        elif node.primitive in ("reshape", "squeeze", "expand_dims", "copy"):
-            own = _respelled(node.out.shape, labels, source.shape)
-        elif is_float_cast(node) and widens(node) or until is not None and _keeps_a_maximum(node):
-            own = labels
-        if own is None:
-            break
-        value, labels = source, own
+        if not (is_float_cast(node) and widens(node) or until is not None and _keeps_a_maximum(node)):
+            sources = _sources(node)
+            if sources is None:
+                break
+            labels = tuple(labels[sources.index(axis)] if axis in sources else None for axis in range(source.ndim))
+        value = source
     return Operand(value, labels)
 
 

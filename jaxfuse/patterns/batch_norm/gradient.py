@@ -95,7 +95,7 @@ def _first(sums: list[tuple[Value, Form]]) -> list[tuple[Value, Form]]:
     sums = sorted(sums, key=lambda known: known[0].node.index)
     found: list[tuple[Value, Form]] = []
     for value, form in sums:
-        if not found or not depends_on([*form.needs], {id(v) for v, _ in found}, found[0][0].node.index):
+        if not depends_on(form.needs, [v for v, _ in found]):
             found.append((value, form))
     return found
 
@@ -178,8 +178,7 @@ def _result(graph, gradient: Gradient, config, operands, full_needs, value: Valu
     others = {tensor: form.terms[tensor,] for tensor in form.tensors - {x, g}}
     needs = (*full_needs, *others, *form.needs)
     if gated and _is_read(graph, gradient, g):
-        sums = {id(v) for v, _ in gradient.sums}
-        if not depends_on(list(needs[len(full_needs):]), {id(g)}, g.node.index, behind=sums):
+        if not depends_on(needs[len(full_needs):], [g], behind=[v for v, _ in gradient.sums]):
             config = dataclasses.replace(config, wants_g=True)
     given = (value, g) if config.wants_g else (value,)
     defines = (*given, *[transposed(graph, v, order) for v in given]) if axis != x.ndim - 1 else given

@@ -66,7 +66,7 @@ def _products(root: Node) -> list[Node]:
     for _ in range(FARTHEST):
         users = [n for v in values for n in v.users if n.primitive in ("mul", "div", CAST, *RESHAPES)]
         found += [n for n in users if n.primitive in ("mul", "div") and size(n.out) > size(root.out)]
-        values = list({id(n.out): n.out for n in users if size(n.out) == size(root.out)}.values())
+        values = list(dict.fromkeys(n.out for n in users if size(n.out) == size(root.out)))
     return list({n.index: n for n in found}.values())
 
 

@@ -39,7 +39,7 @@ class PerChannelProgram:
 
 def uses(statistics: Statistics, value: Value, inner: tuple[Value, ...] = ()) -> bool:
     """Whether the value is computed from them, or from one of the values `inner`."""
-    return depends_on([value], {id(v) for v in (*statistics.known, *inner)}, statistics.since)
+    return depends_on([value], [*statistics.known, *inner])
 
 
 def cut_out(statistics: Statistics, chain: Chain):

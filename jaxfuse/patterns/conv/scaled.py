@@ -72,7 +72,7 @@ def _reshaped(value: Value) -> Value:
 def _unscaled(graph: Graph, dz: Value, axis: int) -> Iterator[Value]:
     """The furthest values of which `dz` is a multiple for each channel: by what is not constant, and by numbers too."""
     by_parameters, value = dz, dz
-    while value.producer is not None and id(value) not in graph.replaced:
+    while value.producer is not None and value not in graph.marks.replaced:
         node = value.producer
         if is_float_cast(node) or node.primitive == "neg":
             value = node.inputs[0]

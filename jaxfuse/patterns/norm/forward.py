@@ -213,8 +213,7 @@ class _Norm:
 
     def _is_made_of_the_end(self, other: Value) -> bool:
         """Whether it is computed from what is normalised already, as the mean of a norm that follows is: no gamma or beta."""
-        scaled = {id(value) for value, step in self.full.items() if step.scaled}
-        return depends_on([other], scaled, self.first)
+        return depends_on([other], [value for value, step in self.full.items() if step.scaled])
 
     def _fits(self, node: Node, parameter: Value, value: Value) -> bool:
         """Gamma and beta vary along normalised axes, or along the channels if x was regrouped or an instance is normalised."""

@@ -69,7 +69,7 @@ def fused(graph: Graph, label: str, anchor: Node, gradient: NormGradient, form, 
     needs = (x, gradient.dy, *gradient.saved, *gradient.added, *parameters, *[v for _, added in gradient.of_parameters for v in added])
     require_batch_sharding(needs)
     defines = gradient.defines
-    if depends_on(list(needs), set(map(id, defines)), min(v.node.index for v in defines)):
+    if depends_on(needs, defines):
         raise Unfit("the norm's gradients depend on each other")
     if reason:
         raise Unfit(reason)

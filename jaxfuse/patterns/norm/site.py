@@ -18,6 +18,7 @@ from jaxfuse.patterns.norm import gradient as norm_grad
 from jaxfuse.patterns.norm.form import read_form
 from jaxfuse.patterns.walk import Walk, longest
 from jaxfuse.program.graph import Emission, Node, Value
+from jaxfuse.program.liveness import FusedReader
 from jaxfuse.program.site import Match, Refusal, Unfit, UnfusedStep
 from jaxfuse.runtime.reasons import no_kernel
 
@@ -102,7 +103,8 @@ class _Site:
                 raise Unfit(no_kernel(f"{value!r} is returned by the program"))
             reader = next((n for n in value.users if n.index not in mine), None)
             if reader is not None:
-                backward = reader.index >= 0 and not self.part.node_in_subgraph(reader)  # a fused op says its direction itself
+                # a fused op says its direction itself
+                backward = not isinstance(reader, FusedReader) and not self.part.node_in_subgraph(reader)
                 raise Unfit(no_kernel(f"{value!r} is read by {reader} too{', in the backward pass' * backward}"))
 
     def _reads_sum(self) -> bool:

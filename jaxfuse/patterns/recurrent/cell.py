@@ -21,21 +21,12 @@ LARGEST_GATE = 40  # nodes between a gate and the dense layers it comes from
 LONGEST_SPELLING = 10  # nodes of a gate's function that is not one primitive
 
 
-class Function(NamedTuple):
-    """The elementwise function `name`, whose last node is `node`; `nodes` are all that belong to it."""
-
-    name: str
-    node: Node
-    nodes: tuple[Node, ...]
-
-
 class Gate(NamedTuple):
-    """`value` is `end` rearranged, which is the function `name` of `start`, a sum of the outputs of `dots`; `nodes` are all
-    nodes on the way."""
+    """`value` is `end` rearranged, which is the function `name` of `start`, with `node` its last step. `start` is a sum of dense
+    layers, or the next c of an LSTM. `nodes` are all on the way."""
 
     name: str
     node: Node
-    dots: tuple[Node, ...]
     nodes: tuple[Node, ...]
     value: Value
     start: Value
@@ -43,27 +34,21 @@ class Gate(NamedTuple):
 
 
 class Cell(NamedTuple):
-    pattern: str
+    sequence: str  # "lstm" or "gru", what a loop over it is
     state: Value  # the state that is carried by a sum: c of an LSTM, h of a GRU
-    next_state: Value
-    gates: tuple[Gate, ...]  # of an LSTM i, f, g, o; of a GRU z, n and every r
-    nodes: tuple[Node, ...]
-    mismatch: str = ""
-    output: Value | None = None  # h' of an LSTM
+    made: tuple[Value, ...]  # the next states: h' and c' of an LSTM
+    gates: tuple[Gate, ...]  # i, f, g, o of an LSTM; r, z, n of a GRU, and other reset gates
+    own_nodes: tuple[Node, ...]  # beside the gates'
+    mismatch: str
     complement: bool = False  # a GRU's h' = (1-z)·h + z·n
 
     @property
-    def made(self) -> tuple[Value, ...]:
-        """The next states: h' and c' of an LSTM."""
-        return (self.next_state,) if self.output is None else (self.output, self.next_state)
+    def is_lstm(self) -> bool:
+        return self.sequence == "lstm"
 
-
-class CarriedCell(NamedTuple):
-    """A cell in a scan: its states (h and c of an LSTM) and what the scan carries on in their place."""
-
-    cell: Cell
-    states: tuple[Value, ...]
-    after: tuple[Value, ...]
+    @property
+    def nodes(self) -> dict[int, Node]:
+        return {n.index: n for nodes in (self.own_nodes, *(gate.nodes for gate in self.gates)) for n in nodes}
 
 
 def cell_of(node: Node) -> Cell | None:
@@ -76,40 +61,33 @@ def _lstm(node: Node) -> Cell | None:
     output = _output(node.out) if found else None
     if found is None or output is None:
         return None
-    forgets, state, written = found
-    if len({gate.node.inputs[0] for gate in (forgets, *written)}) < 3:
+    forget, state, written = found
+    if len({gate.start for gate in (forget, *written)}) < 3:
         return None
-    admits, candidate = sorted(written, key=lambda gate: gate.name != "sigmoid")
+    admit, candidate = sorted(written, key=lambda gate: gate.name != "sigmoid")
     squash, gate = output
-    roles = [
-        ("forget gate", forgets, "sigmoid"),
-        ("input gate", admits, "sigmoid"),
-        ("candidate", candidate, "tanh"),
-        ("output", squash, "tanh"),
-        ("output gate", gate, "sigmoid"),
-    ]
+    mismatch = _mismatch("an LSTM", ("forget gate", forget, "sigmoid"), ("input gate", admit, "sigmoid"), ("candidate", candidate, "tanh"),
+                         ("output", squash, "tanh"), ("output gate", gate, "sigmoid"))
     nodes = (node, *(v.node for v in node.inputs), *squash.nodes)
-    gates = (admits, forgets, candidate, gate)
-    return Cell("lstm_cell", state, node.out, gates, nodes, _misfit("an LSTM", roles), squash.nodes[-1].out)
+    return Cell("lstm", state, (squash.value, node.out), (admit, forget, candidate, gate), nodes, mismatch)
 
 
 def _kept_and_written(node: Node) -> tuple[Gate, Value, list[Gate]] | None:
     """(forget gate, state, the two gates of what is written to it) of a sum of two products."""
-    left, right = (_product(v) for v in node.inputs)
+    left, right = map(_product, node.inputs)
     if not left or not right:
         return None
     for keep, write in ((left, right), (right, left)):
         written = [gate for v in write if (gate := _gate(v))]
-        if len(written) == 2:
-            for value, state in (keep, keep[::-1]):
-                forget = _gate(value)
-                if forget and (forget.name == "sigmoid" or _gate(state) is None):
-                    return forget, state, written
+        for value, state in (keep, keep[::-1]) if len(written) == 2 else ():
+            forget = _gate(value)
+            if forget and (forget.name == "sigmoid" or _gate(state) is None):
+                return forget, state, written
     return None
 
 
-def _output(state: Value) -> tuple[Function, Gate] | None:
-    """(function of the state, output gate) of h' = σ(o)·tanh(c'), the product included in the first one's nodes."""
+def _output(state: Value) -> tuple[Gate, Gate] | None:
+    """(function of the state, up to the product; output gate) of h' = σ(o)·tanh(c')."""
     for value in (state, *[n.out for n in state.users if n.primitive == CAST]):
         for node in value.users:
             if not (is_elementwise(node) and [v for v in node.inputs if constant(v) is None] == [value]):
@@ -117,9 +95,8 @@ def _output(state: Value) -> tuple[Function, Gate] | None:
             for product in node.out.users:
                 if product.primitive == "mul" and len(set(product.inputs)) == 2:
                     other = product.inputs[1] if product.inputs[0] is node.out else product.inputs[0]
-                    gate = _gate(other)
-                    if gate:
-                        return Function(_function(value, node.out, (node,)), node, (node, product)), gate
+                    if gate := _gate(other):
+                        return Gate(_function(value, node.out, (node,)), node, (node, product), product.out, value, node.out), gate
     return None
 
 
@@ -128,11 +105,11 @@ def _gru(node: Node) -> Cell | None:
         updates, candidate = _gate(update), _gate(new, resets=True)
         if not updates or not candidate or updates.name != "sigmoid":
             continue
-        resets = [gate for n in candidate.nodes if n.primitive == "mul" for v in n.inputs if (gate := _gate(v))]
+        resets = {v: gate for n in candidate.nodes if n.primitive == "mul" for v in n.inputs if (gate := _gate(v))}
         if resets:
-            roles = [("reset gate", resets[0], "sigmoid"), ("candidate", candidate, "tanh")]
-            return Cell("gru_cell", old, node.out, (updates, candidate, *resets), nodes, _misfit("a GRU", roles),
-                        complement=complement)
+            reset, *others = resets.values()
+            mismatch = _mismatch("a GRU", ("reset gate", reset, "sigmoid"), ("candidate", candidate, "tanh"))
+            return Cell("gru", old, (node.out,), (reset, updates, candidate, *others), (node, *nodes), mismatch, complement)
     return None
 
 
@@ -157,7 +134,7 @@ def _interpolations(node: Node) -> Iterator[tuple[Value, Value, Value, tuple[Nod
                 yield gate, step.inputs[0], start, way, True
 
 
-def _misfit(what: str, roles) -> str:
+def _mismatch(what: str, *roles: tuple[str, Gate, str]) -> str:
     """The first gate that is another function than it should be."""
     for role, gate, expected in roles:
         if gate.name != expected:
@@ -170,15 +147,16 @@ def _misfit(what: str, roles) -> str:
 
 def _gate(value: Value, resets: bool = False) -> Gate | None:
     """The function of a sum of dense layers that this value is; with `resets`, the sum may contain products too."""
-    end, nodes = _rearranged(value)
-    start = end
-    spelling: tuple[Node, ...] = ()
+    end, moves = value, []
+    while end.producer is not None and end.producer.primitive in REARRANGED and len(end.producer.inputs) == 1:
+        moves.append(end.producer)
+        end = end.producer.inputs[0]
+    start, spelling = end, tuple[Node, ...]()
     while (before := _before(start)) is not None and len(spelling) < LONGEST_SPELLING:
         start, spelling = before[0], (*before[1], *spelling)
-        dots, way = _summed(start, resets)
-        if dots:
-            name = _function(start, end, spelling)
-            return Gate(name, spelling[-1], dots, (*nodes, *spelling, *way), value, start, end)
+        way = _summed(start, resets)
+        if any(n.primitive == "dot_general" for n in way):
+            return Gate(_function(start, end, spelling), spelling[-1], (*moves, *spelling, *way), value, start, end)
     return None
 
 
@@ -216,9 +194,8 @@ def _function(start: Value, end: Value, nodes: tuple[Node, ...]) -> str:
     return named.name if isinstance(named, Activation) else "no known activation"
 
 
-def _summed(value: Value, resets: bool) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
-    """(dense layers, all nodes) of a sum of dense layers, biases and rearrangements; none if it is anything else."""
-    dots: dict[int, Node] = {}
+def _summed(value: Value, resets: bool) -> tuple[Node, ...]:
+    """The nodes of a sum of dense layers, biases and rearrangements, as far as it is one."""
     nodes: dict[int, Node] = {}
     stack = [value]
     while stack and len(nodes) < LARGEST_GATE:
@@ -226,22 +203,12 @@ def _summed(value: Value, resets: bool) -> tuple[tuple[Node, ...], tuple[Node, .
         if node is None or node.index in nodes:
             continue
         if node.primitive == "dot_general":
-            dots[node.index] = nodes[node.index] = node
-            if resets:  # a GRU may reset the state before its dense layer
-                stack += [v for v in node.inputs if is_product(v)]
+            nodes[node.index] = node
+            stack += [v for v in node.inputs if resets and is_product(v)]  # a GRU may reset the state before its dense layer
         elif node.primitive in (*ADD, "sub", *REARRANGED) or resets and node.primitive == "mul":
             nodes[node.index] = node
             stack += node.inputs
-    return tuple(dots.values()), tuple(nodes.values())
-
-
-def _rearranged(value: Value) -> tuple[Value, list[Node]]:
-    """Back over reshapes, casts and splits."""
-    nodes = []
-    while value.producer is not None and value.producer.primitive in REARRANGED and len(value.producer.inputs) == 1:
-        nodes.append(value.producer)
-        value = value.producer.inputs[0]
-    return value, nodes
+    return tuple(nodes.values())
 
 
 def is_product(value: Value) -> bool:

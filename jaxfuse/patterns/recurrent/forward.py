@@ -3,8 +3,9 @@
 from collections.abc import Iterable
 
 from jaxfuse.analysis.canonical import ADD, uncast
-from jaxfuse.patterns.recurrent import gradient as recurrent_grad
-from jaxfuse.patterns.recurrent.cell import CarriedCell, Cell, cell_of, is_product
+from jaxfuse.analysis.scan_pairs import Loop
+from jaxfuse.patterns.recurrent import gradient
+from jaxfuse.patterns.recurrent.cell import Cell, cell_of, is_product
 from jaxfuse.patterns.recurrent.scan import sequences
 from jaxfuse.program.autodiff import forward
 from jaxfuse.program.graph import Graph, Node
@@ -36,26 +37,22 @@ def match(graph, node: Node, claimed: set[int], unprofitable):
     cell = cell_of(node)
     if cell is None:
         return
-    nodes = {n.index: n for n in (node, *cell.nodes, *(n for gate in cell.gates for n in gate.nodes))}
-    dots = {n.index: n for gate in cell.gates for n in gate.dots}
-    operands = tuple(dict.fromkeys(v for n in dots.values() for v in n.inputs))
-    pattern, reason = _sequence(forward(graph), cell)
+    carried, reason = _carried(forward(graph), cell)
     if not cell.mismatch and not reason:
-        reason = ONE_STEP if pattern == cell.pattern else _why_not(graph.outer[0], graph.outer[1], unprofitable)
-    yield Refusal(pattern, node, (*operands, cell.state), cell.mismatch or reason, nodes=tuple(nodes.values()))
+        reason = _why_not(graph.outer[0], graph.outer[1], unprofitable) if carried else ONE_STEP
+    operands = dict.fromkeys(v for n in cell.nodes.values() if n.primitive == "dot_general" for v in n.inputs)
+    yield Refusal(cell.sequence if carried else f"{cell.sequence}_cell", node, (*operands, cell.state), cell.mismatch or reason,
+                  nodes=tuple(cell.nodes.values()))
 
 
 def _loops(graph, node: Node, unprofitable) -> Iterable[Match]:
     """The scan as fused sequences, and its backward scan with it where autodiff made one; its cells' rows say why there are none."""
     try:
-        found = _loop(graph, node, unprofitable)
-        return [found] if found else []
-    except Differentiated:
-        pass
-    except Unfit:
-        return []
-    try:
-        return recurrent_grad.matches(graph, node, lambda alone, loop: _loop(alone, loop, unprofitable))
+        try:
+            found = _loop(graph, node, unprofitable)
+            return [found] if found else []
+        except Differentiated:
+            return gradient.matches(graph, node, lambda alone, loop: _loop(alone, loop, unprofitable))
     except Unfit:
         return []
 
@@ -73,38 +70,25 @@ def _loop(graph, node: Node, unprofitable) -> Match | None:
     body = Graph(node.params["jaxpr"], (graph, node))
     part = forward(body)
     cells = [cell for n in anchors(body) if n.primitive != "scan" and (cell := cell_of(n))]
-    if not cells or any(cell.mismatch or _sequence(part, cell)[1] for cell in cells):
+    if not cells or any(cell.mismatch or _carried(part, cell)[1] for cell in cells):
         return None
     if part is not body:
         raise Differentiated
     if any(n.eqn.effects for n in body.nodes):
         raise Unfit("the loop has side effects")
-    return sequences(node, body, [_carried(body, node.params, cell) for cell in cells], unprofitable)
+    return sequences(Loop(node), body, cells, unprofitable)
 
 
-def _carried(body: Graph, params: dict, cell: Cell) -> CarriedCell:
-    """The cell with its states. Raises `Unfit` if the loop does not carry one of them on."""
-    carried = body.inputs[params["num_consts"] :][: params["num_carry"]]
-    places = []
-    for made in cell.made:
-        place = next((i for i, v in enumerate(body.outputs[: len(carried)]) if uncast(v) is uncast(made)), None)
-        if place is None:
-            raise Unfit(f"the loop does not carry the cell's {made!r} on")
-        places.append(place)
-    return CarriedCell(cell, tuple(carried[i] for i in places), tuple(body.outputs[i] for i in places))
-
-
-def _sequence(part, cell: Cell) -> tuple[str, str]:
-    """("lstm", "") if the cell is what a scan carries on; the cell's own name where it is not inside a scan."""
+def _carried(part, cell: Cell) -> tuple[bool, str]:
+    """Whether the cell's state is what a scan hands to its steps, and, if so, why the next state is not the cell's."""
     if part.outer is None or part.outer[1].primitive != "scan":
-        return cell.pattern, ""
-    params = part.outer[1].params
-    carried = part.inputs[params["num_consts"] :][: params["num_carry"]]
-    position = next((i for i, v in enumerate(carried) if v is cell.state), None)
-    if position is None:
-        return cell.pattern, ""
-    name = cell.pattern.removesuffix("_cell")
-    if uncast(part.outputs[position]) is uncast(cell.next_state):
-        return name, ""
-    between = next((n for n in cell.next_state.users if part.outputs[position] in n.outputs), None)
-    return name, f"the next step's state is not the cell's: {between or repr(part.outputs[position])} comes between"
+        return False, ""
+    loop = Loop(part.outer[1])
+    _, carried, _ = loop.split(part.inputs)
+    if cell.state not in carried:
+        return False, ""
+    after, next_state = part.outputs[carried.index(cell.state)], cell.made[-1]
+    if uncast(after) is uncast(next_state):
+        return True, ""
+    between = next((n for n in next_state.users if after in n.outputs), None)
+    return True, f"the next step's state is not the cell's: {between or repr(after)} comes between"

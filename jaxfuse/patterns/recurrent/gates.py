@@ -1,301 +1,296 @@
-"""The gates of a cell in a scan's body, followed back to the state h:  varying + constant + h·weights;  a GRU's candidate also
-has r·(...) of such a sum, or (r·h)·weights. The user's own equations make the first two parts, so a bias or a shift may stand
-anywhere.
+"""The gates of a cell in a scan's body, followed back to the state h: sums of columns of arrays.
+
+    varying + constant + h·weights    of a GRU's candidate also  r·(h·weights + constant)  or  (r·h)·weights
+
+The user's own equations make the first two, so a bias or a shift may stand anywhere.
 """
 
+import dataclasses
+import enum
+import functools
+import operator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfuse.analysis.canonical import ADD, CAST
+from jaxfuse.analysis.canonical import ADD, CAST, uncast
+from jaxfuse.analysis.scan_pairs import Loop
+from jaxfuse.patterns.recurrent.cell import Cell, Gate
 from jaxfuse.patterns.recurrent.products import every_step
-from jaxfuse.program.graph import Graph, Node, Value, evaluate
+from jaxfuse.program.graph import Graph, Node, Value, compute
 from jaxfuse.program.site import Unfit
 
-FIXED, STEPS, STATE = range(3)
+MOVES = ("slice", "split", "transpose", CAST)
+Moves = tuple[tuple[Node, int], ...]  # nodes, each with the place of the output that is meant
 
 
-class PreProjection(NamedTuple):
-    """Before its dense layer: the state ("state"), the state times the reset gate ("reset"), other values, side by side."""
+class Depends(enum.IntEnum):
+    """What a value of a loop's body changes with: nothing, the step, or a state that is not known yet."""
 
-    pieces: tuple[tuple[Any, int], ...]
-
-
-class Columns(NamedTuple):
-    """Features [begin, begin + size) of `whole`, which has them at `axis`. All gates' together are the whole again, whose
-    gradient is one array; that of slices put side by side XLA makes of one padded array for each, and adds them."""
-
-    whole: Any
-    axis: int
-    begin: int
-    size: int
-
-    @property
-    def array(self):
-        return lax.slice_in_dim(self.whole, self.begin, self.begin + self.size, axis=self.axis)
+    FIXED = 0
+    STEPS = 1
+    STATE = 2
 
 
-def plain(value):
-    return value.array if isinstance(value, Columns) else value
-
-
-class Affine(NamedTuple):
-    """varying (of every step) + constant + h·weights, None for what is absent; `weights` is (hidden, features), `batch` the
-    axis of the value that is the batch's. Each of the three may be `Columns` of an array. `inner` is what the reset gate
-    multiplies, ("after" | "before", Affine)."""
-
-    varying: Any = None
-    constant: Any = None
-    weights: Any = None
-    batch: int | None = None
-    inner: tuple | None = None
-
-
-class Section(NamedTuple):
-    """Part of a graph, to be evaluated from some of its values."""
-
-    inputs: list[Value]
-    outputs: list[Value]
-    nodes: tuple = ()
-    constants: tuple = ()
-    constant_arrays: tuple = ()
-
-
-class Loop:
+class Steps:
     """The values of a scan's body that are known: of all steps together, or the same in each."""
 
-    def __init__(self, body: Graph, params: dict, arrays: list):
-        n_consts, n_carry = params["num_consts"], params["num_carry"]
-        self.body, self.reverse, self.length = body, params["reverse"], params["length"]
-        self.carried, self.initial = body.inputs[n_consts:][:n_carry], arrays[n_consts:][:n_carry]
-        self.fixed = dict(zip([*body.inputs[:n_consts], *body.constants], [*arrays[:n_consts], *body.constant_arrays]))
-        self.steps = dict(zip(body.inputs[n_consts + n_carry :], arrays[n_consts + n_carry :]))
-        for value, after, array in zip(self.carried, body.outputs, self.initial):
-            if value is after:  # carried on unchanged
-                self.fixed[value] = array
-        self.learn({})
+    def __init__(self, loop: Loop, body: Graph, arrays: list):
+        self.body, self.reverse, self.length = body, loop.options["reverse"], loop.options["length"]
+        consts, self.carried, xs = loop.split(body.inputs)
+        of_consts, self.initial, of_xs = loop.split(arrays)
+        self.fixed = dict(zip([*consts, *body.constants], [*of_consts, *body.constant_arrays]))
+        self.fixed |= {v: array for v, after, array in zip(self.carried, body.outputs, self.initial) if v is after}
+        self.known: dict[Value, Any] = {}
+        self.learn(dict(zip(xs, of_xs)))
 
-    def learn(self, known: dict[Value, object]) -> None:
-        self.steps |= known
-        self.kinds = dict.fromkeys(self.carried, STATE) | dict.fromkeys(self.fixed, FIXED) | dict.fromkeys(self.steps, STEPS)
+    def learn(self, known: dict[Value, Any]) -> None:
+        """Values at all steps."""
+        self.known |= known
+        kinds = dict.fromkeys(self.carried, Depends.STATE) | dict.fromkeys(self.fixed, Depends.FIXED)
+        self._kinds = kinds | dict.fromkeys(self.known, Depends.STEPS)
         for node in self.body.nodes:
-            kind = max(map(self.depends, node.inputs), default=FIXED)
-            self.kinds = dict.fromkeys(node.outputs, kind) | self.kinds
+            kind = max(map(self.depends, node.inputs), default=Depends.FIXED)
+            self._kinds = dict.fromkeys(node.outputs, kind) | self._kinds
 
-    def depends(self, value: Value) -> int:
-        """FIXED, STEPS, or STATE: on a state that is not known yet."""
-        return FIXED if value.literal is not None else self.kinds[value]
+    def depends(self, value: Value) -> Depends:
+        return Depends.FIXED if value.literal is not None else self._kinds[value]
 
     def compute(self, values: list[Value]) -> list:
         """Arrays with all steps first."""
-        fixed, steps = list(self.fixed), list(self.steps)
-        section = Section([*fixed, *steps], values)
-        return self.every_step(
-            lambda *arrays: evaluate(section, arrays, {}), [self.fixed[v] for v in fixed], [self.steps[v] for v in steps])
+        def of_step(*arrays):
+            return compute(values, dict(zip([*self.fixed, *self.known], arrays)), {})
+
+        return self.every_step(of_step, list(self.fixed.values()), list(self.known.values()))
+
+    def compute_fixed(self, value: Value):
+        return compute([value], dict(self.fixed), {})[0]
 
     def every_step(self, function, shared: list, steps: list) -> list:
         return every_step(function, shared, steps, self.length)
 
-    def compute_fixed(self, value: Value):
-        return evaluate(Section(list(self.fixed), [value]), list(self.fixed.values()), {})[0]
 
-    def last(self, steps):
-        return steps[0 if self.reverse else -1]
+class Columns(NamedTuple):
+    """These features of an array, which has them along `axis`, -1 or -2; None: the array is one number. All gates' columns may be
+    the whole array again, whose gradient is one array; that of slices put side by side XLA makes of one padded array for each."""
+
+    array: Any
+    axis: int
+    features: range | None
+    casts: tuple = ()
+    negative: bool = False
+
+    @property
+    def dtype(self):
+        return self.casts[-1] if self.casts else self.array.dtype
+
+    def placed(self, lead: tuple[int, ...], size: int, all_features: bool = False):
+        """As `[*lead, size]`."""
+        array, features = self.array, self.features
+        if features is not None and not all_features:
+            array = lax.slice_in_dim(array, features.start, features.stop, features.step, self.axis)
+        array = jnp.swapaxes(array, -1, -2) if self.axis == -2 else array
+        for dtype in self.casts:
+            array = array.astype(dtype)
+        if 0 < array.ndim <= len(lead):  # it has no batch
+            array = jnp.expand_dims(array, -2)
+        return jnp.broadcast_to(-array if self.negative else array, (*lead, size))
+
+
+@dataclasses.dataclass
+class Sum:
+    """What is added up to a gate. `reset` is what the reset gate multiplies; with `resets_state` it multiplies h before its product."""
+
+    varying: list[Columns] = dataclasses.field(default_factory=list)  # of all steps
+    constant: list[Columns] = dataclasses.field(default_factory=list)
+    weights: list[Columns] = dataclasses.field(default_factory=list)  # (hidden, features)
+    reset: "Sum | None" = None
+    resets_state: bool = False
+
+    @property
+    def parts(self) -> tuple[list[Columns], ...]:
+        """All of them, with what the reset gate multiplies."""
+        return self.varying, self.constant, self.weights, *(self.reset.parts if self.reset else ())
+
+    def negated(self) -> "Sum":
+        varying, constant, weights = ([part._replace(negative=True) for part in parts] for parts in self.parts[:3])
+        return Sum(varying, constant, weights, self.reset, self.resets_state)
 
 
 class Follower:
-    """Follows the gates of one cell back to its state."""
+    """Follows the gates of one cell back to its state. Raises `Unfit` where that is not how they are computed."""
 
-    def __init__(self, loop: Loop, state: Value, aliases: dict[Value, Value], reset: Value | None = None):
-        self.loop, self.state, self.aliases, self.reset = loop, state, aliases, reset
-        self.done: dict[Value, object] = {}
+    def __init__(self, steps: Steps, cell: Cell, state: Value):
+        self.steps, self.state = steps, state
+        self.reset = None if cell.is_lstm else uncast(cell.gates[0].value)
+        self._arrays: dict[Value, Any] = {}
+        self._products: dict[Node, Sum] = {}
 
-    def follow(self, value: Value):
-        value = self.aliases.get(value, value)
-        if value not in self.done:
-            self.done[value] = self._follow(value)
-        return self.done[value]
+    def follow(self, gate: Gate) -> Sum:
+        total = Sum()
+        self._add(total, gate.value, (), gate)
+        return total
 
-    def _follow(self, value: Value):
-        if value is self.state:
-            return PreProjection((("state", value.shape[-1]),))
-        depends = self.loop.depends(value)
-        if depends == FIXED:
-            return Affine(constant=self.loop.compute_fixed(value), batch=0)
-        if depends == STEPS:
-            return self._of_steps(value)
-        node = value.producer
-        if node is None:
-            raise Unfit(f"its gates read {value!r}, which is carried from step to step and is not its state")
-        rule = getattr(self, f"_{'add' if node.primitive in ADD else node.primitive}", None)
-        if rule is None:
+    def _add(self, total: Sum, value: Value, moves: Moves, gate: Gate | None = None) -> None:
+        """Adds what the moves make of the value. `gate`: its function is still to be passed."""
+        if gate is not None and value is gate.end:
+            value = gate.start
+        node, depends = value.producer, self.steps.depends(value)
+        if depends is Depends.FIXED:
+            total.constant.append(self._columns(value, moves))
+        elif node is not None and self._is_sum(node, depends):
+            for addend in node.inputs:
+                self._add(total, addend, moves)
+        elif depends is Depends.STEPS and not _is_piece(value):
+            total.varying.append(self._columns(value, moves))
+        elif node is None:
+            raise Unfit("a gate reads the state without a dense layer" if value is self.state else
+                        f"its gates read {value!r}, which is carried from step to step and is not its state")
+        elif node.primitive in MOVES:
+            self._add(total, node.inputs[0], ((node, node.outputs.index(value)), *moves), gate)
+        elif node.primitive == "mul":
+            self._add_reset(total, node, moves)
+        elif node.primitive == "dot_general":
+            self._add_product(total, node, moves)
+        else:
             raise Unfit(f"{node} comes between the state and its gates")
-        return rule(node, node.outputs.index(value))
 
-    def _of_steps(self, value: Value) -> Affine:
-        """It at all steps; pieces of one value by its last axis as columns of that, and what is added at every step, a bias, apart:
-        the kernel adds it, and up its gradient, in float32."""
-        node = value.producer
-        if node is not None and node.primitive == "split" and node.params["axis"] == value.ndim - 1:
-            return self._split(node, node.outputs.index(value))
-        if node is not None and node.primitive in ADD:
-            for bias, steps in (node.inputs, node.inputs[::-1]):
-                if self.loop.depends(bias) == FIXED:
-                    form = self.follow(steps)
-                    added = self.loop.compute_fixed(bias)
-                    return form._replace(constant=added if form.constant is None else plain(form.constant) + added)
-        return Affine(varying=self.loop.compute([value])[0], batch=0)
+    def _is_sum(self, node: Node, depends: Depends) -> bool:
+        """Of which each addend is looked at. What is added at every step, a bias, is kept apart: the kernel adds it, and up its
+        gradient, in float32."""
+        return node.primitive in ADD and (depends is Depends.STATE or Depends.FIXED in map(self.steps.depends, node.inputs))
 
-    def _convert_element_type(self, node: Node, _):
-        form, (value,) = self.follow(node.inputs[0]), node.inputs
-        if isinstance(form, PreProjection) or node.out.dtype.itemsize > value.dtype.itemsize:  # the kernel's sums are float32
-            return form
-        return each(form, lambda a: a.astype(node.out.dtype))
+    def _columns(self, value: Value, moves: Moves) -> Columns:
+        if value not in self._arrays:
+            is_fixed = self.steps.depends(value) is Depends.FIXED
+            self._arrays[value] = self.steps.compute_fixed(value) if is_fixed else self.steps.compute([value])[0]
+        return Columns(self._arrays[value], *_features(moves, value.shape), _casts(moves))
 
-    def _concatenate(self, node: Node, _):
-        if node.params["dimension"] != node.out.ndim - 1:
-            raise Unfit(f"{node} joins along another axis than the last")
-        pieces: list[tuple] = []
-        for value in node.inputs:
-            moving = self.loop.depends(value) == STATE
-            form = self.follow(value) if moving else PreProjection(((value, value.shape[-1]),))
-            if not isinstance(form, PreProjection):
-                raise Unfit(f"{node} joins what came out of a dense layer")
-            pieces += form.pieces
-        return PreProjection(tuple(pieces))
-
-    def _mul(self, node: Node, _):
+    def _add_reset(self, total: Sum, node: Node, moves: Moves) -> None:
         for gate, value in (node.inputs, node.inputs[::-1]):
-            if self.reset is not None and self._is_reset(gate):
-                form = self.follow(value)
-                if isinstance(form, Affine) and form.inner is None:
-                    return Affine(batch=form.batch, inner=("after", form))
-                if form == PreProjection((("state", self.state.shape[-1]),)):
-                    return PreProjection((("reset", self.state.shape[-1]),))
+            if self._is_reset(gate) and total.reset is None and all(move.primitive == CAST for move, _ in moves):
+                total.reset = Sum()
+                self._add(total.reset, value, moves)
+                return
         raise Unfit(f"{node} comes between the state and its gates")
 
     def _is_reset(self, value: Value) -> bool:
-        while value is not self.reset and value.producer is not None and value.producer.primitive == CAST:
-            value = value.producer.inputs[0]
-        return value is self.reset
+        return self.reset is not None and uncast(value) is self.reset
 
-    def _add(self, node: Node, _):
-        left, right = map(self.follow, node.inputs)
-        if isinstance(left, PreProjection) or isinstance(right, PreProjection):
-            raise Unfit(f"{node} adds to the state before its dense layer")
-        if left.inner and right.inner:
-            raise Unfit(f"{node} adds two products with the reset gate")
-        varying, constant, weights = (
-            a if b is None else b if a is None else plain(a) + plain(b) for a, b in zip(left[:3], right[:3]))
-        batch = left.batch if left.weights is not None or left.inner else right.batch
-        if left.weights is not None and right.weights is not None and left.batch != right.batch:
-            raise Unfit(f"{node} adds values of different layouts")
-        return Affine(varying, constant, weights, batch, left.inner or right.inner)
-
-    def _dot_general(self, node: Node, _):
-        sides = [self.loop.depends(v) for v in node.inputs]
-        if sorted(sides) != [FIXED, STATE]:
+    def _add_product(self, total: Sum, node: Node, moves: Moves) -> None:
+        sides = [self.steps.depends(v) for v in node.inputs]
+        if sorted(sides) != [Depends.FIXED, Depends.STATE]:
             raise Unfit(f"{node} has weights that change from step to step")
-        at = sides.index(STATE)
-        (contracted, batched), rank = node.params["dimension_numbers"], self.state.ndim
-        moving, weights = self.follow(node.inputs[at]), self.loop.compute_fixed(node.inputs[1 - at])
-        if not isinstance(moving, PreProjection):
-            raise Unfit(f"{node} is a second dense layer between the state and its gates")
-        if any(batched) or contracted[at] != (rank - 1,) or weights.ndim != 2:
+        at = sides.index(Depends.STATE)
+        if node not in self._products:
+            self._products[node] = self._product(node, at)
+        (axis, features), casts, of_all = _features(moves, node.out.shape), _casts(moves), self._products[node]
+        if axis != (-2 if at and node.out.ndim > 1 else -1):
+            raise Unfit(f"{node} has the features of a gate along another axis than the state")
+        if total.reset and of_all.reset:
+            raise Unfit(f"{node} multiplies the reset state twice")
+        if of_all.reset:
+            total.reset, total.resets_state = Sum(), True
+        for mine, made in zip(total.parts, of_all.parts):
+            mine += [Columns(part.array, part.axis, features, casts) for part in made]
+
+    def _product(self, node: Node, at: int) -> Sum:
+        """All columns: the weights of the state, and the products of what is beside it."""
+        contracted, batched = node.params["dimension_numbers"]
+        weights = self.steps.compute_fixed(node.inputs[1 - at])
+        if any(batched) or contracted[at] != (self.state.ndim - 1,) or weights.ndim != 2:
             raise Unfit(f"{node} is not the product of the state's last axis with one matrix")
-        weights = weights if contracted[1 - at] == (0,) else weights.T
-        total, begin = Affine(batch=None if rank == 1 else at and 1), 0
-        for piece, size in moving.pieces:
-            rows = weights[begin : begin + size]
-            begin += size
-            if piece == "state":
-                part = dict(weights=rows)
-            elif piece == "reset":
-                part = dict(inner=("before", Affine(weights=rows)))
+        weights, begin, total = weights if contracted[1 - at] == (0,) else weights.T, 0, Sum()
+
+        def product(rows, x):
+            y = jnp.dot(x, rows, precision=node.params["precision"], preferred_element_type=node.params["preferred_element_type"])
+            return Columns(y.T, -2, None) if at and y.ndim > 1 else Columns(y, -1, None)
+
+        for value in self._side_by_side(node.inputs[at]):
+            size, depends = value.shape[-1], self.steps.depends(value)
+            rows, begin = weights if size == len(weights) else weights[begin : begin + size], begin + size
+            if value is self.state:
+                total.weights.append(Columns(rows, -1, None))
+            elif depends is Depends.STATE:
+                total.reset = Sum(weights=[*(total.reset.weights if total.reset else []), Columns(rows, -1, None)])
+            elif depends is Depends.FIXED:
+                total.constant.append(product(rows, self.steps.compute_fixed(value)))
             else:
-                part = self._product(piece, rows, node, at)
-            for name, array in part.items():
-                if name == "inner" and total.inner:
-                    raise Unfit(f"{node} multiplies the reset state twice")
-                here = getattr(total, name)
-                total = total._replace(**{name: array if here is None else here + array})
+                (made,) = self.steps.every_step(lambda rows, x: [product(rows, x).array], [rows], self.steps.compute([value]))
+                total.varying.append(Columns(made, -2 if at and node.out.ndim > 1 else -1, None))
         return total
 
-    def _product(self, piece: Value, rows, node: Node, at: int) -> dict:
-        """A part of the contraction that does not read the state."""
+    def _side_by_side(self, value: Value) -> Iterator[Value]:
+        """What goes into a dense layer of the state: the state, the state times the reset gate, values that do not depend on it."""
+        value = uncast(value) if self.steps.depends(value) is Depends.STATE else value
+        node = value.producer
+        if value is self.state or self.steps.depends(value) is not Depends.STATE or self._is_reset_state(node):
+            yield value
+        elif node is not None and node.primitive == "concatenate" and node.params["dimension"] == value.ndim - 1:
+            for piece in node.inputs:
+                yield from self._side_by_side(piece)
+        else:
+            self._add(Sum(), value, ())  # it says what is wrong, if something is
+            raise Unfit(f"{node} comes between the state and its dense layer")
 
-        def dot(rows, x):
-            y = jnp.dot(x, rows, precision=node.params["precision"], preferred_element_type=node.params["preferred_element_type"])
-            return y.T if at else y
-
-        if self.loop.depends(piece) == FIXED:
-            return dict(constant=dot(rows, self.loop.compute_fixed(piece)))
-        (steps,) = self.loop.every_step(lambda *arrays: [dot(*arrays)], [rows], self.loop.compute([piece]))
-        return dict(varying=steps)
-
-    def _slice(self, node: Node, _):
-        form, params = self._after_layer(node), node.params
-        feature = _feature(form, node.out.ndim)
-        strides = params["strides"] or (1,) * node.out.ndim
-        begin, end, step = params["start_indices"][feature], params["limit_indices"][feature], strides[feature]
-        if step == 1 and all(d == feature or n == m for d, (n, m) in enumerate(zip(node.out.shape, node.inputs[0].shape))):
-            return _columns(form, node.out.ndim, begin, end - begin)
-        return each(form, lambda a: self._same(node, 0, a), lambda w: w[:, begin:end:step])
-
-    def _split(self, node: Node, position: int):
-        form, sizes = self._after_layer(node), node.params["sizes"]
-        if node.params["axis"] != _feature(form, node.out.ndim):
-            raise Unfit(f"{node} splits the batch")
-        return _columns(form, node.inputs[0].ndim, sum(sizes[:position]), sizes[position])
-
-    def _transpose(self, node: Node, _):
-        form = self._after_layer(node)
-        moved = form._replace(batch=None if form.batch is None else node.params["permutation"].index(form.batch))
-        return each(moved, lambda a: self._same(node, 0, a), lambda w: w)
-
-    def _after_layer(self, node: Node) -> Affine:
-        form = self.follow(node.inputs[0])
-        if isinstance(form, PreProjection) or form.inner:
-            raise Unfit(f"{node} comes between the state and its gates")
-        return form
-
-    def _same(self, node: Node, position: int, array):
-        """The node's output for an array of the shape of its input, or with all steps before that."""
-        run = lambda a: node.replay([a])[position]
-        if array.ndim == 0:
-            return array
-        return jax.vmap(run)(array) if array.ndim > node.inputs[0].ndim else run(array)
+    def _is_reset_state(self, node: Node | None) -> bool:
+        return node is not None and node.primitive == "mul" and any(
+            self._is_reset(gate) and uncast(other) is self.state for gate, other in (node.inputs, node.inputs[::-1]))
 
 
-def each(form: Affine, values, weights=None) -> Affine:
-    weights = weights or values
-    inner = form.inner and (form.inner[0], each(form.inner[1], values, weights))
-    varying, constant, rows = (None if a is None else of(plain(a)) for a, of in zip(form[:3], (values, values, weights)))
-    return Affine(varying, constant, rows, form.batch, inner)
+def _is_piece(value: Value) -> bool:
+    """Of one value by its last axis."""
+    node = value.producer
+    return node is not None and node.primitive == "split" and node.params["axis"] == value.ndim - 1
 
 
-def _columns(form: Affine, rank: int, begin: int, size: int) -> Affine:
-    axis = _feature(form, rank) - rank
+def _features(moves: Moves, shape: tuple[int, ...]) -> tuple[int, range | None]:
+    """(the axis of a value of this shape that the moves make the last one, which of its places they leave)."""
+    if not shape:
+        return -1, None
+    axis = len(shape) - 1
+    for node, _ in reversed(moves):
+        axis = int(node.params["permutation"][axis]) if node.primitive == "transpose" else axis
+    first, features = axis - len(shape), range(shape[axis])
+    for node, position in moves:
+        params = node.params
+        if node.primitive == "transpose":
+            axis = list(params["permutation"]).index(axis)
+        elif node.primitive == "split" and params["axis"] == axis:
+            begin = sum(params["sizes"][:position])
+            features = features[begin : begin + params["sizes"][position]]
+        elif node.primitive == "slice" and all(d == axis or n == m for d, (n, m) in enumerate(zip(node.out.shape, node.inputs[0].shape))):
+            step = params["strides"][axis] if params["strides"] else 1
+            features = features[params["start_indices"][axis] : params["limit_indices"][axis] : step]
+        elif node.primitive != CAST:
+            raise Unfit(f"{node} takes a part of the batch")
+    return first, features
 
-    def of(array):
-        return array if array.ndim == 0 else Columns(array, axis, begin, size)
 
-    return each(form, of, lambda w: Columns(w, -1, begin, size))
+def _casts(moves: Moves) -> tuple:
+    """Those that lose something: the kernel's sums are float32."""
+    casts = (node for node, _ in moves if node.primitive == CAST)
+    return tuple(node.out.dtype for node in casts if node.out.dtype.itemsize <= node.inputs[0].dtype.itemsize)
 
 
-def whole(parts: list, axis: int):
-    """What the parts make side by side along the axis, if they are all columns of one array, in their order; else None."""
+def side_by_side(gates: list[list[Columns]], lead: tuple[int, ...], hidden: int, dtype):
+    """The sums of the gates' columns as `[*lead, gates·hidden]`."""
+    if any(len(parts) != len(gates[0]) for parts in gates) or not gates[0]:
+        return jnp.concatenate([_sum([part.placed(lead, hidden) for part in parts], (*lead, hidden), dtype) for parts in gates], -1)
+    size = len(gates) * hidden
+    arrays = [parts[0].placed(lead, size, True) if _is_whole(parts, size) else
+              jnp.concatenate([part.placed(lead, hidden) for part in parts], -1) for parts in zip(*gates)]
+    return _sum(arrays, (*lead, size), dtype)
+
+
+def _is_whole(parts: tuple[Columns, ...], size: int) -> bool:
+    """Whether the parts side by side are the array that all of them are of, which has so many features."""
     first = parts[0]
-    if not all(isinstance(part, Columns) and part.whole is first.whole and part.axis == axis for part in parts):
-        return None
-    begins = [sum(part.size for part in parts[:i]) for i in range(len(parts) + 1)]
-    return first.whole if [part.begin for part in parts] == begins[:-1] and first.whole.shape[axis] == begins[-1] else None
+    same = all(part.array is first.array and part[3:] == first[3:] and part.axis == first.axis for part in parts)
+    return same and [i for part in parts for i in part.features or ()] == list(range(size)) == list(range(first.array.shape[first.axis]))
 
 
-def _feature(form: Affine, rank: int) -> int:
-    if rank == 1:
-        return 0
-    assert form.batch is not None, "of two axes one is the batch's"
-    return 1 - form.batch
+def _sum(arrays: list, shape: tuple[int, ...], dtype):
+    return functools.reduce(operator.add, [jnp.asarray(array, dtype) for array in arrays]) if arrays else jnp.zeros(shape, dtype)

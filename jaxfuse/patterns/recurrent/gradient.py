@@ -1,21 +1,21 @@
 """A loop over cells and the loop that autodiff made of it: one fused sequence in each direction.
 
-JAX is asked for the gradient of the forward loop. If the program's backward loop does the same in every step, which
-the merged graph of both tells, its results are the gradients that the fused sequence's own derivative gives.
+JAX is asked for the gradient of one step of the forward loop. If a step of the program's backward loop does the same, which the
+merged graph of both tells, its results are the gradients that the fused sequence's own derivative gives.
 """
 
 import functools
 import itertools
-from typing import NamedTuple
 
 import jax
-from jax.extend.core import jaxpr_as_fun
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import partial_eval
 
 from jaxfuse.analysis.canonical import CAST, constant
 from jaxfuse.analysis.gradients import Sums
 from jaxfuse.analysis.layout import RESHAPES
-from jaxfuse.analysis.scan_pairs import ScanPair, Loop
+from jaxfuse.analysis.scan_pairs import CONST, Loop, ScanPair, pairs
 from jaxfuse.program.autodiff import backward
 from jaxfuse.program.graph import CUSTOM_DERIVATIVE_CALLS, Emission, Graph, Node, Value, compute
 from jaxfuse.program.site import Match, Unfit
@@ -23,243 +23,173 @@ from jaxfuse.runtime.private import scan_over
 
 REARRANGED = (*RESHAPES, CAST, "transpose", "concatenate", "slice", "split", "stack")
 DEEPEST = 6  # nodes before the loop that a constant of it is followed back over
-MOST_CHOICES = 4  # of slices that may be those of a gradient
+MOST_CHOICES = 4  # of outputs that cotangents may be of
 OTHER = "the loop that computes its gradient is not the one that JAX makes of it"
 
 
-def second_of(graph: Graph, node: Node) -> Node | None:
-    """The loop of the backward pass that reads what this one saves."""
-    back = backward(graph)
-    readers = {user.index: user for v in node.outputs for user in v.users if user.index in back and user.primitive == "scan"}
-    return next(iter(readers.values())) if len(readers) == 1 else None
-
-
-def matches(graph: Graph, node: Node, loop) -> tuple[Match, Match]:
-    """The loop and its gradient as fused sequences; `loop(graph, node)` is the Match of a loop by itself. Raises `Unfit`."""
-    other = second_of(graph, node)
-    if other is None or node.eqn.effects or other.eqn.effects:
-        raise Unfit(OTHER)
-    first, second = Loop(node), Loop(other)
-    if any(first.options[name] != second.options[name] for name in ("length", "unroll")):
-        raise Unfit(OTHER)
-    joint = ScanPair(graph, first, second)
-    leaves, moving = _leaves(joint)
-    alone = _alone(joint, leaves)
-    if any(n.primitive in (*CUSTOM_DERIVATIVE_CALLS, "stop_gradient") for n in Graph(alone.nodes[0].params["jaxpr"]).nodes):
-        raise Unfit(OTHER)  # JAX's gradient of the loop is not that of its values
-    found = loop(alone, alone.nodes[0])
+def matches(graph: Graph, node: Node, sequences) -> tuple[Match, Match]:
+    """The loop and its gradient as fused sequences; `sequences(graph, node)` is the Match of a loop by itself. Raises `Unfit`."""
+    found = next((pair for pair in pairs(graph, backward(graph), lambda node: True) if pair[0].node is node), None)
     if found is None:
         raise Unfit(OTHER)
-    outside = [*leaves, *node.inputs[first.consts :]]
-    for gradient in _candidates(joint, alone, len(leaves), moving):
-        computed = gradient.computed_by(graph, joint, outside)
-        if computed:
-            return _fused(joint, alone, found, gradient, computed, outside)
+    pair = _Pair(graph, *found)
+    (alone,) = pair.alone.nodes
+    if any(n.primitive in (*CUSTOM_DERIVATIVE_CALLS, "stop_gradient") for n in Graph(alone.params["jaxpr"]).nodes):
+        raise Unfit(OTHER)  # JAX's gradient of the loop is not that of its values
+    match = sequences(pair.alone, alone)
+    for driven in pair.driven() if match and pair.is_turned_around else ():
+        moving = pair.gradients(driven)
+        if moving:
+            return pair.fused(match, driven, moving)
     raise Unfit(OTHER)
 
 
-def _leaves(joint: ScanPair) -> tuple[list[Value], int]:
-    """What the loop's constants are made of, for JAX computes before the loop what every step would compute of them alone.
-    The backward loop sums gradients of so many of these, the first ones, in any order among those of one type. Raises `Unfit`
-    where it sums something else."""
-    first, second = joint.first, joint.second
-    sums = second.node.outputs[: second.carried - first.carried]
-    wanted = {(v.shape, v.dtype) for v in sums}
-    leaves: dict[Value, None] = {}
-    stack = [(v, DEEPEST) for v in first.node.inputs[: first.consts][::-1]]
-    while stack:
-        value, depth = stack.pop()
-        node = value.producer
-        if (value.shape, value.dtype) in wanted or depth == 0 or node is None or node.primitive not in REARRANGED:
-            leaves[value] = None
-        else:
-            stack += [(v, depth - 1) for v in node.inputs[::-1] if v.literal is None]
-    values = list(leaves)
-    moving: list[int] = []
-    for total in sums:
-        fitting = (i for i, v in enumerate(values) if i not in moving and (v.shape, v.dtype) == (total.shape, total.dtype))
-        place = next(fitting, None)
-        if place is None:
-            raise Unfit(OTHER)
-        moving.append(place)
-    return [values[i] for i in moving] + [v for i, v in enumerate(values) if i not in moving], len(moving)
+class _Pair:
+    """A loop and the one of the backward pass that reads what it saves. That one carries sums of gradients of what the first one's
+    constants are made of, `leaves`, and the cotangents of its states, and is given those of its outputs."""
 
+    def __init__(self, graph: Graph, first: Loop, second: Loop):
+        self.first, self.second, self.joint = first, second, ScanPair(graph, first, second)
+        self.sums = max(0, second.carried - first.carried)
+        self.own = [k for k in self.joint.own if second.kind(k) != CONST]
+        self.leaves, others = self._leaves(first), self._leaves(second)
+        self.others = [v for v in others if v not in self.leaves]
+        self.alone = self._alone()
 
-def _alone(joint: ScanPair, leaves: list[Value]) -> Graph:
-    """A program of the forward loop alone, without what it saves for the other, and with its constants made of the leaves
-    in every step."""
-    first = joint.first
-    body, consts = first.body, list(first.node.inputs[: first.consts])
-    used = [i in joint.kept for i in range(len(first.node.outputs))]
-    inner, _ = partial_eval.dce_jaxpr(body.jaxpr, used, instantiate=True)
-    step = jaxpr_as_fun(body.replace(jaxpr=inner))
+    @property
+    def is_turned_around(self) -> bool:
+        """Whether the second goes the other way, and begins its sums with 0."""
+        mine, its = self.first.options, self.second.options
+        totals = self.second.node.inputs[self.second.consts :][: self.sums]
+        return mine == its | dict(reverse=not its["reverse"]) and all(constant(v) == 0 for v in totals)
 
-    def one(*arrays):
-        given = dict(zip(leaves, arrays))
-        return step(*compute(consts, given, {}), *arrays[len(leaves) :])
+    def _leaves(self, loop: Loop) -> list[Value]:
+        """What the loop's constants are made of, for JAX computes before the loop what every step would compute of them alone, as far
+        as gradients are summed of it."""
+        sums = set(map(_type, self.second.node.outputs[: self.sums]))
+        leaves: dict[Value, None] = {}
+        stack = [(v, DEEPEST) for v in loop.node.inputs[: loop.consts][::-1]]
+        while stack:
+            value, depth = stack.pop()
+            node = value.producer
+            if _type(value) in sums or depth == 0 or node is None or node.primitive not in REARRANGED:
+                leaves[value] = None
+            else:
+                stack += [(v, depth - 1) for v in node.inputs[::-1] if v.literal is None]
+        return list(leaves)
 
-    of_step = jax.make_jaxpr(one)(*[v.aval for v in leaves], *[v.aval for v in body.jaxpr.invars[first.consts :]])
-    params = scan_over(first.node.eqn, of_step, len(leaves), used)
-    loop = functools.partial(first.node.eqn.primitive.bind, **params)
-    return Graph(jax.make_jaxpr(loop)(*[v.aval for v in (*leaves, *first.node.inputs[first.consts :])]))
+    def _alone(self) -> Graph:
+        """A program of the forward loop alone, without what it saves for the other, and with its constants made of the leaves in
+        every step."""
+        first, count = self.first, len(self.leaves)
+        used = [i in self.joint.kept for i in range(len(first.node.outputs))]
+        inner, _ = partial_eval.dce_jaxpr(first.body.jaxpr, used, instantiate=True)
+        step = jaxpr_as_fun(first.body.replace(jaxpr=inner))
 
+        def one(*arrays):
+            consts = compute(first.node.inputs[: first.consts], dict(zip(self.leaves, arrays)), {})
+            return step(*consts, *arrays[count:])
 
-class _Computed(NamedTuple):
-    """How the program's loops compute a gradient of JAX's: what its loops read besides, each with the program's own value, and for
-    each result of the program's second loop the place of the same result of its own."""
+        of_step = jax.make_jaxpr(one)(*[v.aval for v in self.leaves], *[v.aval for v in first.body.jaxpr.invars[first.consts :]])
+        loop = functools.partial(first.node.eqn.primitive.bind, **scan_over(first.node.eqn, of_step, count, used))
+        return Graph(jax.make_jaxpr(loop)(*[v.aval for v in self.outside]))
 
-    own: list[tuple[Value, Value]]
-    places: list[int]
+    @property
+    def outside(self) -> list[Value]:
+        """The program's values for the arguments of `alone`."""
+        return [*self.leaves, *self.first.node.inputs[self.first.consts :]]
 
+    def cotangents(self) -> tuple[Value, ...]:
+        """Of the states, then of outputs."""
+        return tuple(self.second.node.inputs[k] for k in self.own[self.sums :])
 
-class _Gradient:
-    """JAX's gradient of the loop, by the inputs `moving` and for cotangents of the outputs `driven`."""
+    def driven(self) -> list[tuple[int, ...]]:
+        """Which outputs these may be of: all states, and some of the others in their order; `MOST_CHOICES` at most."""
+        outputs, states = self.alone.nodes[0].outputs, range(self.first.carried)
+        wanted = list(map(_type, self.cotangents()))
+        others = itertools.combinations(range(len(states), len(outputs)), max(0, len(wanted) - len(states)))
+        choices = ((*states, *other) for other in others)
+        fitting = (chosen for chosen in choices if [_type(outputs[i]) for i in chosen] == wanted)
+        return list(itertools.islice(fitting, MOST_CHOICES))
 
-    def __init__(self, alone: Graph, moving: list[int], driven: list[int]):
-        self.moving, self.driven, (node,) = moving, driven, alone.nodes
-        inputs = [v.aval for v in node.inputs]
+    def gradients(self, driven: tuple[int, ...]) -> dict[Value, int] | None:
+        """The second loop's results, each with the argument of `alone` whose gradient it is; None if there is another one that is
+        read."""
+        step: ClosedJaxpr = self.alone.nodes[0].params["jaxpr"]
+        count, second = len(self.leaves), self.second
+        floats = [i for i, v in enumerate(step.in_avals) if jnp.issubdtype(v.dtype, jnp.floating)]
 
-        def gradient(arrays, cotangents):
-            def value(*given):
-                full = list(arrays)
-                for i, array in zip(moving, given):
-                    full[i] = array
-                outs = node.replay(full)
+        def both(arguments, others, own):
+            cotangents = own[self.sums :]
+
+            def value(*moving):
+                new = dict(zip(floats, moving))
+                outs = jaxpr_as_fun(step)(*[new.get(i, array) for i, array in enumerate(arguments)])
                 return [outs[i] for i in driven]
 
-            return jax.vjp(value, *[arrays[i] for i in moving])[1](cotangents)
+            return self._second(arguments, others, own), jax.vjp(value, *[arguments[i] for i in floats])[1](cotangents)
 
-        self.graph = Graph(jax.make_jaxpr(gradient)(inputs, [node.outputs[i].aval for i in driven]))
-        self.arguments, self.cotangents = self.graph.inputs[: len(inputs)], self.graph.inputs[len(inputs) :]
-        self.scans = [n for n in self.graph.nodes if n.primitive == "scan"]
+        own = [second.body.in_avals[k] for k in self.own]
+        merged = Graph(jax.make_jaxpr(both)(list(step.in_avals), [v.aval for v in self.others], own))
+        sums, results = Sums(merged), len(second.node.outputs)
+        made = [(sums.addends(v), _type(v)) for v in merged.outputs]
+        asked = dict(zip(floats, made[results:]))
+        totals = merged.inputs[len(step.in_avals) + len(self.others) :]
+        found: dict[Value, int] = {}
+        for i, (value, (form, kind)) in enumerate(zip(second.node.outputs, made)):
+            among = range(count + self.first.carried, len(step.in_avals))
+            if i < self.sums:  # what a step adds to the sum that it is handed
+                handed, among = sums.addends(totals[i]), range(count)
+                if not handed <= form:
+                    return None
+                form = form - handed
+            elif i < second.carried:  # of a state
+                among = range(count + i - self.sums, count + i - self.sums + 1)
+            place = next((k for k in among if k not in found.values() and asked.get(k) == (form, kind)), None)
+            if place is not None:
+                found[value] = place
+            elif value.users:
+                return None
+        return found
 
-    def computed_by(self, graph: Graph, joint: ScanPair, outside: list[Value]) -> _Computed | None:
-        """If every step of the program's loops gives what a step of these gives; `outside` are the program's values for the
-        arguments."""
-        if len(self.scans) != 2:
-            return None
-        first, second = map(Loop, self.scans)
-        other = ScanPair(self.graph, first, second)
-        if second.options != joint.second.options or len(other.own) != len(joint.own):
-            return None
-        values = self._outside(graph, outside)
-        given = {v: i for i, v in enumerate(joint.first.node.inputs[: joint.first.consts])}
-        known = [given[values[v]] for v in first.node.inputs[: first.consts] if values.get(v) in given]
-        if len(known) < first.consts:
-            return None
-        sources = [*known, *range(joint.first.consts, len(joint.first.node.inputs))]
-        rest = self.arguments[len(self.arguments) - len(sources[first.consts :]) :]
-        if first.node.inputs[first.consts :] != rest:
-            return None
-        own = [(second.node.inputs[k], joint.second.node.inputs[i]) for k, i in zip(other.own, joint.own)]
-        if not all(self._is_same(values, *pair) for pair in own):
-            return None
-        places = _same_step(joint, other, sources)
-        return None if places is None else _Computed(own, places)
+    def _second(self, arguments, others, own) -> list:
+        """A step of the second loop, for these arguments of a step of `alone`."""
+        first, second, shared, count = self.first, self.second, self.joint.shared, len(self.leaves)
+        known = dict(zip([*self.leaves, *self.others], [*arguments[:count], *others]))
+        given = [*compute(first.node.inputs[: first.consts], known, {}), *arguments[count:]]
+        saved, consts, rest = jaxpr_as_fun(first.body)(*given), compute(second.node.inputs[: second.consts], known, {}), iter(own)
+        steps = [(saved if shared[k][0] else given)[shared[k][1]] if k in shared else next(rest)
+                 for k in range(second.consts, len(second.node.inputs))]
+        return jaxpr_as_fun(second.body)(*consts, *steps)
 
-    def _outside(self, graph: Graph, outside: list[Value]) -> dict[Value, Value]:
-        """The program's own values for what this gradient computes before its loops."""
-        values = dict(zip(self.arguments, outside))
-        for node in self.graph.nodes:
-            if node.primitive != "scan" and all(v.literal is not None or v in values for v in node.inputs):
-                known = graph.known(node.eqn, [values.get(v, v) for v in node.inputs])
-                values |= zip(node.outputs, known.outputs if known else ())
-        return values
+    def fused(self, match: Match, driven: tuple[int, ...], gradients: dict[Value, int]) -> tuple[Match, Match]:
+        (alone,), (emission,), moving = self.alone.nodes, match.emissions, tuple(gradients.values())
 
-    def _is_same(self, values: dict[Value, Value], mine: Value, own: Value) -> bool:
-        """Whether what the loops read besides is the same value, zero in both, or a cotangent."""
-        if (mine.shape, mine.dtype) != (own.shape, own.dtype):
-            return False
-        number = constant(mine)
-        return values.get(mine) is own or any(mine is v for v in self.cotangents) or number is not None and number == constant(own)
+        def differentiated(*arrays):
+            def value(*given):
+                read = dict(zip(alone.inputs, arrays)) | {alone.inputs[i]: array for i, array in zip(moving, given)}
+                outs = [array for _, array in emission.run(lambda v: read[v])]
+                return [outs[i] for i in driven], outs
 
+            _, pullback, outs = jax.vjp(value, *[arrays[i] for i in moving], has_aux=True)
+            return outs, pullback
 
-def _candidates(joint: ScanPair, alone: Graph, leaves: int, moving: int):
-    """Gradients by these leaves, by all states, and by as many of the slices as the backward loop has results for."""
-    first, second, node = joint.first, joint.second, alone.nodes[0]
-    slices = leaves + first.carried
-    moved = _subsets(node.inputs, range(slices, len(node.inputs)), second.node.outputs[second.carried :])
-    steps = [second.node.inputs[k] for k in joint.own if second.is_x(k)]
-    driven = _subsets(node.outputs, range(first.carried, len(node.outputs)), steps)
-    for xs, ys in itertools.product(moved, driven):
-        yield _Gradient(alone, [*range(moving), *range(leaves, slices), *xs], [*range(first.carried), *ys])
+        outside, cotangents = self.outside, self.cotangents()
+        leaves, structure = jax.tree.flatten(jax.eval_shape(differentiated, *[v.aval for v in outside])[1])
+        kept, saved = [self.first.node.outputs[i] for i in self.joint.kept], list(map(Value, leaves))
 
+        def run(read):
+            outs, pullback = differentiated(*map(read, outside))
+            return zip((*kept, *saved), (*outs, *jax.tree.leaves(pullback)), strict=True)
 
-def _subsets(values: list[Value], among: range, like: list[Value]) -> list[tuple[int, ...]]:
-    """Choices of some of the values, in their order, whose types are these; `MOST_CHOICES` at most."""
-    wanted = [(v.shape, v.dtype) for v in like]
-    fitting = (c for c in itertools.combinations(among, len(wanted)) if [(values[i].shape, values[i].dtype) for i in c] == wanted)
-    return list(itertools.islice(fitting, MOST_CHOICES))
+        def run_back(read):
+            return zip(gradients, jax.tree.unflatten(structure, map(read, saved))(list(map(read, cotangents))), strict=True)
 
-
-def _same_step(joint: ScanPair, other: ScanPair, sources: list[int]) -> list[int] | None:
-    """For every result of the program's second loop the result of the other's whose steps compute the same; None if there is
-    none. Input i of the other's first loop is input `sources[i]` of this one's."""
-    program, asked = joint.program(), other.program()
-    inputs, second = len(joint.first.node.inputs), joint.second
-    skipped = len(joint.kept), len(other.kept)
-
-    def both(*arrays):
-        given = [arrays[i] for i in sources]
-        results = (run(*of)[skip:] for run, of, skip in zip(
-            map(jaxpr_as_fun, (program, asked)), (arrays, (*given, *arrays[inputs:])), skipped))
-        return [list(result) for result in results]
-
-    merged = Graph(jax.make_jaxpr(both)(*[v.aval for v in program.jaxpr.invars]))
-    sums, half, count = Sums(merged), len(merged.outputs) // 2, second.carried - joint.first.carried
-    totals = [inputs + joint.own.index(k) for k in range(second.consts, second.consts + count) if k in joint.own]
-    if len(merged.outputs) != 2 * half or len(totals) < count:
-        return None
-    made = [sums.addends(v) for v in merged.outputs]
-    for i, position in enumerate(totals):  # what a step adds to the sum that it is handed
-        handed = sums.addends(merged.inputs[position])
-        if not (handed <= made[i] and handed <= made[half + i]):
-            return None
-        made[i], made[half + i] = made[i] - handed, made[half + i] - handed
-    steps = [(form, v.aval) for form, v in zip(made, merged.outputs)]
-    places: list[int] = []
-    for i in range(half):
-        fitting = (k for k in (range(count) if i < count else (i,)) if k not in places and steps[half + k] == steps[i])
-        places.append(next(fitting, half))
-    return places if half not in places else None
+        first, second = self.first.node, self.second.node
+        forward, back = Emission(tuple(outside), (*kept, *saved), run), Emission((*saved, *cotangents), tuple(gradients), run_back)
+        return (Match(match.pattern, first, (first,), (forward,), tuple(first.inputs), 0),
+                Match(match.pattern, second, (), (back,), cotangents, 0, "backward"))
 
 
-def _fused(joint: ScanPair, alone: Graph, found: Match, gradient: _Gradient, computed: _Computed,
-           outside: list[Value]) -> tuple[Match, Match]:
-    node, second, own = joint.first.node, joint.second.node, alone.nodes[0]
-    results = {v: i for i, v in zip(gradient.moving, gradient.graph.outputs)}
-    of_result = [results.get(gradient.scans[1].outputs[place]) for place in computed.places]
-    if any(i is None and v.users for i, v in zip(of_result, second.outputs)):
-        raise Unfit(OTHER)
-    (emission,), moving = found.emissions, gradient.moving
-    own_of = dict(reversed(computed.own))
-    if any(ct not in own_of for ct in gradient.cotangents):
-        raise Unfit(OTHER)
-    cotangents = [own_of[ct] for ct in gradient.cotangents]
-
-    def differentiated(*arrays):
-        def value(*given):
-            full = dict(zip(own.inputs, arrays)) | {own.inputs[i]: a for i, a in zip(moving, given)}
-            outs = [array for _, array in emission.run(lambda v: full[v])]
-            return [outs[i] for i in gradient.driven], outs
-
-        _, back, outs = jax.vjp(value, *[arrays[i] for i in moving], has_aux=True)
-        return outs, back
-
-    outs, back = jax.eval_shape(differentiated, *[v.aval for v in outside])
-    leaves, structure = jax.tree.flatten(back)
-    kept, saved = [node.outputs[i] for i in joint.kept], [Value(leaf) for leaf in leaves]
-
-    def run(read):
-        outs, back = differentiated(*map(read, outside))
-        yield from zip((*kept, *saved), (*outs, *jax.tree.leaves(back)), strict=True)
-
-    def run_back(read):
-        grads = jax.tree.unflatten(structure, map(read, saved))([read(v) for v in cotangents])
-        made = dict(zip(moving, grads))
-        yield from ((v, made[i]) for v, i in zip(second.outputs, of_result) if i is not None)
-
-    defines = tuple(v for v, i in zip(second.outputs, of_result) if i is not None)
-    forward = Match(found.pattern, node, (node,), (Emission(tuple(outside), (*kept, *saved), run),), tuple(node.inputs), 0)
-    needs = (*saved, *cotangents)
-    return forward, Match(found.pattern, second, (), (Emission(needs, defines, run_back),), tuple(cotangents), 0, "backward")
+def _type(value: Value) -> tuple:
+    return value.shape, value.dtype

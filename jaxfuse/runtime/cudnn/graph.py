@@ -142,7 +142,8 @@ def convolution(x: Layout, w: Layout, y: Layout, window, *, scale=None, bias=Non
         value = builder.pointwise(activation.mode, value, **activation.settings)
     if residual_last and addend:
         value = builder.pointwise("add", value, addend)
-    return builder.finish([*operands, *filter(None, extras)], [(value, y.dtype), *[(z, y.dtype)] * saves])
+    results = [(value, y.dtype), (z, y.dtype)] if saves else [(value, y.dtype)]
+    return builder.finish([*operands, *filter(None, extras)], results)
 
 
 def convolution_with_sums(x: Layout, w: Layout, y: Layout, window) -> Graph:
