@@ -5,6 +5,7 @@
 #include "activation_attr.h"
 #include "bf16.h"
 #include "conv.h"
+#include "conv_contraction.h"
 #include "conv_depthwise.h"
 #include "conv_epilogue.h"
 #include "conv_pointwise.h"
@@ -65,14 +66,15 @@ void finish(const Forward& f, const void* in, DType in_dtype) {
 }
 
 // What computes the products: a product of matrices, the loops for depthwise convolutions or Winograd's, all ours, or oneDNN.
-enum class Way { none, product, depthwise, winograd, onednn };
+enum class Way { none, product, depthwise, winograd, contraction, onednn };
 
 Way way(const Forward& f) {
   if (f.x.size() == 0 || f.w.size() == 0 || f.y.size() == 0) return Way::none;
-  if (f.y.dtype != f.x.dtype) return Way::onednn;
+  if (f.y.dtype != f.x.dtype || f.w.dtype != f.x.dtype) return contracted::takes(f.geometry, f.x, f.w, f.y) ? Way::contraction : Way::onednn;
   if (pointwise::takes(f.geometry, f.x, f.w)) return Way::product;
   if (depthwise::takes(depthwise::Pass::forward, f.geometry, f.x, f.w, f.y)) return Way::depthwise;
-  return winograd::takes(f.geometry, f.x, f.w, f.y) ? Way::winograd : Way::onednn;
+  if (winograd::takes(f.geometry, f.x, f.w, f.y)) return Way::winograd;
+  return contracted::takes(f.geometry, f.x, f.w, f.y) ? Way::contraction : Way::onednn;
 }
 
 unsigned libraries(const Call& call) { return way(checked(call)) == Way::onednn ? kOneDNN : kNative; }
@@ -155,6 +157,11 @@ void run_without_products(const Forward& f) {
   finish(f, nullptr, f.y.dtype);
 }
 
+void run_by_onednn(const Forward& f) {
+  onednn::require();
+  run_saving(f, run_onednn);
+}
+
 void conv_fwd(const Call& call) {
   const Forward f = checked(call);
   switch (way(f)) {
@@ -163,10 +170,11 @@ void conv_fwd(const Call& call) {
     case Way::depthwise: return run_saving(f, run_depthwise);
     case Way::winograd:
       if (winograd::forward(f)) return;
-      [[fallthrough]];  // infinities as they are
-    case Way::onednn:
-      onednn::require();
-      return run_saving(f, run_onednn);
+      return run_by_onednn(f);  // infinities as they are
+    case Way::contraction:
+      if (contracted::forward(f)) return;
+      return run_by_onednn(f);
+    case Way::onednn: return run_by_onednn(f);
   }
 }
 

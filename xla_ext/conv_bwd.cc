@@ -6,6 +6,7 @@
 #include "activation_attr.h"
 #include "bf16.h"
 #include "conv.h"
+#include "conv_contraction.h"
 #include "conv_depthwise.h"
 #include "conv_epilogue.h"
 #include "conv_filter.h"
@@ -78,6 +79,7 @@ void data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, 
   if (dx.size() == 0) return;
   if (w.size() == 0 || g.size() == 0) return (void)std::memset(dx.data, 0, dx.bytes());
   if (winograd::takes_gradient(geometry, dx, w, g) && winograd::data_gradient(geometry, dx, w, g)) return;
+  if (contracted::takes_gradient(geometry, dx, w, g) && contracted::data_gradient(geometry, dx, w, g)) return;
   onednn::data_gradient(geometry, dx, w, g);
 }
 
