@@ -151,13 +151,13 @@ bool all_of(const std::vector<Plan>& plans, Count count, F f) {
   return all;
 }
 
+}  // namespace
+
 #if defined(__x86_64__) && !defined(JAXFUSE_EMULATE_AVX512)
 bool has_bf16() { return simd_level() == SimdLevel::avx512 && __builtin_cpu_supports("avx512bf16"); }
 #else
 bool has_bf16() { return false; }
 #endif
-
-}  // namespace
 
 const Kernels& kernels() { return has_bf16() ? avx512_bf16_kernels : choose(portable_kernels, avx2_kernels, avx512_kernels); }
 

@@ -13,6 +13,9 @@ namespace jaxfuse::contraction {
 // The loops for this machine.
 const Kernels& kernels();
 
+// Whether they multiply bf16 by an instruction of its own.
+bool has_bf16();
+
 // Element (k, n) of tap t is taps[t] + k·inner_step + n·column_step elements behind `data`. One of the steps is 1.
 struct Filter {
   const void* data;

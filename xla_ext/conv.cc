@@ -24,7 +24,7 @@ Forward checked(const Call& call) {
   Forward f{Geometry(call), call.operand(0, "x"), call.operand(1, "w"), {}, {}, {}, call.result(0, "y"),
             activation_attr(call), parameters_attr(call), call.attr<bool>("residual_last")};
   call.expect_dtype(f.x, {DType::F32, DType::BF16});
-  call.expect_dtype(f.w, {f.x.dtype});
+  call.expect_dtype(f.w, {f.x.dtype, DType::F32});
   call.expect_dtype(f.y, {f.x.dtype, DType::F32});
   f.geometry.check(call, f.x, f.w, f.y);
   const Shape features{f.y.shape[f.geometry.out_spec[1]]};
@@ -70,14 +70,28 @@ enum class Way { none, product, depthwise, winograd, contraction, onednn };
 
 Way way(const Forward& f) {
   if (f.x.size() == 0 || f.w.size() == 0 || f.y.size() == 0) return Way::none;
-  if (f.y.dtype != f.x.dtype || f.w.dtype != f.x.dtype) return contracted::takes(f.geometry, f.x, f.w, f.y) ? Way::contraction : Way::onednn;
+  if (f.y.dtype != f.x.dtype) return contracted::takes(f.geometry, f.x, f.w, f.y) ? Way::contraction : Way::onednn;
   if (pointwise::takes(f.geometry, f.x, f.w)) return Way::product;
   if (depthwise::takes(depthwise::Pass::forward, f.geometry, f.x, f.w, f.y)) return Way::depthwise;
   if (winograd::takes(f.geometry, f.x, f.w, f.y)) return Way::winograd;
   return contracted::takes(f.geometry, f.x, f.w, f.y) ? Way::contraction : Way::onednn;
 }
 
-unsigned libraries(const Call& call) { return way(checked(call)) == Way::onednn ? kOneDNN : kNative; }
+// The same with a filter of x's type; `memory` is for one that is rounded to it, and null where none is computed.
+Forward with_rounded_filter(const Forward& f, char* memory) {
+  Forward rounded = f;
+  if (f.w.dtype == f.x.dtype) return rounded;
+  rounded.w = {f.w.name, memory, f.x.dtype, f.w.shape};
+  const Epilogue rounding{Activation::none, {}, f.w.data, f.w.dtype, nullptr, nullptr, nullptr, false};
+  if (memory) run_epilogue(rounded.w, int64_t(f.w.shape.size()) - 1, rounding);
+  return rounded;
+}
+
+unsigned libraries(const Call& call) {
+  const Forward f = checked(call);
+  if (way(f) == Way::contraction) return kNative;
+  return way(with_rounded_filter(f, nullptr)) == Way::onednn ? kOneDNN : kNative;
+}
 
 void run_depthwise(const Forward& f) {
   with_epilogue(f, nullptr, f.y.dtype, [&](const Epilogue& e) { depthwise::forward(f.geometry, f.x, f.w, f.y, e); });
@@ -157,25 +171,26 @@ void run_without_products(const Forward& f) {
   finish(f, nullptr, f.y.dtype);
 }
 
-void run_by_onednn(const Forward& f) {
-  onednn::require();
-  run_saving(f, run_onednn);
-}
-
-void conv_fwd(const Call& call) {
-  const Forward f = checked(call);
+void run(const Forward& f) {
   switch (way(f)) {
     case Way::none: return run_without_products(f);
     case Way::product: return pointwise::forward(f);
     case Way::depthwise: return run_saving(f, run_depthwise);
     case Way::winograd:
       if (winograd::forward(f)) return;
-      return run_by_onednn(f);  // infinities as they are
+      [[fallthrough]];  // infinities as they are
     case Way::contraction:
-      if (contracted::forward(f)) return;
-      return run_by_onednn(f);
-    case Way::onednn: return run_by_onednn(f);
+    case Way::onednn:
+      onednn::require();
+      return run_saving(f, run_onednn);
   }
+}
+
+void conv_fwd(const Call& call) {
+  const Forward f = checked(call);
+  if (way(f) == Way::contraction && contracted::forward(f)) return;  // else infinities as they are
+  const Scratch rounded(f.w.dtype == f.x.dtype ? 0 : f.w.size() * ffi::ByteWidth(f.x.dtype));
+  run(with_rounded_filter(f, rounded.data()));
 }
 
 JAXFUSE_HANDLER(jaxfuse_conv_fwd, conv_fwd);

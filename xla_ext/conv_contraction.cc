@@ -186,13 +186,18 @@ class Convolution {
 }  // namespace
 
 bool takes(const Geometry& g, const Tensor& x, const Tensor& w, const Tensor& y) {
-  (void)y;
   const Shape strides = g.filter_strides(w);
   const bool fits = is_channels_last(g.lhs_spec) && is_channels_last(g.out_spec) && (strides[0] == 1 || strides[1] == 1);
-  if (!fits || !onednn::is_loaded()) return false;
-  static const char* on = std::getenv("ENGINE");
-  if (!on) return false;
-  return g.groups == 1 && (x.dtype == DType::BF16 || on[0] == '2');
+  if (!fits || !onednn::is_loaded() || !contraction::has_bf16() || g.groups > 1) return false;
+  const char* on = std::getenv("ENGINE");
+  if (on && on[0] == '0') return false;
+  if (on && on[0] == '2') return true;
+  if (x.dtype != DType::BF16) return false;
+  if (on && on[0] == '1') return true;
+  // oneDNN reorders the filter first: that is worth it where many pixels meet it.
+  constexpr int64_t kFilterForPixel = 600;
+  const int64_t pixels = y.size() / y.shape[g.out_spec[1]];
+  return w.size() >= kFilterForPixel * pixels;
 }
 
 bool forward(const Forward& f) { return Convolution(f, f.geometry.transposed()).run(); }
