@@ -11,6 +11,8 @@ namespace jaxfuse::contraction {
 constexpr int64_t per_step(Element element) { return element == Element::f32 ? 1 : 2; }
 constexpr int64_t kStepBytes = 4;
 
+constexpr int64_t kPositions = 32;  // that are transposed together
+
 // A matrix that becomes panels: element k of column n is at data + k·inner_step + n·column_step.
 struct Columns {
   Element element;
@@ -36,6 +38,9 @@ struct Kernels {
   // s·columns + n; zeros behind the last column, and behind the last element of a step. Whether all of them are finite.
   bool (*pack_f32)(const Columns&, int64_t count, int64_t inner, void* to);
   bool (*pack_bf16)(const Columns&, int64_t count, int64_t inner, void* to);
+  // Element c of each position's line becomes element p of row c, rows `stride` bytes apart; `count` is a multiple of kPositions.
+  void (*transpose_f32)(const char* const* positions, int64_t count, int64_t channels, char* to, int64_t stride);
+  void (*transpose_bf16)(const char* const* positions, int64_t count, int64_t channels, char* to, int64_t stride);
   // sums[i·columns + n] = Σ over taps and steps for i < count, added to what is there unless `first`.
   void (*multiply_f32)(const Tile&, int64_t count, float* sums, bool first);
   void (*multiply_bf16)(const Tile&, int64_t count, float* sums, bool first);

@@ -150,6 +150,34 @@ bool pack(const Columns& c, int64_t count, int64_t inner, void* to) {
   return finite.all();
 }
 
+// ---- lines for rows
+
+template <class Step, class T, class Lanes>
+void transpose_block(const char* const* positions, int64_t channel, int64_t channels, char* to, int64_t stride, Lanes lanes) {
+  const auto line = [&](int64_t p) { return load(reinterpret_cast<const T*>(positions[p]) + channel, lanes); };
+  Floats block[kLanes];
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < kLanes; ++i) {
+    const int64_t p = i * Step::kElements;
+    block[i] = Step::join(line(p), Step::kElements == 2 ? line(p + 1) : Floats{});
+  }
+  transpose(block);
+  for (int64_t i = 0; i < kLanes && channel + i < channels; ++i) {
+    store(reinterpret_cast<float*>(to + (channel + i) * stride), block[i]);
+  }
+}
+
+template <class Step, class T>
+void transpose_lines(const char* const* positions, int64_t count, int64_t channels, char* to, int64_t stride) {
+  constexpr int64_t kBlock = kLanes * Step::kElements;
+  static_assert(kPositions % kBlock == 0);
+  for (int64_t p = 0; p < count; p += kBlock) {
+    for_vectors(0, channels, [&](int64_t channel, auto lanes) {
+      transpose_block<Step, T>(positions + p, channel, channels, to + p * int64_t(sizeof(T)), stride, lanes);
+    });
+  }
+}
+
 // ---- products
 
 constexpr int64_t kLineSteps = 64 / kStepBytes;  // of a row, in a line of the cache
@@ -209,7 +237,7 @@ void multiply_rows(const Tile& tile, int64_t count, float* sums, bool first) {
   tile.narrow ? multiply<Step, rows, 1>(tile, sums, first) : multiply<Step, rows, kVectors>(tile, sums, first);
 }
 
-constexpr Kernels kernels = {kRows, kColumns, pack<OfFloats>, pack<OfPairs>, multiply_rows<OfFloats, kRows>, multiply_rows<OfPairs, kRows>};
+constexpr Kernels kernels = {kRows, kColumns, pack<OfFloats>, pack<OfPairs>, transpose_lines<OfFloats, float>, transpose_lines<OfPairs, bf16>, multiply_rows<OfFloats, kRows>, multiply_rows<OfPairs, kRows>};
 
 }  // namespace
 }  // namespace jaxfuse::contraction

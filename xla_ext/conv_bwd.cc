@@ -7,6 +7,7 @@
 #include "bf16.h"
 #include "conv.h"
 #include "conv_contraction.h"
+#include "conv_contraction_filter.h"
 #include "conv_depthwise.h"
 #include "conv_epilogue.h"
 #include "conv_filter.h"
@@ -84,10 +85,11 @@ void data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, 
 }
 
 // What computes the gradient of a filter that is not depthwise::weights_gradient's.
-enum class Sums { none, copies, loops, onednn };
+enum class Sums { none, copies, loops, contraction, onednn };
 
 Sums sums_of(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g) {
   if (dw.size() == 0 || x.size() == 0 || g.size() == 0) return Sums::none;
+  if (contracted::takes_filter_gradient(geometry, x, dw, g)) return Sums::contraction;
   const bool too_long = onednn::images_per_sum(geometry, dw, g) == 0;
   if (too_long && depthwise::has_single_inputs(geometry, dw)) return Sums::copies;
   return too_long || (x.dtype == DType::F32 && filter::is_faster(geometry, dw)) ? Sums::loops : Sums::onednn;
@@ -98,6 +100,7 @@ void weights_gradient(const Geometry& geometry, const Tensor& x, const Tensor& d
     case Sums::none: return dw.size() ? (void)std::memset(dw.data, 0, dw.bytes()) : void();
     case Sums::copies: return depthwise::weights_gradient_of_copies(geometry, x, dw, g);
     case Sums::loops: return filter::gradient(geometry, x, dw, g);
+    case Sums::contraction: return contracted::filter_gradient(geometry, x, dw, g);
     case Sums::onednn: return onednn::weights_gradient(geometry, x, dw, g);
   }
 }

@@ -1,0 +1,246 @@
+#include "conv_contraction_filter.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "contraction.h"
+#include "dense.h"
+#include "onednn/onednn.h"
+#include "parallel.h"
+#include "scratch.h"
+
+namespace jaxfuse::conv::contracted {
+namespace {
+
+using contraction::kernels, contraction::kPositions, contraction::kStepBytes;
+
+int64_t parts(int64_t extent, int64_t size) { return (extent + size - 1) / size; }
+int64_t rounded(int64_t extent, int64_t unit) { return parts(extent, unit) * unit; }
+int64_t even(int64_t extent, int64_t most) { return parts(extent, parts(extent, most)); }
+
+// Output o reads, by tap k, the input o·stride + k·dilation - padding_low. Where there is one tap, only inputs that are read
+// are packed; else every input from the first that is read to the last, those of a phase of the stride side by side.
+struct Dimension {
+  int64_t in = 1, out = 1, taps = 1, stride = 1, dilation = 1, padding_low = 0;
+
+  int64_t phases() const { return taps == 1 ? 1 : stride; }
+  int64_t packed(int64_t outputs) const { return taps == 1 ? outputs : parts((outputs - 1) * stride + (taps - 1) * dilation + 1, stride); }
+  // The input at place i of a phase, counted from the first that output `first` reads.
+  int64_t source(int64_t first, int64_t phase, int64_t i) const { return (first + i) * stride + phase - padding_low; }
+  int64_t phase_of(int64_t tap) const { return taps == 1 ? 0 : tap * dilation % stride; }
+  int64_t place_of(int64_t tap) const { return taps == 1 ? 0 : tap * dilation / stride; }
+  bool inside(int64_t input) const { return input >= 0 && input < in; }
+};
+
+struct Problem {
+  int64_t images, inputs, outputs, bytes;  // bytes of an element
+  Dimension rows, columns;
+  const char *x, *g;
+
+  Problem(const Geometry& geometry, const Tensor& in, const Tensor& dw, const Tensor& dy)
+      : images(dy.shape[0]), inputs(in.shape[geometry.lhs_spec[1]]), outputs(dy.shape[geometry.out_spec[1]]),
+        bytes(ffi::ByteWidth(in.dtype)), x(in.as<char>()), g(dy.as<char>()) {
+    const size_t n = geometry.spatial_rank();
+    Dimension* const dimensions[] = {&rows, &columns};
+    for (size_t i = 0; i < n; ++i) {
+      *dimensions[2 - n + i] = {in.shape[i + 1],     dy.shape[i + 1],      dw.shape[geometry.rhs_spec[i + 2]],
+                                geometry.strides[i], geometry.dilation[i], geometry.padding_low[i]};
+    }
+    if (rows.taps == 1 && columns.taps == 1 && rows.stride == 1 && columns.stride == 1) {  // every pixel by itself
+      columns = {images * rows.in * columns.in, images * rows.out * columns.out, 1, 1, 1, 0};
+      rows = {}, images = 1;
+    }
+  }
+
+  int64_t taps() const { return rows.taps * columns.taps; }
+  const char* pixel(int64_t image, int64_t row, int64_t column) const {
+    return x + ((image * rows.in + row) * columns.in + column) * inputs * bytes;
+  }
+};
+
+// Some columns of some rows of some images of g.
+struct Block {
+  int64_t image, images, row, rows, column, columns;
+  int64_t lines() const { return images * rows; }
+};
+
+// How the sums are cut, by the shapes alone, so that they repeat bit for bit. A task's sums, and what it packs of x and g, stay in
+// the second-level cache; a panel of g in the first.
+struct Cut {
+  static constexpr int64_t kSteps = 256, kSums = 64 << 10, kFewTasks = 8, kLongest = 16;
+  int64_t inputs, outputs;             // of a task: whole tiles, whole panels
+  int64_t input_parts, output_parts;
+  int64_t images, rows, columns;       // of a block
+  int64_t per_row, per_image, blocks;  // how many there are
+  int64_t parts_of_blocks;             // each with sums of its own
+
+  explicit Cut(const Problem& p) {
+    const int64_t tile = kernels().rows, panel = kernels().columns;
+    const int64_t most_outputs = std::max(panel, 256 / panel * panel);
+    outputs = rounded(even(p.outputs, most_outputs), panel), output_parts = parts(p.outputs, outputs);
+    inputs = rounded(even(p.inputs, std::max(tile, kSums / p.taps() / outputs / tile * tile)), tile), input_parts = parts(p.inputs, inputs);
+    const int64_t pixels = kSteps * kStepBytes / p.bytes;
+    columns = even(p.columns.out, pixels);
+    rows = even(p.rows.out, std::max<int64_t>(1, pixels / p.columns.out));
+    images = even(p.images, std::max<int64_t>(1, pixels / (p.columns.out * p.rows.out)));
+    per_row = parts(p.columns.out, columns), per_image = parts(p.rows.out, rows) * per_row;
+    blocks = parts(p.images, images) * per_image;
+    const int64_t few = parts(kFewTasks, input_parts * output_parts);
+    parts_of_blocks = std::min(blocks, std::max(few, parts(blocks, kLongest)));
+  }
+
+  Block block(const Problem& p, int64_t i) const {
+    const int64_t image = i / per_image * images, row = i % per_image / per_row * rows, column = i % per_row * columns;
+    return {image, std::min(images, p.images - image), row, std::min(rows, p.rows.out - row),
+            column, std::min(columns, p.columns.out - column)};
+  }
+
+  int64_t tiles(int64_t count) const { return parts(count, kernels().rows); }
+  int64_t panels(int64_t count) const { return parts(count, kernels().columns); }
+};
+
+// Some features of x and of g.
+class Task {
+ public:
+  Task(const Problem& p, const Cut& cut, int64_t number)
+      : p_(p), loops_(kernels()), input_(number % cut.input_parts * cut.inputs), inputs_(std::min(cut.inputs, p.inputs - input_)),
+        output_(number / cut.input_parts * cut.outputs), outputs_(std::min(cut.outputs, p.outputs - output_)),
+        row_(p.columns.packed(cut.columns)),
+        phase_(rounded(cut.images * p.rows.phases() * p.rows.packed(cut.rows) * row_, kPositions)),
+        stride_(p.columns.phases() * phase_ * p.bytes + 64), zeros_(p.inputs * p.bytes + 64),
+        x_(inputs_ * stride_ + 64), g_(cut.images * cut.rows * steps(cut.columns) * loops_.columns * kStepBytes),
+        positions_(p.columns.phases() * phase_) {
+    std::fill_n(zeros_.data(), p.inputs * p.bytes, 0);
+  }
+
+  // Adds the block's products to tiles of sums, or writes them: [panel][tap][tile][row][column].
+  void run(const Block& b, float* sums, bool first) {
+    pack_x(b);
+    const bool whole = p_.taps() == 1;  // lines follow one another
+    const int64_t lines = whole ? 1 : b.lines(), length = whole ? b.lines() * b.columns : b.columns;
+    point(b, lines);
+    const auto pack = p_.bytes == 4 ? loops_.pack_f32 : loops_.pack_bf16;
+    const auto multiply = p_.bytes == 4 ? loops_.multiply_f32 : loops_.multiply_bf16;
+    const int64_t per = kStepBytes / p_.bytes, line_bytes = steps(length) * loops_.columns * kStepBytes;
+    for (int64_t n = 0; n < outputs_; n += loops_.columns) {
+      const int64_t count = std::min(loops_.columns, outputs_ - n);
+      for (int64_t line = 0; line < lines; ++line) {
+        pack({p_.bytes == 4 ? Element::f32 : Element::bf16, g_of(b, line, output_ + n), p_.outputs, 1}, count, length, g_.data() + line * line_bytes);
+      }
+      for (int64_t tap = 0; tap < p_.taps(); ++tap) {
+        const int64_t column_tap = tap % p_.columns.taps, row_tap = tap / p_.columns.taps;
+        const int64_t offset = p_.columns.phase_of(column_tap) * phase_ + p_.columns.place_of(column_tap) +
+                               (p_.rows.phase_of(row_tap) * p_.rows.packed(b.rows) + p_.rows.place_of(row_tap)) * row_;
+        for (int64_t c = 0; c < inputs_; c += loops_.rows, sums += loops_.rows * loops_.columns) {
+          multiply({pointers_.data() + c, nullptr, inputs_, offset * p_.bytes, lines, steps(length), length % per != 0,
+                    2 * count <= loops_.columns, g_.data()}, std::min(loops_.rows, inputs_ - c), sums, first);
+        }
+      }
+    }
+  }
+
+ private:
+  int64_t steps(int64_t length) const { return parts(length * p_.bytes, kStepBytes); }
+
+  const char* g_of(const Block& b, int64_t line, int64_t output) const {
+    const int64_t image = b.image + line / b.rows, row = b.row + line % b.rows;
+    return p_.g + (((image * p_.rows.out + row) * p_.columns.out + b.column) * p_.outputs + output) * p_.bytes;
+  }
+
+  // Rows of a block follow one another: of an image, of a phase of their stride.
+  void pack_x(const Block& b) {
+    auto at = positions_.begin();
+    for (int64_t phase = 0; phase < p_.columns.phases(); ++phase) {
+      const auto begin = at;
+      for (int64_t image = b.image; image < b.image + b.images; ++image) {
+        for (int64_t row_phase = 0; row_phase < p_.rows.phases(); ++row_phase) {
+          for (int64_t i = 0; i < p_.rows.packed(b.rows); ++i) {
+            const int64_t row = p_.rows.source(b.row, row_phase, i);
+            for (int64_t j = 0; j < row_length(b); ++j) {
+              const int64_t column = p_.columns.source(b.column, phase, j);
+              const bool inside = p_.rows.inside(row) && p_.columns.inside(column);
+              *at++ = (inside ? p_.pixel(image, row, column) : zeros_.data()) + input_ * p_.bytes;
+            }
+          }
+        }
+      }
+      std::fill(at, begin + phase_, zeros_.data());
+      at = begin + phase_;
+    }
+    (p_.bytes == 4 ? loops_.transpose_f32 : loops_.transpose_bf16)(positions_.data(), int64_t(positions_.size()), inputs_, x_.data(), stride_);
+  }
+
+  // Rows of a narrower block, the last of a row, are as long where they are told apart.
+  int64_t row_length(const Block& b) const { return p_.taps() == 1 ? b.columns : row_; }
+
+  void point(const Block& b, int64_t lines) {
+    pointers_.resize(lines * inputs_);
+    for (int64_t line = 0; line < lines; ++line) {
+      const int64_t row = line / b.rows * p_.rows.phases() * p_.rows.packed(b.rows) + line % b.rows;
+      for (int64_t c = 0; c < inputs_; ++c) pointers_[line * inputs_ + c] = x_.data() + c * stride_ + row * row_ * p_.bytes;
+    }
+  }
+
+  const Problem& p_;
+  const contraction::Kernels& loops_;
+  const int64_t input_, inputs_, output_, outputs_, row_, phase_, stride_;
+  const Scratch zeros_, x_, g_;
+  std::vector<const char*> positions_, pointers_;
+};
+
+}  // namespace
+
+bool takes_filter_gradient(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g) {
+  (void)g;
+  const bool fits = is_channels_last(geometry.lhs_spec) && is_channels_last(geometry.out_spec) && geometry.groups == 1 &&
+                    geometry.spatial_rank() <= 2 && !geometry.transposed() && x.shape[geometry.lhs_spec[1]] >= kernels().rows &&
+                    geometry.filter_strides(dw)[0] == 1;
+  if (!fits || !onednn::is_loaded() || !contraction::has_bf16()) return false;
+  const char* on = std::getenv("ENGINE");
+  if (on && on[0] == '0') return false;
+  if (on && on[0] == '2') return true;
+  return x.dtype == DType::BF16;
+}
+
+void filter_gradient(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g) {
+  const Problem p(geometry, x, dw, g);
+  const Cut cut(p);
+  const contraction::Kernels& loops = kernels();
+  const int64_t tile = loops.rows * loops.columns, tasks = cut.input_parts * cut.output_parts;
+  const int64_t of_task = cut.panels(cut.outputs) * p.taps() * cut.tiles(cut.inputs) * tile;
+  const Scratch sums(tasks * cut.parts_of_blocks * of_task * sizeof(float));
+  const auto sums_of = [&](int64_t task, int64_t part) { return sums.as<float>() + (task * cut.parts_of_blocks + part) * of_task; };
+  parallel_for(tasks * cut.parts_of_blocks, [&](int64_t i) {
+    const int64_t number = i % tasks, part = i / tasks;
+    Task task(p, cut, number);
+    const int64_t begin = part * cut.blocks / cut.parts_of_blocks, end = (part + 1) * cut.blocks / cut.parts_of_blocks;
+    for (int64_t block = begin; block < end; ++block) task.run(cut.block(p, block), sums_of(number, part), block == begin);
+  });
+  const Shape strides = geometry.filter_strides(dw);
+  const size_t n = strides.size();
+  const int64_t row_step = n > 3 ? strides[2] : 0, column_step = strides[n - 1];
+  const int64_t tiles = cut.tiles(cut.inputs), lines = tasks * p.taps() * cut.inputs;
+  parallel_for(parts(lines, loops.rows), [&](int64_t i) {
+    const int64_t number = i / tiles / p.taps(), tap = i / tiles % p.taps(), t = i % tiles;
+    const int64_t input = number % cut.input_parts * cut.inputs, inputs = std::min(cut.inputs, p.inputs - input);
+    const int64_t output = number / cut.input_parts * cut.outputs, outputs = std::min(cut.outputs, p.outputs - output);
+    const int64_t own_tiles = cut.tiles(inputs);
+    if (t >= own_tiles) return;
+    for (int64_t panel = 0; panel < cut.panels(outputs); ++panel) {
+      const int64_t at = ((panel * p.taps() + tap) * own_tiles + t) * tile;
+      float* const total = sums_of(number, 0) + at;
+      for (int64_t part = 1; part < cut.parts_of_blocks; ++part) {
+        const float* own = sums_of(number, part) + at;
+        for (int64_t j = 0; j < tile; ++j) total[j] += own[j];
+      }
+      const int64_t to = tap / p.columns.taps * row_step + tap % p.columns.taps * column_step + (input + t * loops.rows) * strides[1] +
+                         output + panel * loops.columns;
+      const int64_t columns = std::min(loops.columns, outputs - panel * loops.columns);
+      const dense::EpilogueArgs written{element_of(dw.dtype), columns, strides[1], loops.columns, Activation::none, {}, total, nullptr,
+                                        nullptr, nullptr, false, nullptr, dw.as<char>() + to * int64_t(ffi::ByteWidth(dw.dtype))};
+      dense::kernels().epilogue(written, 0, std::min(loops.rows, inputs - t * loops.rows));
+    }
+  });
+}
+
+}  // namespace jaxfuse::conv::contracted
