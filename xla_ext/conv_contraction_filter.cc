@@ -76,7 +76,7 @@ struct Cut {
 
   explicit Cut(const Problem& p) {
     const int64_t tile = kernels().rows, panel = kernels().columns;
-    const int64_t most_outputs = std::max(panel, 256 / panel * panel);
+    const int64_t most_outputs = std::max(panel, (p.taps() == 1 ? 256 : 64) / panel * panel);
     outputs = rounded(even(p.outputs, most_outputs), panel), output_parts = parts(p.outputs, outputs);
     inputs = rounded(even(p.inputs, std::max(tile, kSums / p.taps() / outputs / tile * tile)), tile), input_parts = parts(p.inputs, inputs);
     const int64_t pixels = kSteps * kStepBytes / p.bytes;
@@ -97,6 +97,8 @@ struct Cut {
 
   int64_t tiles(int64_t count) const { return parts(count, kernels().rows); }
   int64_t panels(int64_t count) const { return parts(count, kernels().columns); }
+  // A task's.
+  int64_t sums(const Problem& p) const { return p.taps() * inputs * outputs; }
 };
 
 // Some features of x and of g.
@@ -188,58 +190,87 @@ class Task {
   std::vector<const char*> positions_, pointers_;
 };
 
+// dw from the sums of tasks.
+class Written {
+ public:
+  Written(const Geometry& geometry, const Tensor& dw, const Problem& p, const Cut& cut)
+      : dw_(dw), p_(p), cut_(cut), loops_(kernels()), strides_(geometry.filter_strides(dw)) {}
+
+  // A task's tiles, those of one tap and one place in each of its panels taken as one.
+  int64_t rows() const { return p_.taps() * cut_.tiles(cut_.inputs); }
+
+  // Of one of these, from the sums of `count` parts, of which the first is overwritten.
+  void write(int64_t number, int64_t row, float* sums, int64_t count) const {
+    const int64_t tap = row % p_.taps(), first = row / p_.taps() * loops_.rows;
+    const int64_t input = number % cut_.input_parts * cut_.inputs, inputs = std::min(cut_.inputs, p_.inputs - input);
+    const int64_t output = number / cut_.input_parts * cut_.outputs, outputs = std::min(cut_.outputs, p_.outputs - output);
+    if (first >= inputs) return;
+    for (int64_t n = 0; n < outputs; n += loops_.columns) {
+      const int64_t tile = loops_.rows * loops_.columns, panel = n / loops_.columns;
+      float* const total = sums + ((panel * p_.taps() + tap) * cut_.tiles(inputs) + first / loops_.rows) * tile;
+      for (int64_t part = 1; part < count; ++part) {
+        const float* const own = total + part * cut_.sums(p_);
+        for (int64_t j = 0; j < tile; ++j) total[j] += own[j];
+      }
+      char* const to = dw_.as<char>() + place(tap, input + first, output + n) * int64_t(ffi::ByteWidth(dw_.dtype));
+      dense::kernels().epilogue({element_of(dw_.dtype), std::min(loops_.columns, outputs - n), strides_[1], loops_.columns,
+                                 Activation::none, {}, total, nullptr, nullptr, nullptr, false, nullptr, to},
+                                0, std::min(loops_.rows, inputs - first));
+    }
+  }
+
+ private:
+  int64_t place(int64_t tap, int64_t input, int64_t output) const {
+    const size_t n = strides_.size();
+    const int64_t row = n > 3 ? tap / p_.columns.taps * strides_[2] : 0;
+    return row + tap % p_.columns.taps * strides_[n - 1] + input * strides_[1] + output;
+  }
+
+  const Tensor dw_;
+  const Problem& p_;
+  const Cut& cut_;
+  const contraction::Kernels& loops_;
+  const Shape strides_;
+};
+
 }  // namespace
 
 bool takes_filter_gradient(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g) {
-  (void)g;
   const bool fits = is_channels_last(geometry.lhs_spec) && is_channels_last(geometry.out_spec) && geometry.groups == 1 &&
                     geometry.spatial_rank() <= 2 && !geometry.transposed() && x.shape[geometry.lhs_spec[1]] >= kernels().rows &&
                     geometry.filter_strides(dw)[0] == 1;
-  if (!fits || !onednn::is_loaded() || !contraction::has_bf16()) return false;
-  const char* on = std::getenv("ENGINE");
-  if (on && on[0] == '0') return false;
-  if (on && on[0] == '2') return true;
-  return x.dtype == DType::BF16;
+  if (!fits || !onednn::is_loaded() || !contraction::has_bf16() || dw.size() == 0 || g.size() == 0) return false;
+  // Where oneDNN is slower, as measured on Zen 5 (benchmarks/README.md): strides, and in bf16 few pixels under a large filter.
+  constexpr int64_t kFilterForPixel = 100;
+  const bool strided = geometry.strides != Shape(geometry.spatial_rank(), 1), single = geometry.taps(dw) == 1;
+  if (x.dtype == DType::F32) return strided && !single;
+  const int64_t pixels = g.size() / g.shape[geometry.out_spec[1]];
+  return strided || (single && dw.size() >= kFilterForPixel * pixels);
 }
 
 void filter_gradient(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g) {
   const Problem p(geometry, x, dw, g);
   const Cut cut(p);
-  const contraction::Kernels& loops = kernels();
-  const int64_t tile = loops.rows * loops.columns, tasks = cut.input_parts * cut.output_parts;
-  const int64_t of_task = cut.panels(cut.outputs) * p.taps() * cut.tiles(cut.inputs) * tile;
-  const Scratch sums(tasks * cut.parts_of_blocks * of_task * sizeof(float));
-  const auto sums_of = [&](int64_t task, int64_t part) { return sums.as<float>() + (task * cut.parts_of_blocks + part) * of_task; };
-  parallel_for(tasks * cut.parts_of_blocks, [&](int64_t i) {
-    const int64_t number = i % tasks, part = i / tasks;
+  const Written written(geometry, dw, p, cut);
+  const int64_t tasks = cut.input_parts * cut.output_parts, count = cut.parts_of_blocks;
+  const auto run = [&](int64_t number, int64_t part, float* sums) {
     Task task(p, cut, number);
-    const int64_t begin = part * cut.blocks / cut.parts_of_blocks, end = (part + 1) * cut.blocks / cut.parts_of_blocks;
-    for (int64_t block = begin; block < end; ++block) task.run(cut.block(p, block), sums_of(number, part), block == begin);
-  });
-  const Shape strides = geometry.filter_strides(dw);
-  const size_t n = strides.size();
-  const int64_t row_step = n > 3 ? strides[2] : 0, column_step = strides[n - 1];
-  const int64_t tiles = cut.tiles(cut.inputs), lines = tasks * p.taps() * cut.inputs;
-  parallel_for(parts(lines, loops.rows), [&](int64_t i) {
-    const int64_t number = i / tiles / p.taps(), tap = i / tiles % p.taps(), t = i % tiles;
-    const int64_t input = number % cut.input_parts * cut.inputs, inputs = std::min(cut.inputs, p.inputs - input);
-    const int64_t output = number / cut.input_parts * cut.outputs, outputs = std::min(cut.outputs, p.outputs - output);
-    const int64_t own_tiles = cut.tiles(inputs);
-    if (t >= own_tiles) return;
-    for (int64_t panel = 0; panel < cut.panels(outputs); ++panel) {
-      const int64_t at = ((panel * p.taps() + tap) * own_tiles + t) * tile;
-      float* const total = sums_of(number, 0) + at;
-      for (int64_t part = 1; part < cut.parts_of_blocks; ++part) {
-        const float* own = sums_of(number, part) + at;
-        for (int64_t j = 0; j < tile; ++j) total[j] += own[j];
-      }
-      const int64_t to = tap / p.columns.taps * row_step + tap % p.columns.taps * column_step + (input + t * loops.rows) * strides[1] +
-                         output + panel * loops.columns;
-      const int64_t columns = std::min(loops.columns, outputs - panel * loops.columns);
-      const dense::EpilogueArgs written{element_of(dw.dtype), columns, strides[1], loops.columns, Activation::none, {}, total, nullptr,
-                                        nullptr, nullptr, false, nullptr, dw.as<char>() + to * int64_t(ffi::ByteWidth(dw.dtype))};
-      dense::kernels().epilogue(written, 0, std::min(loops.rows, inputs - t * loops.rows));
-    }
+    const int64_t begin = part * cut.blocks / count, end = (part + 1) * cut.blocks / count;
+    for (int64_t block = begin; block < end; ++block) task.run(cut.block(p, block), sums, block == begin);
+  };
+  if (count == 1) {  // written while the sums are in the cache
+    return parallel_for(tasks, [&](int64_t number) {
+      const Scratch sums(cut.sums(p) * sizeof(float));
+      run(number, 0, sums.as<float>());
+      for (int64_t row = 0; row < written.rows(); ++row) written.write(number, row, sums.as<float>(), 1);
+    });
+  }
+  const Scratch sums(tasks * count * cut.sums(p) * sizeof(float));
+  const auto sums_of = [&](int64_t number) { return sums.as<float>() + number * count * cut.sums(p); };
+  parallel_for(tasks * count, [&](int64_t i) { run(i % tasks, i / tasks, sums_of(i % tasks) + i / tasks * cut.sums(p)); });
+  parallel_for(tasks * written.rows(), [&](int64_t i) {
+    const int64_t number = i / written.rows();
+    written.write(number, i % written.rows(), sums_of(number), count);
   });
 }
 
