@@ -24,7 +24,7 @@ def _arguments(argv):
     option("--quick", action="store_true", help="small shapes and short turns, to try the machinery; says nothing about speed")
     option("--peers", default=",".join(peers.PEERS), help="whom to measure (default: %(default)s)")
     option("--allocator", choices=[*peers.ALLOCATORS, "both"], default="tuned", help=f"{ALLOCATOR} (default: %(default)s)")
-    option("--torch-python", metavar="PATH", help="the interpreter that has torch, if it is not this one")
+    option("--torch-python", metavar="PATH", help="the interpreter that has torch and the inference runtimes, if it is not this one")
     option("--turns", type=int, default=5, help="turns of each peer (default: %(default)s)")
     option("--readme", type=Path, metavar="RESULT.json", help="put this result's table into README.md and end")
     arguments = parser.parse_args(argv)
@@ -40,7 +40,8 @@ def _arguments(argv):
 def _measure(work, interpreters, turns, seconds, result, save):
     """Fills the result, saving it after every case; returns what must not be in it."""
     problems = []
-    with screen.progress(len(work) * len(interpreters) * (1 + turns)) as (begin, advance):
+    measured = sum(peers.PEERS[name].takes(case) for case, _ in work for name in interpreters)
+    with screen.progress(measured * (1 + turns)) as (begin, advance):
         for allocator in dict.fromkeys(allocator for _, allocator in work):
             with run.Crew({**interpreters, peers.REFERENCE: sys.executable}, allocator) as crew:
                 for name in interpreters:

@@ -40,10 +40,13 @@ def time_calls(run, seconds, clock=time.perf_counter):
 class Server:
     def __init__(self, name):
         self.name, self.prepared = name, None
-        if peers.lookup(name).framework == "torch":
+        framework = peers.lookup(name).framework
+        if framework == "torch":
             from .torch_peer import TorchPeer as Framework
-        else:
+        elif framework == "jax":
             from .jax_peer import JaxPeer as Framework
+        else:
+            from .exported_peer import ExportedPeer as Framework
         self.framework = Framework(name)
 
     def prepare(self, case, folder):

@@ -1,5 +1,6 @@
 """Who is measured. One peer is one process with one setting: environment variables of that process and nothing else."""
 
+import functools
 import importlib.metadata
 import os
 import subprocess
@@ -9,9 +10,15 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Peer:
+    """`dtypes`: of an inference runtime, which takes networks in inference only; none: all cases."""
+
     title: str
     framework: str
     environment: dict = field(default_factory=dict)
+    dtypes: tuple[str, ...] = ()
+
+    def takes(self, case):
+        return not self.dtypes or case.kind == "model" and case.task == "inference" and case.dtype in self.dtypes
 
 
 PEERS = {
@@ -20,7 +27,17 @@ PEERS = {
     # Convolutions away from YNNPACK, reductions to it: the fastest setting of jaxlib 0.10 on convolutional networks.
     "xla-tuned": Peer("XLA tuned", "jax", {"XLA_FLAGS": "--xla_cpu_experimental_ynn_fusion_type=reduce"}),
     "torch": Peer("PyTorch", "torch"),
-    "torch-compile": Peer("torch.compile", "torch"),
+    # Of a network in inference the weights are constants then, folded and laid out once.
+    "torch-compile": Peer("torch.compile", "torch", {"TORCHINDUCTOR_FREEZING": "1"}),
+    "openvino": Peer("OpenVINO", "openvino", dtypes=("f32", "bf16")),
+    "onnxruntime": Peer("ONNX Runtime", "onnxruntime", dtypes=("f32",)),
+}
+# What a peer's interpreter must be able to import; those of the first are asked of the one that runs this.
+NEEDS = {
+    "jax": ("jax", "flax"),
+    "torch": ("torch", "numpy"),
+    "openvino": ("torch", "openvino"),
+    "onnxruntime": ("torch", "onnx", "onnxscript", "onnxruntime"),
 }
 REFERENCE = "reference"  # the float64 truth; never timed
 REFERENCE_PEER = Peer("float64", "jax", {"JAX_ENABLE_X64": "1"})
@@ -56,22 +73,27 @@ def environment(name, allocator):
 
 def available(names, torch_python):
     """({peer: interpreter}, [a sentence for each peer left out])."""
-    torch_python = torch_python or sys.executable
-    missing = {}
-    for package in ("jax", "flax", "jaxfuse"):
-        # Not by looking for the module: the source folder jaxfuse/ is there without being installed.
-        if not any(importlib.metadata.distributions(name=package)):
-            missing[package] = f"{package} is not installed in {sys.executable}"
-    if any(PEERS[name].framework == "torch" for name in names):
-        probe = subprocess.run([torch_python, "-c", "import torch, numpy"], capture_output=True, text=True)
-        if probe.returncode:
-            missing["torch"] = f"{torch_python} cannot import torch; --torch-python names an interpreter that can"
     interpreters, left_out = {}, []
     for name in names:
-        needed = ["torch"] if PEERS[name].framework == "torch" else ["jax", "flax"] + ["jaxfuse"] * (name == "jaxfuse")
-        reasons = [missing[package] for package in needed if package in missing]
-        if reasons:
-            left_out.append(f"{name} is left out: {reasons[0]}.")
+        framework = PEERS[name].framework
+        interpreter = sys.executable if framework == "jax" else torch_python or sys.executable
+        reason = _not_installed(name) if framework == "jax" else _not_importable(framework, interpreter)
+        if reason:
+            left_out.append(f"{name} is left out: {reason}.")
         else:
-            interpreters[name] = torch_python if PEERS[name].framework == "torch" else sys.executable
+            interpreters[name] = interpreter
     return interpreters, left_out
+
+
+def _not_installed(name):
+    """Not by looking for the module: the source folder jaxfuse/ is there without being installed."""
+    for package in (*NEEDS["jax"], *["jaxfuse"] * (name == "jaxfuse")):
+        if not any(importlib.metadata.distributions(name=package)):
+            return f"{package} is not installed in {sys.executable}"
+    return ""
+
+
+@functools.cache
+def _not_importable(framework, interpreter):
+    missing = [m for m in NEEDS[framework] if subprocess.run([interpreter, "-c", f"import {m}"], capture_output=True).returncode]
+    return f"{interpreter} cannot import {' and '.join(missing)}; --torch-python names an interpreter that can" if missing else ""

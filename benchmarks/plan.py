@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 from . import report
+from .peers import PEERS
 
 # Seconds of one peer for one case where no result tells, and what a turn of a short call costs beside its own time.
 UNKNOWN = {"model": 20.0, "issue": 3.0}
@@ -22,8 +23,9 @@ def known_rows(folder, path):
 def left_to_do(chosen, allocators, names, path, result):
     """[(case, allocator)] that the file has not with all these peers; `result` says of which machine, versions and settings."""
     rows = report.fitting_rows(path, result) if path and path.exists() else []
-    done = {(row["case"], row["allocator"]) for row in rows if all("ms" in row["peers"].get(name, {}) for name in names)}
-    return [(case, allocator) for allocator in allocators for case in chosen if (case.name, allocator) not in done]
+    done = {(row["case"], row["allocator"], name) for row in rows for name, answer in row["peers"].items() if "ms" in answer}
+    return [(case, allocator) for allocator in allocators for case in chosen
+            if any((case.name, allocator, name) not in done for name in names if PEERS[name].takes(case))]
 
 
 def seconds(work, names, turns, turn_seconds, rows):
@@ -31,7 +33,7 @@ def seconds(work, names, turns, turn_seconds, rows):
     before = {row["case"]: row for row in rows}
     total = Counter()
     for case, _ in work:
-        for name in names:
+        for name in (name for name in names if PEERS[name].takes(case)):
             answer = before.get(case.name, {}).get("peers", {}).get(name, {})
             total[case.kind] += _of_peer(answer, turns, turn_seconds) or _of_kind(case.kind, name, rows, turns, turn_seconds)
         total[case.kind] += UNKNOWN.get(case.kind, UNKNOWN_OP) / 4  # the float64 reference

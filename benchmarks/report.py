@@ -124,7 +124,7 @@ def markdown(result, kinds=tuple(SECTIONS)):
 
 
 def _versions(peers):
-    shown = "jax", "jaxlib", "jaxfuse", "jaxfuse oneDNN", "torch", "torch oneDNN"
+    shown = "jax", "jaxlib", "jaxfuse", "jaxfuse oneDNN", "torch", "torch oneDNN", "openvino", "onnxruntime"
     return {key: peer["versions"][key] for peer in peers.values() for key in shown if key in peer["versions"]}
 
 

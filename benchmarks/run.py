@@ -78,7 +78,7 @@ def _check(case, crew, folder, advance):
     reference). The reference comes first: it decides the cotangent."""
     reference = crew.prepare(peers.REFERENCE, case, folder)
     prepared, errors = {}, {}
-    for name in crew.names:
+    for name in (name for name in crew.names if peers.PEERS[name].takes(case)):
         prepared[name] = crew.prepare(name, case, folder)
         outputs = folder / f"{name}.npz"
         if outputs.exists() and "error" not in reference:

@@ -1,7 +1,9 @@
 // Runs an execution plan that jaxfuse/runtime/cudnn made while the program was lowered. It knows no operation: which buffer is which
 // tensor of the plan's graph is said by `uids`, operands first, then results; the last result is the plan's workspace.
 //
-// A plan is read once for each device: that allocates and loads kernels, in the first call. Calls after that only enqueue.
+// A plan is read once for each device: that allocates and loads kernels, in the first call. Calls after that only enqueue. So XLA
+// may record them: cuDNN has no note of engines that a stream could not capture (its note on CUDA graphs is of another way to
+// make them), and other frameworks record its plans as well.
 #include "capture.h"
 #include "cudnn_api.h"
 #include "handler.h"

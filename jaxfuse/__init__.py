@@ -8,7 +8,7 @@ max pools, LSTM and GRU.
 
 from jaxfuse import ops
 from jaxfuse.fuse import explain, fuse
-from jaxfuse.report import Difference, FusionError, FusionReport, Site, diff
+from jaxfuse.report import Counters, Difference, FusionError, FusionReport, Site, counters, diff
 from jaxfuse.runtime import ffi, memory, reasons
 from jaxfuse.runtime.memory import retain_memory
 from jaxfuse.runtime.threads import get_num_threads, set_num_threads
@@ -16,8 +16,8 @@ from jaxfuse.runtime.versions import UnreadWarning
 
 __version__ = "0.1.0"  # and in pyproject.toml
 __all__ = [
-    "Difference", "FusionError", "FusionReport", "Site", "UnreadWarning", "diff", "explain", "fuse", "get_num_threads", "ops", "reasons",
-    "retain_memory", "set_num_threads"]
+    "Counters", "Difference", "FusionError", "FusionReport", "Site", "UnreadWarning", "counters", "diff", "explain", "fuse",
+    "get_num_threads", "ops", "reasons", "retain_memory", "set_num_threads"]
 
 memory.retain_if_asked()
 ffi.register_all()  # programs that jax.export wrote call our targets without a line of ours

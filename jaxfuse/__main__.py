@@ -1,4 +1,4 @@
-"""python -m jaxfuse demo | run | explain | bench | doctor"""
+"""python -m jaxfuse demo | run | explain | bisect | bench | doctor"""
 
 import argparse
 import importlib.util
@@ -59,6 +59,13 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--platform", help='"cpu", "cuda", "rocm" or "tpu" (default: that of this machine)')
     explain.add_argument("--measure", action="store_true", help="also the milliseconds of every site, fused and unfused")
     explain.set_defaults(run=_explain)
+
+    text = "which fused site makes a check fail: the check runs with more and with fewer sites fused, log2 of their number times"
+    more = " The check is a function without parameters, which calls what it has fused. It fails by an exception, by returning " \
+        "False, or by the end of its process. Each run is a process of its own."
+    bisect = commands.add_parser("bisect", help=text, description=f"Says {text}.{more}")
+    bisect.add_argument("target", metavar="module:check", help="or file.py:check")
+    bisect.set_defaults(run=_bisect)
 
     # No option of its own but --tune, not even --help: whatever follows is the benchmark's. Hence a prefix that no argument has.
     text = "measure ops and models against XLA and PyTorch; what follows goes to python -m benchmarks. --tune: from which size on " \
@@ -122,13 +129,22 @@ def _doctor(arguments) -> int:
 
 
 def _explain(arguments) -> int:
-    from jaxfuse.commands import explain
+    from jaxfuse.commands import explain, target
 
     given = {name: value for name, value in vars(arguments).items() if name != "run"}
     try:
         return explain.run(**given)
-    except (explain.Unusable, ValueError) as error:
+    except (target.Unusable, ValueError) as error:
         return _fail(f"explain: {error}")
+
+
+def _bisect(arguments) -> int:
+    from jaxfuse.commands import bisect, target
+
+    try:
+        return bisect.run(arguments.target)
+    except target.Unusable as error:
+        return _fail(f"bisect: {error}")
 
 
 def _fail(sentence: str) -> int:

@@ -2,13 +2,13 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from jaxfuse import patterns
+from jaxfuse import patterns as known_patterns
 from jaxfuse.analysis import scan_pairs
 from jaxfuse.jitted import Fused
 from jaxfuse.ops.errors import one_of
@@ -20,10 +20,12 @@ from jaxfuse.program.signature import Traced, is_part_of_a_program, trace
 from jaxfuse.program.site import Match, Refusal, UnfusedStep
 from jaxfuse.program.source import raising_line
 from jaxfuse.report import FusionError, FusionReport, build, log
-from jaxfuse.report.site import site
+from jaxfuse.report.counters import count
+from jaxfuse.report.site import Site, site
 from jaxfuse.runtime import platforms, private, versions
-from jaxfuse.runtime.reasons import asks_nothing
+from jaxfuse.runtime.reasons import LeftOut, asks_nothing
 from jaxfuse.runtime.settings import unwatched
+from jaxfuse.selection import ALL, Decider, Selection
 from jaxfuse.tuning import policy as policies
 
 P = ParamSpec("P")
@@ -34,29 +36,31 @@ private.hide_frames("fuse", "jitted", "program.graph", "program.plan", "program.
 
 
 @unwatched
-def plan(closed: ClosedJaxpr, unprofitable, outer: tuple[Graph, Node] | None = None) -> Plan:
+def plan(closed: ClosedJaxpr, decider: Decider, outer: tuple[Graph, Node] | None = None) -> Plan:
     """Finds every site of the program, the bodies of its loops and branches included; `outer` as in `Graph`."""
     versions.warn_if_newer()
     graph = Graph(closed, outer)
     if not graph.is_symbolic:
-        return _plan(closed, graph, unprofitable)
+        return _plan(closed, graph, decider)
     try:
-        return _plan(closed, graph, symbolic.unprofitable(unprofitable))
+        return _plan(closed, graph, decider.of_symbolic_shapes())
     except Exception as error:
         return Plan(closed, graph, {}, found=[Refusal("program", graph.nodes[0], (), symbolic.cannot_be_told(error))])
 
 
-def _plan(closed: ClosedJaxpr, graph: Graph, unprofitable) -> Plan:
+def _plan(closed: ClosedJaxpr, graph: Graph, decider: Decider) -> Plan:
     replacements: dict[Value, Emission] = {}
     owners: dict[int, Emission] = {}
     partial = [node for node in graph.nodes if any(value.is_partial for value in (*node.inputs, *node.outputs))]
     found: list = [Refusal("program", partial[0], (), PARTIAL)] if partial else []
     claimed, covered = {node.index for node in partial}, set[int]()
-    for pattern in patterns.ORDER:
+    for pattern in known_patterns.ORDER:
         for anchor in pattern.anchors(graph):
             if anchor.index in claimed:
                 continue
-            for result in _matches(pattern, graph, anchor, claimed, unprofitable):
+            for result in _matches(pattern, graph, anchor, claimed, decider.unprofitable):
+                if isinstance(result, Match) and (reason := _left_out(decider, pattern, result, graph, replacements)):
+                    result = Refusal(result.pattern, result.anchor, result.operands, reason, result.direction)
                 if type(result) is Refusal and result.anchor.index in covered:
                     continue
                 found.append(result)
@@ -67,7 +71,7 @@ def _plan(closed: ClosedJaxpr, graph: Graph, unprofitable) -> Plan:
                     claimed |= gone
                     replacements |= {value: emission for emission in result.emissions for value in emission.defines}
                     owners = dict.fromkeys((*gone, *(node.index for node in result.nodes)), result.emissions[0]) | owners
-    joined = _joined(graph, claimed, unprofitable)
+    joined = _joined(graph, claimed, decider)
     at: dict[int, int] = {}
     plans: dict[int, list[Plan]] = {}
     for node in graph.nodes:
@@ -78,12 +82,12 @@ def _plan(closed: ClosedJaxpr, graph: Graph, unprofitable) -> Plan:
             inner = _rows(plans[node.index])
             replacements |= {value: emission for emission in emissions for value in emission.defines}
         elif bodies:
-            emission, inner, plans[node.index] = _enter(graph, node, bodies, unprofitable)
+            emission, inner, plans[node.index] = _enter(graph, node, bodies, decider)
             if emission:
                 replacements |= dict.fromkeys(node.outputs, emission)
         elif node.primitive in CUSTOM_DERIVATIVE_CALLS:
             reason = f"it is inside a {node.primitive}: a function with rules of its own stays as it is"
-            bodies_plans = [plan(_closed(body), unprofitable) for body in programs(node).values()]
+            bodies_plans = [plan(_closed(body), decider) for body in programs(node).values()]
             inner = _refused(reason, _rows(bodies_plans))
             plans |= {node.index: bodies_plans} if inner else {}
         found += inner
@@ -129,9 +133,17 @@ def _matches(pattern, graph: Graph, anchor: Node, claimed: set[int], unprofitabl
     try:
         yield from iter(following, None)
     except Exception as error:
-        name = pattern.__name__.removeprefix(f"{patterns.__name__}.").removesuffix(".forward")
         reason = symbolic.cannot_be_told(error) if graph.is_symbolic else ""
-        yield Refusal(name, anchor, (), reason or versions.unread(f"what follows {anchor}", error))
+        yield Refusal(known_patterns.name_of(pattern), anchor, (), reason or versions.unread(f"what follows {anchor}", error))
+
+
+def _left_out(decider: Decider, pattern, match: Match, graph: Graph, replacements: dict[Value, Emission]) -> str:
+    """Why the match is not made though a kernel takes it: the user says so, of it or of what makes the values that it needs; or ""."""
+    given = {*graph.inputs, *graph.constants}
+    for need in (need for emission in match.emissions for need in emission.needs):
+        if need.producer is None and need.literal is None and need not in given and need not in replacements:
+            return LeftOut("the forward op that would save what it needs is left out")
+    return decider.left_out(known_patterns.name_of(pattern), match) or ""
 
 
 def _fed_by(match: Match, found: list) -> list[Match]:
@@ -141,17 +153,17 @@ def _fed_by(match: Match, found: list) -> list[Match]:
     return [other for other in others if any(v in saved for emission in other.emissions for v in emission.needs)]
 
 
-def _joined(graph: Graph, claimed: set[int], unprofitable) -> dict[int, tuple]:
+def _joined(graph: Graph, claimed: set[int], decider: Decider) -> dict[int, tuple]:
     """What `scan_pairs.joined` gives for the scans whose backward scan is in this program too; the backward scan's own is empty."""
     results: dict[int, tuple] = {}
     for first, second in scan_pairs.pairs(graph, autodiff.backward(graph), lambda node: node.index not in claimed | graph.fused_away):
-        result = scan_pairs.joined(graph, first, second, lambda closed: plan(closed, unprofitable))
+        result = scan_pairs.joined(graph, first, second, lambda closed: plan(closed, decider))
         if result:
             results |= {first.node.index: (result[0], [result[1]]), second.node.index: ((), [])}
     return results
 
 
-def _enter(graph: Graph, node: Node, bodies: dict, unprofitable) -> tuple[Emission | None, list, list[Plan]]:
+def _enter(graph: Graph, node: Node, bodies: dict, decider: Decider) -> tuple[Emission | None, list, list[Plan]]:
     """The same control-flow node over rewritten bodies, None where nothing in them is rewritten; its rows; the bodies' plans."""
     plans: list[Plan] = []
 
@@ -159,7 +171,7 @@ def _enter(graph: Graph, node: Node, bodies: dict, unprofitable) -> tuple[Emissi
         if isinstance(body, tuple):
             return tuple(map(rewritten, body))
         known = scan_pairs.Loop(node).body_with_numbers() if node.primitive == "scan" else _closed(body)
-        inner = plan(known, unprofitable, (graph, node))
+        inner = plan(known, decider, (graph, node))
         plans.append(inner)
         if not inner.replacements:
             return body
@@ -195,10 +207,12 @@ def _closed(body) -> ClosedJaxpr:
 
 
 @overload
-def fuse(fn: Callable[P, R], /, *, policy: str = ..., strict: bool = ..., **options: Any) -> Fused[P, R]: ...
+def fuse(fn: Callable[P, R], /, *, policy: str = ..., strict: bool = ..., patterns: Iterable[str] | None = ...,
+         skip: Iterable[str | Site] = ..., limit: int | None = ..., **options: Any) -> Fused[P, R]: ...
 @overload
-def fuse(*, policy: str = ..., strict: bool = ..., **options: Any) -> Callable[[Callable[P, R]], Fused[P, R]]: ...
-def fuse(fn=None, /, *, policy="measured", strict=False, **options):
+def fuse(*, policy: str = ..., strict: bool = ..., patterns: Iterable[str] | None = ..., skip: Iterable[str | Site] = ...,
+         limit: int | None = ..., **options: Any) -> Callable[[Callable[P, R]], Fused[P, R]]: ...
+def fuse(fn=None, /, *, policy="measured", strict=False, patterns=None, skip=(), limit=None, **options):
     """`jax.jit(fn)` with its convolutions, dense layers and norms, and what follows each, replaced by fused operations.
 
     Args:
@@ -208,6 +222,9 @@ def fuse(fn=None, /, *, policy="measured", strict=False, **options):
       policy: "measured" rewrites where the fused kernel was measured faster, "always" every correct match, "never" none.
       strict: raise `FusionError`, with a line for each, if a site stays unfused that a kernel could have taken. What is
         recognised and has no kernel yet does not count.
+      patterns: the only patterns to fuse, None for all: "attention", "batch_norm", "conv", "dense", "max_pool", "norm", "recurrent".
+      skip: what is not fused: patterns, "file:line"s, names of sites such as "conv+bias+relu", `Site`s of a report.
+      limit: how many sites are fused, in the order in which they are found.
       options: keyword arguments of `jax.jit`: `static_argnames`, `donate_argnums`, `in_shardings`, … They add to those that
         fn was jitted with.
 
@@ -215,16 +232,16 @@ def fuse(fn=None, /, *, policy="measured", strict=False, **options):
     be jitted, differentiated in both modes, vmapped and scanned like `fn`. Derivatives taken of it use the fused backward
     kernels. Strings, bytes, functions and types among the arguments are part of the signature wherever they stand.
 
-    Raises: ValueError for an unknown policy and what `jax.jit` raises, TypeError if fn is not callable (here); FusionError if
+    Raises: ValueError for an unknown policy or pattern and what `jax.jit` raises, TypeError if fn is not callable (here); FusionError if
     strict, and what `jax.jit` raises for arguments that are no arrays and for functions that look at values (when called).
     """
-    unprofitable = policies.unprofitable(policy)
-    again = functools.partial(fuse, policy=policy, strict=strict, **options)
+    unprofitable, selection = policies.unprofitable(policy), Selection.of(known_patterns.NAMES, patterns, skip, limit)
+    again = functools.partial(fuse, policy=policy, strict=strict, patterns=patterns, skip=skip, limit=limit, **options)
     if fn is None:
         return again
     if isinstance(fn, Fused):
         fn, options = fn.__wrapped__, fn.options | options
-    return Fused(fn, functools.partial(_run, unprofitable, strict), again, options)
+    return Fused(fn, functools.partial(_run, unprofitable, selection, strict), again, options, selection)
 
 
 def inline(fn: Callable[P, R], *, policy: str = "measured") -> Callable[P, R]:
@@ -232,7 +249,7 @@ def inline(fn: Callable[P, R], *, policy: str = "measured") -> Callable[P, R]:
 
     Within a function that is itself being fused, fn as it is: the whole is fused. So where fn cannot be traced.
     """
-    unprofitable = policies.unprofitable(policy)
+    decider = functools.partial(Decider, policies.unprofitable(policy))
 
     @functools.wraps(fn)
     def call(*args, **kwargs):
@@ -244,7 +261,7 @@ def inline(fn: Callable[P, R], *, policy: str = "measured") -> Callable[P, R]:
             if log.is_logged():
                 log.log(_untraceable(failure))
             return fn(*args, **kwargs)
-        return _rewritten(traced, unprofitable, False)
+        return _rewritten(traced, decider(), False)
 
     return call
 
@@ -253,7 +270,7 @@ def explain(fn: Callable, *args, policy: str = "measured", platform: str | None 
     """The sites that `fuse(fn, policy=policy)` finds for these arguments; unless they are measured nothing is compiled or run.
 
     Args:
-      fn: any function that `fuse` takes.
+      fn: any function that `fuse` takes. Of what `fuse` returned, its `patterns`, `skip` and `limit` hold here too.
       args, kwargs: its arguments. They may be `jax.ShapeDtypeStruct`s.
       policy: as of `fuse`.
       platform: "cpu", "cuda", "rocm" or "tpu", whether or not this machine has it; by default that of the arguments, or of JAX's
@@ -266,7 +283,7 @@ def explain(fn: Callable, *args, policy: str = "measured", platform: str | None 
 
     Raises: ValueError for an unknown policy or platform.
     """
-    unprofitable = policies.unprofitable(policy)
+    decider = Decider(policies.unprofitable(policy), fn.selection if isinstance(fn, Fused) else ALL)
     if platform is not None:
         one_of(platform, platforms.NAMES, "platform")
     with platforms.assumed(platform or platforms.committed((args, kwargs))):
@@ -276,17 +293,18 @@ def explain(fn: Callable, *args, policy: str = "measured", platform: str | None 
             except Exception as error:
                 failure = error
             else:
-                return build.whole(plan(closed, unprofitable), getattr(fn, "__qualname__", type(fn).__name__), policy, measure)
+                return build.whole(plan(closed, decider), getattr(fn, "__qualname__", type(fn).__name__), policy, measure)
         return _untraceable(failure)
 
 
-def _run(unprofitable, strict: bool, fn, args, kwargs):
+def _run(unprofitable, selection: Selection, strict: bool, fn, args, kwargs):
     """Under `jax.jit`: traces fn, plans, and computes the rewritten program."""
-    return _rewritten(trace(fn, args, kwargs), unprofitable, strict)
+    return _rewritten(trace(fn, args, kwargs), Decider(unprofitable, selection), strict)
 
 
-def _rewritten(traced: Traced, unprofitable, strict: bool):
-    program = plan(traced.closed, unprofitable)
+def _rewritten(traced: Traced, decider: Decider, strict: bool):
+    program = plan(traced.closed, decider)
+    count(program)
     if log.is_logged():
         log.log(build.rows(program))
     unfused = [site(found) for found in program.found if type(found) is Refusal and not asks_nothing(found.reason)]

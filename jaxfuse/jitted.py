@@ -36,11 +36,12 @@ class Fused(Generic[P, R]):
 
     __wrapped__: Callable[P, R]
 
-    def __init__(self, fn: Callable[P, R], rewritten, remade, options: dict):
-        """`rewritten(fn, args, kwargs)` computes fn's rewritten program; `remade(fn)` makes an equal `Fused`, for pickle."""
+    def __init__(self, fn: Callable[P, R], rewritten, remade, options: dict, selection: Any):
+        """`rewritten(fn, args, kwargs)` computes fn's rewritten program; `remade(fn)` makes an equal `Fused`, for pickle;
+        `selection` is what `fuse` was told to leave out, for `explain`."""
         jax.jit(fn, **options)  # raises what it raises
         functools.update_wrapper(self, fn, updated=("__dict__",) * isinstance(fn, types.FunctionType))
-        self._rewritten, self._remade, self.options = rewritten, remade, options
+        self._rewritten, self._remade, self.options, self.selection = rewritten, remade, options, selection
         self._has_constants = False
         self._lock = threading.RLock()  # of these two
         is_nnx_jit = stateful.is_nnx_jit(fn)

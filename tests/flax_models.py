@@ -38,9 +38,10 @@ def equal(a, b):
 def close(mine, theirs, name=""):
     """Within roundings of the size of each array, or, where what is summed to it cancels, of the largest.
 
-    Where a bfloat16 sum is rounded once or three times, single elements cross an activation's kink.
+    Where a bfloat16 sum is rounded once or three times, single elements cross an activation's kink: the bias gradient of
+    "transpose bf16" is 4.7 % from float32's, Flax's own 5.4 %, and they are 4.9 % apart.
     """
     if name in BF16 or "bf16" in name:
-        same(mine, theirs, narrowest="bfloat16", times=12)
+        same(mine, theirs, narrowest="bfloat16", times=15)
     else:
         same(mine, theirs, times=15, floor=0.01)

@@ -22,11 +22,12 @@ ALLOWED = {
     "tuning": {"ops", "runtime"},
     "running": {"ops", "program", "runtime"},
     "report": {"program", "running", "runtime"},
+    "selection": {"ops", "program", "report", "runtime"},
     "jitted": {"program", "runtime"},
-    "fuse": {"analysis", "jitted", "ops", "patterns", "program", "report", "runtime", "tuning"},
+    "fuse": {"analysis", "jitted", "ops", "patterns", "program", "report", "runtime", "selection", "tuning"},
     "__init__": {"fuse", "ops", "report", "runtime"},
     "flax": {"fuse", "program", "report"},
-    "commands": {"__init__", "fuse", "report", "runtime", "tuning"},
+    "commands": {"__init__", "fuse", "report", "runtime", "selection", "tuning"},
     "__main__": {"commands", "runtime"},
 }
 

@@ -251,3 +251,19 @@ def test_the_interval_of_a_median():
     pairs = swapped.turns({"one": lambda: calls.append("one"), "other": lambda: calls.append("other")}, (), 2)
     assert len(pairs) == 2 and calls[2:] == ["one", "other", "other", "one"]
     assert "+0.0% (+0.0% to +0.0%), 2 turns" in swapped.summary("linen", [(1.0, 1.0)] * 2)
+
+
+def test_inference_runtimes_take_networks_in_inference_only():
+    """In the dtypes that they have, and they are neither waited for nor missed elsewhere."""
+    takes = {name: {(c.task, c.dtype) for c in cases.CASES if p.takes(c)} for name, p in peers.PEERS.items() if p.dtypes}
+    assert takes == {"openvino": {("inference", "f32"), ("inference", "bf16")}, "onnxruntime": {("inference", "f32")}}
+    (case,) = cases.select(["resnet50.b8.f32.training"])
+    row = {"case": case.name, "allocator": "tuned", "kind": case.kind, "peers": {"xla": {"ms": 1.0, "prepare_s": 1.0}}}
+    assert plan.seconds([(case, "tuned")], ["openvino"], 5, 0.15, [row])["model"] == plan.UNKNOWN["model"] / 4  # the reference's
+
+
+def test_a_peer_that_is_not_installed_is_left_out_by_name(monkeypatch):
+    monkeypatch.setitem(peers.NEEDS, "openvino", ("json", "a_module_that_nobody_has"))
+    interpreters, left_out = peers.available(["openvino"], sys.executable)
+    assert not interpreters and left_out == [f"openvino is left out: {sys.executable} cannot import a_module_that_nobody_has; "
+                                             "--torch-python names an interpreter that can."]

@@ -8,8 +8,15 @@ import shutil
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import jaxfuse
+from compare import same
+from jaxfuse import ops
+from jaxfuse.ops.conv.conv import OP
 from jaxfuse.runtime import ffi
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -215,3 +222,23 @@ print(ffi.native().info()["isa"])
     found = re.findall(r"^onednn_verbose,exec,cpu,(matmul|convolution),.*?,src_(\w+)::", text, re.M)
     assert {" ".join(pair) for pair in found} == kernels
     assert text.splitlines()[-1] == onednns.lower()
+
+
+@needs_onednn
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("padding, is_fast", [(31, True), (63, False)])
+def test_what_onednn_has_no_fast_code_for_is_left_to_xla(dtype, padding, is_fast):
+    """A wide filter that is padded as widely: its reference code would run, without a word."""
+    options = dict(window_strides=(1,), padding=[(padding, padding)])
+
+    def program(x, w):
+        return jax.nn.relu(jax.lax.conv_general_dilated(x, w, **options, dimension_numbers=("NWC", "WIO", "NWC")))
+
+    x, w = (jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype) for shape in ((1, 200, 2), (64, 2, 2)))
+    report = jaxfuse.explain(program, x, w, policy="always")
+    assert [site.reason for site in report.skipped] == [ffi.ONLY_REFERENCE] * (not is_fast)
+    assert [site.pattern for site in report.fused] == ["conv+relu"] * is_fast
+    same(jaxfuse.fuse(program, policy="always")(x, w), program(x, w))
+    config = jax.make_jaxpr(lambda x, w: ops.conv(x, w, **options))(x, w).eqns[0].params["config"]
+    kernel, reason = OP.forward.kernel(config, (x, w), "cpu")
+    assert (kernel is not None, reason) == (is_fast, "" if is_fast else ffi.ONLY_REFERENCE)

@@ -155,8 +155,9 @@ inline std::map<std::string, XLA_FFI_Handler*>& handlers() {
   return table;
 }
 
-// Whose code computes the products of a call, or where it has none its sums: one of them, or both.
-enum Library : unsigned { kNative = 1, kOneDNN = 2 };
+// Whose code computes the products of a call, or where it has none its sums: one of them, or several. kReference beside
+// kOneDNN: of some of them oneDNN has its reference code only, which is slow without bounds.
+enum Library : unsigned { kNative = 1, kOneDNN = 2, kReference = 4 };
 
 // target name -> the libraries of a call, by what its handler goes by too. A target that is not here is native.
 inline std::map<std::string, unsigned (*)(const Call&)>& choices() {

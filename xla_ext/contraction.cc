@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <memory>
+#include <string>
 
 #include "parallel.h"
 #include "scratch.h"
@@ -158,6 +160,11 @@ bool has_bf16() { return simd_level() == SimdLevel::avx512 && __builtin_cpu_supp
 #else
 bool has_bf16() { return false; }
 #endif
+
+bool always() {
+  static const char* const wanted = std::getenv("JAXFUSE_CONTRACTION");
+  return wanted && std::string(wanted) == "always";
+}
 
 const Kernels& kernels() { return has_bf16() ? avx512_bf16_kernels : choose(portable_kernels, avx2_kernels, avx512_kernels); }
 

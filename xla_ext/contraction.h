@@ -16,6 +16,10 @@ const Kernels& kernels();
 // Whether they multiply bf16 by an instruction of its own.
 bool has_bf16();
 
+// Whether JAXFUSE_CONTRACTION=always asks for it wherever it can compute what is wanted, and not only where that was measured to
+// be faster: for tests. Read once.
+bool always();
+
 // Element (k, n) of tap t is taps[t] + k·inner_step + n·column_step elements behind `data`. One of the steps is 1.
 struct Filter {
   const void* data;

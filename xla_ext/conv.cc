@@ -88,9 +88,11 @@ Forward with_rounded_filter(const Forward& f, char* memory) {
 }
 
 unsigned libraries(const Call& call) {
-  const Forward f = checked(call);
-  if (way(f) == Way::contraction) return kNative;
-  return way(with_rounded_filter(f, nullptr)) == Way::onednn ? kOneDNN : kNative;
+  if (way(checked(call)) == Way::contraction) return kNative;
+  const Forward f = with_rounded_filter(checked(call), nullptr);
+  if (way(f) != Way::onednn) return kNative;
+  const bool slow = onednn::is_loaded() && !onednn::is_fast(f.geometry, f.x, f.w, f.y);
+  return slow ? kOneDNN | kReference : unsigned(kOneDNN);
 }
 
 void run_depthwise(const Forward& f) {

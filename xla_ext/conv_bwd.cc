@@ -150,6 +150,13 @@ bool wants_f32(const Backward& b) {
   return !onednn::has_kernels(b.dy.dtype) && ((b.dx && !b.dx_by_loops) || (b.dw && !b.dw_by_loops));
 }
 
+// Whether oneDNN has fast code for dx.
+bool is_fast_dx(const Backward& b) {
+  if (b.dx->size() == 0 || b.w->size() == 0 || b.dy.size() == 0) return true;
+  return b.geometry.transposed() ? onednn::is_fast(b.geometry.adjoint(*b.w), b.dy, *b.w, *b.dx)
+                                 : onednn::is_fast_data_gradient(b.geometry, *b.dx, *b.w, b.dy);
+}
+
 unsigned libraries_of(Backward b) {
   if (are_products(b)) return kNative;
   if (wants_f32(b)) {
@@ -161,7 +168,9 @@ unsigned libraries_of(Backward b) {
   const bool dx_by_onednn = b.dx && !b.dx_by_loops && !winograd::takes_gradient(b.geometry, *b.dx, *b.w, b.dy),
              dw_by_onednn = b.dw && !b.dw_by_loops && of_filter(b, b.dy, sums_of) == Sums::onednn;
   const bool any_native = (b.dx && !dx_by_onednn) || (b.dw && !dw_by_onednn) || (!b.dx && !b.dw);
-  return (dx_by_onednn || dw_by_onednn ? kOneDNN : 0) | (any_native ? kNative : 0);
+  const bool any_slow = onednn::is_loaded() && ((dx_by_onednn && !is_fast_dx(b)) ||
+                                                (dw_by_onednn && !of_filter(b, b.dy, onednn::is_fast_weights_gradient)));
+  return (dx_by_onednn || dw_by_onednn) * kOneDNN | any_native * kNative | any_slow * kReference;
 }
 
 unsigned libraries(const Call& call) { return libraries_of(checked(call)); }

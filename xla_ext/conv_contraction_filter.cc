@@ -5,7 +5,6 @@
 
 #include "contraction.h"
 #include "dense.h"
-#include "onednn/onednn.h"
 #include "parallel.h"
 #include "scratch.h"
 
@@ -237,12 +236,14 @@ class Written {
 
 bool takes_filter_gradient(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g) {
   const bool fits = is_channels_last(geometry.lhs_spec) && is_channels_last(geometry.out_spec) && geometry.groups == 1 &&
-                    geometry.spatial_rank() <= 2 && !geometry.transposed() && x.shape[geometry.lhs_spec[1]] >= kernels().rows &&
-                    geometry.filter_strides(dw)[0] == 1;
-  if (!fits || !onednn::is_loaded() || !contraction::has_bf16() || dw.size() == 0 || g.size() == 0) return false;
+                    geometry.spatial_rank() <= 2 && !geometry.transposed() && geometry.filter_strides(dw)[0] == 1;
+  if (!fits || dw.size() == 0 || x.size() == 0 || g.size() == 0) return false;
+  if (contraction::always()) return true;
+  if (!contraction::has_bf16()) return false;
   // Where oneDNN is slower, as measured on Zen 5 (benchmarks/README.md): strides, and in bf16 few pixels under a large filter.
   constexpr int64_t kFilterForPixel = 100;
   const bool strided = geometry.strides != Shape(geometry.spatial_rank(), 1), single = geometry.taps(dw) == 1;
+  if (x.shape[geometry.lhs_spec[1]] < kernels().rows) return false;  // a tile would be all but empty
   if (x.dtype == DType::F32) return strided && !single;
   const int64_t pixels = g.size() / g.shape[geometry.out_spec[1]];
   return strided || (single && dw.size() >= kFilterForPixel * pixels);

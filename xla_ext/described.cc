@@ -110,6 +110,7 @@ std::vector<std::string> libraries(const std::string& target, const std::vector<
   std::vector<std::string> names;
   if (found & kNative) names.push_back("native");
   if (found & kOneDNN) names.push_back("onednn");
+  if (found & kReference) names.push_back("onednn_reference");
   return names;
 }
 

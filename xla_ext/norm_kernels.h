@@ -61,7 +61,16 @@ struct Scratch {
   float* floats;
   double* doubles;
 };
-inline int64_t scratch_for(const Extent& extent) { return 6 * extent.channels(); }
+constexpr int64_t kRowsAtOnce = 8;
+// As many as the first-level cache holds of.
+[[gnu::always_inline]] inline int64_t rows_at_once(int64_t length) {
+  constexpr int64_t kFloats = 4096;
+  return length * kRowsAtOnce <= kFloats ? kRowsAtOnce : length * 2 <= kFloats ? 2 : 1;
+}
+[[gnu::always_inline]] inline int64_t scratch_for(const Extent& extent) {
+  const int64_t rows = (rows_at_once(extent.length) + 1) * extent.length;
+  return rows > 6 * extent.channels() ? rows : 6 * extent.channels();
+}
 
 struct Kernels {
   // y = activation((s - mean)·rstd·gamma + beta), s = x + residual

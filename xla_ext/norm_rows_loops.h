@@ -78,50 +78,71 @@ inline float slope(const Options& options, float rstd) {
 
 // ---- forward
 
-// The row that is normalised, as floats: in place or made in `buffer`.
-template <class T>
-const float* row_of(const Forward& f, int64_t start, int64_t n, float* buffer) {
-  const T* x = static_cast<const T*>(f.x) + start;
-  if constexpr (sizeof(T) == sizeof(float)) {
-    if (!f.residual) return x;
-  }
-  const T* residual = f.residual ? static_cast<const T*>(f.residual) + start : nullptr;
-  T* sum = f.sum ? static_cast<T*>(f.sum) + start : nullptr;
+// s of rows as floats, made in `buffer`, and in `sum` where that is wanted.
+template <class T, class Stream>
+void add_residual(const T* x, const T* residual, T* sum, int64_t n, float* buffer, Stream stream) {
   for_vectors(0, n, [&](int64_t i, auto lanes) {
-    Floats s = load(x + i, lanes);
-    if (residual) s = round_to<T>(s + load(residual + i, lanes));
-    if (sum) put(sum + i, s, lanes, f.stream);
+    const Floats s = round_to<T>(load(x + i, lanes) + load(residual + i, lanes));
+    if (sum) put(sum + i, s, lanes, stream.value);
     store(buffer + i, s, lanes);
   });
-  return buffer;
+}
+
+// A few rows, one behind the other in s and y: first the means of all, then the deviations, so that no row waits for another's.
+// S is T, or float where s was made in a buffer.
+template <class T, class S, class Stream>
+void forward_block(const Forward& f, Rows rows, const S* s, T* y, Activate activate, float* z, Stream stream) {
+  const Options& options = f.options;
+  const int64_t n = options.extent.length, count = rows.end - rows.begin;
+  float means[kRowsAtOnce] = {}, rstds[kRowsAtOnce];
+  for (int64_t k = 0; k < count && options.centered; ++k) {
+    means[k] = float(sum_over(n, [&](int64_t i, auto lanes) { return load(s + k * n + i, lanes); }) / n);
+  }
+  for (int64_t k = 0; k < count; ++k) {
+    const float mean = means[k];
+    const double squares = sum_over(n, [&](int64_t i, auto lanes) {
+      const Floats centered = load(s + k * n + i, lanes) - mean;
+      return centered * centered;
+    });
+    rstds[k] = reciprocal_root(options, squares / n);
+  }
+  for (int64_t k = 0; k < count; ++k) {
+    const int64_t row = rows.begin + k, channel = row % options.extent.groups * n, start = k * n;
+    const float *gamma = options.gamma + channel, *beta = options.beta + channel;
+    const float mean = means[k], rstd = rstds[k];
+    if (f.mean) f.mean[row] = mean, f.rstd[row] = rstd;
+    const auto value = [&](int64_t i, auto lanes) {
+      return (load(s + start + i, lanes) - mean) * rstd * load(gamma + i, lanes) + load(beta + i, lanes);
+    };
+    if (!activate) {
+      for_vectors(0, n, [&](int64_t i, auto lanes) { put(y + start + i, value(i, lanes), lanes, stream.value); });
+      continue;
+    }
+    for_vectors(0, n, [&](int64_t i, auto lanes) { store(z + i, value(i, lanes), lanes); });
+    activate(z, n, options.parameters);
+    for_vectors(0, n, [&](int64_t i, auto lanes) { put(y + start + i, load(z + i, lanes), lanes, stream.value); });
+  }
 }
 
 template <class T>
 void forward_rows(const Forward& f, Rows rows, Scratch scratch) {
-  const Options& options = f.options;
-  const int64_t n = options.extent.length;
-  const bool plain = options.activation == Activation::none;
-  const Activate activate = activate_by(options.activation);
-  for (int64_t row = rows.begin; row < rows.end; ++row) {
-    const int64_t start = row * n, channel = row % options.extent.groups * n;
-    const float *s = row_of<T>(f, start, n, scratch.floats), *gamma = options.gamma + channel, *beta = options.beta + channel;
-    const float mean = options.centered ? float(sum_over(n, [&](int64_t i, auto lanes) { return load(s + i, lanes); }) / n) : 0;
-    const double squares = sum_over(n, [&](int64_t i, auto lanes) {
-      const Floats centered = load(s + i, lanes) - mean;
-      return centered * centered;
-    });
-    const float rstd = reciprocal_root(options, squares / n);
-    if (f.mean) f.mean[row] = mean, f.rstd[row] = rstd;
-    T* y = static_cast<T*>(f.y) + start;
-    float* z = scratch.floats + n;
-    for_vectors(0, n, [&](int64_t i, auto lanes) {
-      const Floats value = (load(s + i, lanes) - mean) * rstd * load(gamma + i, lanes) + load(beta + i, lanes);
-      plain ? put(y + i, value, lanes, f.stream) : store(z + i, value, lanes);
-    });
-    if (plain) continue;
-    activate(z, n, options.parameters);
-    for_vectors(0, n, [&](int64_t i, auto lanes) { put(y + i, load(z + i, lanes), lanes, f.stream); });
-  }
+  const int64_t n = f.options.extent.length, step = rows_at_once(n);
+  const Activate activate = f.options.activation == Activation::none ? nullptr : activate_by(f.options.activation);
+  float *s = scratch.floats, *z = scratch.floats + step * n;
+  with_bool(f.stream, [&](auto stream) {
+    for (int64_t begin = rows.begin; begin < rows.end; begin += step) {
+      const Rows block{begin, rows.end - begin < step ? rows.end : begin + step};
+      const int64_t start = begin * n, count = (block.end - begin) * n;
+      const T* x = static_cast<const T*>(f.x) + start;
+      T *y = static_cast<T*>(f.y) + start, *sum = f.sum ? static_cast<T*>(f.sum) + start : nullptr;
+      if (!f.residual) {
+        forward_block(f, block, x, y, activate, z, stream);
+        continue;
+      }
+      add_residual(x, static_cast<const T*>(f.residual) + start, sum, count, s, stream);
+      forward_block(f, block, s, y, activate, z, stream);
+    }
+  });
   finish_streaming();
 }
 
@@ -129,54 +150,70 @@ void forward_rows(const Forward& f, Rows rows, Scratch scratch) {
 //
 // x̂ = (s - mean)·rstd, g' = g·gamma:  ds = rstd·(g' - mean(g')) - slope·x̂·mean(g'·x̂)
 
+// A few rows: first the sums of all, then dx. `pulled` has room for these rows, `given` for one.
 template <class T>
-void backward_row(const Backward& b, int64_t row, float* dgamma, float* dbeta, PullBack pull_back, Scratch scratch) {
+void backward_block(const Backward& b, Rows rows, float* dgamma, float* dbeta, PullBack pull_back, float* pulled, float* given) {
   const Options& options = b.options;
-  const int64_t n = options.extent.length, start = row * n, channel = row % options.extent.groups * n;
-  const T *s = static_cast<const T*>(b.s) + start, *dy = static_cast<const T*>(b.dy) + start;
-  const T* ds = b.ds ? static_cast<const T*>(b.ds) + start : nullptr;
-  T* dx = static_cast<T*>(b.dx) + start;
-  const float *gamma = options.gamma + channel, *beta = options.beta + channel;
-  const float mean = b.mean[row], rstd = b.rstd[row];
-  const auto normalised = [&](int64_t i, auto lanes) { return (load(s + i, lanes) - mean) * rstd; };
-  float *pulled = scratch.floats, *given = scratch.floats + n;
-  if (pull_back) {
+  const int64_t n = options.extent.length, first = rows.begin * n, count = rows.end - rows.begin;
+  const T *s = static_cast<const T*>(b.s) + first, *dy = static_cast<const T*>(b.dy) + first;
+  const T* ds = b.ds ? static_cast<const T*>(b.ds) + first : nullptr;
+  T* dx = static_cast<T*>(b.dx) + first;
+  float shifts[kRowsAtOnce], factors[kRowsAtOnce];
+  for (int64_t k = 0; k < count; ++k) {
+    const int64_t row = rows.begin + k, channel = row % options.extent.groups * n, start = k * n;
+    const float *gamma = options.gamma + channel, *beta = options.beta + channel;
+    const float mean = b.mean[row], rstd = b.rstd[row];
+    const auto normalised = [&](int64_t i, auto lanes) { return (load(s + start + i, lanes) - mean) * rstd; };
+    if (pull_back) {
+      for_vectors(0, n, [&](int64_t i, auto lanes) {
+        store(pulled + start + i, normalised(i, lanes) * load(gamma + i, lanes) + load(beta + i, lanes), lanes);
+        store(given + i, load(dy + start + i, lanes), lanes);
+      });
+      pull_back(pulled + start, given, n, options.parameters);
+    }
+    double sum_g = 0, sum_gx = 0;
+    for (int64_t begin = 0; begin < n; begin += kLongestSum) {
+      Floats part_g{}, part_gx{};
+      for_vectors(begin, n - begin < kLongestSum ? n : begin + kLongestSum, [&](int64_t i, auto lanes) {
+        const Floats g = pull_back ? load(pulled + start + i, lanes) : load(dy + start + i, lanes);
+        const Floats gx = g * normalised(i, lanes), scale = load(gamma + i, lanes);
+        if (dbeta) store(dbeta + channel + i, load(dbeta + channel + i, lanes) + g, lanes);
+        if (dgamma) store(dgamma + channel + i, load(dgamma + channel + i, lanes) + gx, lanes);
+        part_g += only(g * scale, lanes);
+        part_gx += only(gx * scale, lanes);
+      });
+      sum_g += total(part_g), sum_gx += total(part_gx);
+    }
+    shifts[k] = options.centered ? rstd * float(sum_g / n) : 0;
+    factors[k] = slope(options, rstd) * float(sum_gx / n);
+  }
+  for (int64_t k = 0; k < count; ++k) {
+    const int64_t row = rows.begin + k, channel = row % options.extent.groups * n, start = k * n;
+    const float* gamma = options.gamma + channel;
+    const float mean = b.mean[row], rstd = b.rstd[row], shift = shifts[k], factor = factors[k];
     for_vectors(0, n, [&](int64_t i, auto lanes) {
-      store(pulled + i, normalised(i, lanes) * load(gamma + i, lanes) + load(beta + i, lanes), lanes);
-      store(given + i, load(dy + i, lanes), lanes);
+      const Floats g = pull_back ? load(pulled + start + i, lanes) : load(dy + start + i, lanes);
+      Floats value = rstd * (g * load(gamma + i, lanes)) - shift - factor * ((load(s + start + i, lanes) - mean) * rstd);
+      if (ds) value += load(ds + start + i, lanes);
+      put(dx + start + i, value, lanes, b.stream);
     });
-    pull_back(pulled, given, n, options.parameters);
   }
-  const auto gradient = [&](int64_t i, auto lanes) { return pull_back ? load(pulled + i, lanes) : load(dy + i, lanes); };
-  double sum_g = 0, sum_gx = 0;
-  for (int64_t begin = 0; begin < n; begin += kLongestSum) {
-    Floats part_g{}, part_gx{};
-    for_vectors(begin, n - begin < kLongestSum ? n : begin + kLongestSum, [&](int64_t i, auto lanes) {
-      const Floats x = normalised(i, lanes), g = gradient(i, lanes), gx = g * x, scale = load(gamma + i, lanes);
-      if (dbeta) store(dbeta + channel + i, load(dbeta + channel + i, lanes) + g, lanes);
-      if (dgamma) store(dgamma + channel + i, load(dgamma + channel + i, lanes) + gx, lanes);
-      part_g += only(g * scale, lanes);
-      part_gx += only(gx * scale, lanes);
-    });
-    sum_g += total(part_g), sum_gx += total(part_gx);
-  }
-  const float shift = options.centered ? rstd * float(sum_g / n) : 0, factor = slope(options, rstd) * float(sum_gx / n);
-  for_vectors(0, n, [&](int64_t i, auto lanes) {
-    Floats value = rstd * (gradient(i, lanes) * load(gamma + i, lanes)) - shift - factor * normalised(i, lanes);
-    if (ds) value += load(ds + i, lanes);
-    put(dx + i, value, lanes, b.stream);
-  });
 }
 
 template <class T>
 void backward_rows(const Backward& b, Rows rows, float* dgamma, float* dbeta, Scratch scratch) {
+  const int64_t n = b.options.extent.length, step = rows_at_once(n);
   const bool plain = b.options.activation == Activation::none;
   const PullBack pull_back = plain ? nullptr : pull_back_by(b.options.activation);
   for (int64_t c = 0; c < b.options.extent.channels(); ++c) {
     if (dgamma) dgamma[c] = 0;
     if (dbeta) dbeta[c] = 0;
   }
-  for (int64_t row = rows.begin; row < rows.end; ++row) backward_row<T>(b, row, dgamma, dbeta, pull_back, scratch);
+  float *pulled = scratch.floats, *given = scratch.floats + step * n;
+  for (int64_t begin = rows.begin; begin < rows.end; begin += step) {
+    const Rows block{begin, rows.end - begin < step ? rows.end : begin + step};
+    backward_block<T>(b, block, dgamma, dbeta, pull_back, pulled, given);
+  }
   finish_streaming();
 }
 

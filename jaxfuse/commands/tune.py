@@ -18,6 +18,7 @@ from rich.table import Table
 
 from jaxfuse.fuse import explain, fuse, plan
 from jaxfuse.runtime.turns import in_turns
+from jaxfuse.selection import Decider
 from jaxfuse.tuning import tuned
 from jaxfuse.tuning.policy import unprofitable
 from jaxfuse.tuning.rules import TABLE
@@ -114,7 +115,7 @@ def sites(op: str, program, operands) -> list[tuple[str, int]]:
             found.append((TABLE[op].shape_class(config, types), TABLE[op].size(config, types)))
         return never_unprofitable(name, config, types, direction, cost)
 
-    plan(jax.make_jaxpr(program)(*operands), recording)
+    plan(jax.make_jaxpr(program)(*operands), Decider(recording))
     return found
 
 

@@ -26,7 +26,7 @@ from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
 from jaxfuse.ops.batch_axes import BatchAxes, equally_varying, merge, split
 from jaxfuse.ops.partition import sharded
 from jaxfuse.program import symbolic
-from jaxfuse.runtime import ffi, platforms, private
+from jaxfuse.runtime import dispatch, ffi, platforms, private
 from jaxfuse.runtime.reasons import no_kernel
 from jaxfuse.runtime.settings import ours
 
@@ -331,7 +331,8 @@ def lowered_by(choose):
         plain = [aval.update(manual_axis_type=ManualAxisType()) for aval in ctx.avals_in]
         types = ctx.avals_out
         ctx, function = choose(ctx.replace(avals_in=plain))
-        return private.sharded_as(types, ctx, mlir.lower_fun(function, multiple_results=True)(ctx, *values, **params))
+        with dispatch.part_of(private.notes_of(ctx)):
+            return private.sharded_as(types, ctx, mlir.lower_fun(function, multiple_results=True)(ctx, *values, **params))
 
     return rule
 

@@ -8,6 +8,8 @@
 larger comes first: a cell's dense layers belong to its row.
 """
 
+from types import ModuleType
+
 from jaxfuse.patterns import max_pool, optimizer
 from jaxfuse.patterns.attention import forward as attention, scores as attention_scores
 from jaxfuse.patterns.batch_norm import forward as batch_norm, inference as batch_norm_inference
@@ -16,5 +18,12 @@ from jaxfuse.patterns.dense import forward as dense, gradient as dense_grad
 from jaxfuse.patterns.norm import forward as norm
 from jaxfuse.patterns.recurrent import forward as recurrent
 
+
+def name_of(pattern: ModuleType) -> str:
+    """The folder or the file of the pattern, which is its op's name too: "conv", "max_pool"."""
+    return pattern.__name__.removeprefix(f"{__name__}.").split(".")[0]
+
+
 ORDER = (batch_norm, conv_grad, conv_per_sample, conv, max_pool, recurrent, attention, dense_grad, attention_scores, dense, norm,
          batch_norm_inference, optimizer)
+NAMES = tuple(sorted(set(map(name_of, ORDER))))

@@ -48,9 +48,14 @@ class Site:
     times: Times | None = None
 
     def __str__(self):
-        shapes = " ".join(f"{d}{list(s)}" for d, s in zip(self.dtypes, self.shapes))
         verdict = f"fused, {self.kernel}" if not self.reason else f"skipped: {self.reason}"
-        return f"{self.pattern} {self.direction} {shapes} at {self.source}: {verdict}"
+        return f"{self.place}: {verdict}"
+
+    @property
+    def place(self) -> str:
+        """Like "conv+relu forward float32[8, 56, 56, 64] at model.py:12"."""
+        shapes = " ".join(f"{d}{list(s)}" for d, s in zip(self.dtypes, self.shapes))
+        return f"{self.pattern} {self.direction} {shapes} at {self.source}"
 
     @property
     def module(self) -> str:
@@ -73,6 +78,13 @@ class Rows(NamedTuple):
 
 
 def site(found: Match | Refusal) -> Site:
+    """The row, with the kernel that runs it: its program is traced for that."""
+    made = where(found)
+    return dataclasses.replace(made, kernel=kernels(found.emissions)) if isinstance(found, Match) else made
+
+
+def where(found: Match | Refusal) -> Site:
+    """The row but for its kernel."""
     shapes = tuple(tuple(v.shape) for v in found.operands)
     dtypes = tuple(str(v.dtype) for v in found.operands)
     source = found.anchor.source()
@@ -80,7 +92,7 @@ def site(found: Match | Refusal) -> Site:
         source = calling_line()
     scopes = tuple(dict.fromkeys(node.scope() for node in found.nodes)) or (found.anchor.scope(),)
     if isinstance(found, Match):
-        return Site(found.pattern, found.direction, shapes, dtypes, source, kernels(found.emissions), known(found.bytes_saved), "", scopes)
+        return Site(found.pattern, found.direction, shapes, dtypes, source, bytes_saved=known(found.bytes_saved), scopes=scopes)
     return Site(found.pattern, found.direction, shapes, dtypes, source, reason=found.reason, scopes=scopes)
 
 

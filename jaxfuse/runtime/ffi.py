@@ -15,9 +15,8 @@ from typing import Any
 import jax
 import jaxlib
 import numpy as np
-from jax import lax
 
-from jaxfuse.runtime import private, processors
+from jaxfuse.runtime import dispatch, private, processors
 
 TARGETS = (
     "jaxfuse_conv_fwd",
@@ -50,8 +49,7 @@ _exporting = jax.make_user_context(False)
 _asked: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("asked", default=None)
 _thread_limit = processors.Limit(1, "the native module is not loaded")
 
-WORTH_A_THREAD = 1 << 20  # bytes that a call reads and writes; handing less over costs as much as it takes
-COUNTED = 512  # elements; each counts as four operations
+ONLY_REFERENCE = "oneDNN has only its reference code for this geometry, which is slow"
 
 
 def call(target: str, out_types: Any, *operands: jax.Array, **attrs: Any) -> Any:
@@ -67,7 +65,7 @@ def call(target: str, out_types: Any, *operands: jax.Array, **attrs: Any) -> Any
         asked.update(_libraries(target, out_types, operands, attrs))
         return call_registered(target, out_types, *operands, **attrs)
     _start()
-    return _with_cost(call_registered(target, out_types, *operands, **attrs), operands)
+    return dispatch.with_cost(lambda given: call_registered(target, out_types, *given, **attrs), out_types, operands)
 
 
 def call_registered(target: str, out_types: Any, *operands: jax.Array, **attrs: Any) -> Any:
@@ -94,11 +92,13 @@ def no_onednn() -> str | None:
     return _NOT_BUILT if module is None else module.info().get("no_onednn")
 
 
-def refused_without_onednn(run: Any, *types: jax.ShapeDtypeStruct) -> str | None:
-    """Why the calls that `run` makes of arrays of these types cannot be computed here for want of oneDNN. None: it is here, or our
-    own loops compute them."""
-    reason = no_onednn()
-    return f"the native module has no such kernel: {reason}" if reason and "onednn" in libraries(run, *types) else None
+def refused_without_fast_code(run: Any, *types: jax.ShapeDtypeStruct) -> str | None:
+    """Why the calls that `run` makes of arrays of these types cannot be computed here, or not fast: there is no oneDNN, or it has
+    nothing but its reference code. None: oneDNN or our own loops compute them."""
+    reason, found = no_onednn(), libraries(run, *types)
+    if reason and "onednn" in found:
+        return f"the native module has no such kernel: {reason}"
+    return ONLY_REFERENCE if "onednn_reference" in found else None
 
 
 def _libraries(target: str, out_types: Any, operands: tuple, attrs: dict) -> list[str]:
@@ -125,29 +125,6 @@ def register_all() -> None:
         unavailable(TARGETS[0])
     except RuntimeError:
         pass
-
-
-def _with_cost(outputs: Any, operands: tuple) -> Any:
-    """The outputs of a call, equal bit for bit, by way of a few operations that XLA's cost analysis sees.
-
-    XLA:CPU runs a program on the thread that calls it, which waits, if the program has less than 1,000 operations. It counts
-    none for custom calls. So the first element of the first output is put together anew from its bits, in place.
-    """
-    first, *others = outputs if isinstance(outputs, (list, tuple)) else [outputs]
-    if not isinstance(first, jax.core.Tracer) or private.is_symbolic((first, *others, *operands)):
-        return outputs
-    moved = sum(array.size * array.dtype.itemsize for array in (first, *others, *operands))
-    if not first.size or moved < WORTH_A_THREAD:
-        return outputs
-    width = 8 * first.dtype.itemsize
-    unsigned = np.dtype(f"uint{width}")
-    bits = lax.bitcast_convert_type(lax.slice(first, (0,) * first.ndim, (1,) * first.ndim), unsigned)
-    places = lax.rem(lax.iota(unsigned, COUNTED), lax.full((), width, unsigned))
-    masks = lax.shift_left(lax.full((COUNTED,), 1, unsigned), places)
-    each = lax.bitwise_and(lax.broadcast(lax.reshape(bits, ()), (COUNTED,)), masks)
-    whole = lax.bitcast_convert_type(lax.reduce(each, unsigned.type(0), lax.bitwise_or, (0,)), first.dtype)
-    first = lax.dynamic_update_slice(first, lax.broadcast(whole, (1,) * first.ndim), (0,) * first.ndim)
-    return (first, *others) if isinstance(outputs, (list, tuple)) else first
 
 
 def unavailable(target: str) -> str | None:

@@ -83,6 +83,11 @@ def promise(targets) -> bool:
     return True
 
 
+def notes_of(ctx) -> dict:
+    """A dict that the lowering rules of one program share, and that lives as long as they run: JAX's own of what it has lowered."""
+    return ctx.module_context.cached_primitive_lowerings
+
+
 def divided_among(ctx) -> int:
     """How many devices XLA divides the program that is being lowered among; 1 where a `shard_map` has done so."""
     axes = ctx.module_context.axis_context

@@ -40,6 +40,13 @@ class SwitchedOff(Reason):
     heading = 'policy "never"'
 
 
+class LeftOut(Reason):
+    """The user has said so: `patterns`, `skip` or `limit` of `fuse`."""
+
+    heading = "left out by patterns, skip or limit"
+    asks_nothing = True
+
+
 class Untraced(Reason):
     heading = "the function cannot be traced"
 

@@ -18,6 +18,9 @@ bool convolve(const conv::Forward&, void*) { return require(), false; }
 void convolve(const conv::Geometry&, const Tensor&, const Tensor&, const Tensor&) { require(); }
 void data_gradient(const conv::Geometry&, const Tensor&, const Tensor&, const Tensor&) { require(); }
 void weights_gradient(const conv::Geometry&, const Tensor&, const Tensor&, const Tensor&) { require(); }
+bool is_fast(const conv::Geometry&, const Tensor&, const Tensor&, const Tensor&) { return false; }
+bool is_fast_data_gradient(const conv::Geometry&, const Tensor&, const Tensor&, const Tensor&) { return false; }
+bool is_fast_weights_gradient(const conv::Geometry&, const Tensor&, const Tensor&, const Tensor&) { return false; }
 void matmul(const Shape&, int64_t, int64_t, int64_t, const product::Matrix&, const product::Matrix&, const product::Matrix&) {
   require();
 }

@@ -139,18 +139,22 @@ bool takes_in_a_neighbour(const Forward& f, const Request& request) {
   return f.x.dtype == DType::BF16 && features % 2 && implementation.find("brgconv") != std::string::npos;
 }
 
+// As it will be run.
+Request best_request(const Forward& f) {
+  Request r = request(f, element_type(f.x.dtype));
+  return takes_in_a_neighbour(f, r) ? request(f, ElementType::f32) : r;
+}
+
 bool is_slice(const Forward& f) { return f.geometry.filter_features > 0; }
 
 // Null where oneDNN lacks the activation, where post-ops leave it with nothing but its reference code, which is slow without
 // bounds, and where a slice is not for its matrix kernels.
 SharedPrimitive make(const Forward& f) {
   if (!has_post_ops(f.activation, f.parameters, f.y.dtype)) return nullptr;
-  Request r = request(f, element_type(f.x.dtype));
-  if (takes_in_a_neighbour(f, r)) r = request(f, ElementType::f32);
-  const std::string implementation = r.descriptor.impl_info_str();
+  const Request r = best_request(f);
   const bool has_extras = r.inputs.size() > 2 || f.activation != Activation::none;
-  if (has_extras && implementation.substr(0, 3) == "ref") return nullptr;
-  if (is_slice(f) && implementation.find("brgconv") == std::string::npos) return nullptr;
+  if (has_extras && is_reference(r.descriptor)) return nullptr;
+  if (is_slice(f) && std::string(r.descriptor.impl_info_str()).find("brgconv") == std::string::npos) return nullptr;
   const Primitive::Layouts outputs{{DNNL_ARG_DST, data(f.y, f.geometry.out_spec)}};
   return std::make_shared<Primitive>(r.descriptor, dnnl::primitive(r.descriptor), r.inputs, outputs);
 }
@@ -209,6 +213,12 @@ bool run_sliced(const Forward& f, void* y) {
 bool has_post_ops(Activation activation, const Parameters& parameters, DType dtype) {
   dnnl::post_ops ops;
   return append(ops, activation, parameters, dtype);
+}
+
+bool is_fast(const Geometry& geometry, const Tensor& x, const Tensor& w, const Tensor& y) {
+  Forward f = bare(geometry, x, w, y);
+  if (!has_kernels(x.dtype)) f.x.dtype = f.w.dtype = f.y.dtype = DType::F32;
+  return !is_reference(best_request(f).descriptor);
 }
 
 bool convolve(const Forward& f, void* y) {

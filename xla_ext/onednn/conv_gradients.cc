@@ -35,17 +35,21 @@ dnnl::convolution_forward::primitive_desc forward_hint(const Geometry& g, const 
           any_layout(w, type), any_layout(y, type), g.strides, holes(g), g.padding_low, g.padding_high};
 }
 
-SharedPrimitive make_data(const Geometry& g, const Tensor& dx, const Tensor& kernel, const Tensor& dy) {
+// The descriptor of a gradient, and the user's buffers.
+template <class Descriptor>
+struct Request {
+  Descriptor descriptor;
+  Primitive::Layouts inputs, outputs;
+};
+
+Request<dnnl::convolution_backward_data::primitive_desc> data_request(const Geometry& g, const Tensor& dx, const Tensor& kernel,
+                                                                      const Tensor& dy) {
   const auto x = data(dx, g.lhs_spec), w = filter(g, kernel), y = data(dy, g.out_spec);
   const ElementType type = element_type(dy.dtype);
-  dnnl::convolution_backward_data::primitive_desc descriptor(
-      engine(), algorithm::convolution_direct, channels_last(x, type), any_layout(w, type),
-      channels_last(y, type), g.strides, holes(g), g.padding_low, g.padding_high,
-      forward_hint(g, x, w, y, type), attributes());
-  return std::make_shared<Primitive>(
-      descriptor, dnnl::convolution_backward_data(descriptor),
-      Primitive::Layouts{{DNNL_ARG_DIFF_DST, y}, {DNNL_ARG_WEIGHTS, w}},
-      Primitive::Layouts{{DNNL_ARG_DIFF_SRC, x}});
+  return {{engine(), algorithm::convolution_direct, channels_last(x, type), any_layout(w, type), channels_last(y, type), g.strides,
+           holes(g), g.padding_low, g.padding_high, forward_hint(g, x, w, y, type), attributes()},
+          {{DNNL_ARG_DIFF_DST, y}, {DNNL_ARG_WEIGHTS, w}},
+          {{DNNL_ARG_DIFF_SRC, x}}};
 }
 
 // Whether the filter reads single pixels, some of them only, of features that fill no whole vectors: of such oneDNN 3.2's kernel
@@ -66,19 +70,21 @@ void pad_behind(Geometry& g, dnnl::memory::desc& x, const dnnl::memory::desc& y)
   x = {dims, x.get_data_type(), x.get_strides()};
 }
 
-SharedPrimitive make_weights(Geometry g, const Tensor& input, const Tensor& dw, const Tensor& dy) {
+Request<dnnl::convolution_backward_weights::primitive_desc> weights_request(Geometry g, const Tensor& input, const Tensor& dw,
+                                                                            const Tensor& dy) {
   const auto w = filter(g, dw), y = data(dy, g.out_spec);
   auto x = data(input, g.lhs_spec);
   if (reads_odd_pixels(g, dw)) pad_behind(g, x, y);
   const ElementType type = element_type(dy.dtype), dw_type = element_type(dw.dtype);
-  dnnl::convolution_backward_weights::primitive_desc descriptor(
-      engine(), algorithm::convolution_direct, channels_last(x, type), any_layout(w, dw_type),
-      channels_last(y, type), g.strides, holes(g), g.padding_low, g.padding_high,
-      forward_hint(g, x, w, y, type), attributes());
-  return std::make_shared<Primitive>(
-      descriptor, dnnl::convolution_backward_weights(descriptor),
-      Primitive::Layouts{{DNNL_ARG_SRC, x}, {DNNL_ARG_DIFF_DST, y}},
-      Primitive::Layouts{{DNNL_ARG_DIFF_WEIGHTS, w}});
+  return {{engine(), algorithm::convolution_direct, channels_last(x, type), any_layout(w, dw_type), channels_last(y, type), g.strides,
+           holes(g), g.padding_low, g.padding_high, forward_hint(g, x, w, y, type), attributes()},
+          {{DNNL_ARG_SRC, x}, {DNNL_ARG_DIFF_DST, y}},
+          {{DNNL_ARG_DIFF_WEIGHTS, w}}};
+}
+
+template <class Gradient, class Descriptor>
+SharedPrimitive make(const Request<Descriptor>& r) {
+  return std::make_shared<Primitive>(r.descriptor, Gradient(r.descriptor), r.inputs, r.outputs);
 }
 
 // At stride 1 the gradient is a convolution itself, of g with the filter turned around; null where it is not, or where
@@ -112,7 +118,8 @@ bool data_gradient_sliced(const Geometry& geometry, const Tensor& dx, const Tens
 }
 
 void weights_at_once(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g) {
-  cached(key_of(Direction::weights, geometry, x, dw, g), [&] { return make_weights(geometry, x, dw, g); })
+  cached(key_of(Direction::weights, geometry, x, dw, g),
+         [&] { return make<dnnl::convolution_backward_weights>(weights_request(geometry, x, dw, g)); })
       ->run({{DNNL_ARG_SRC, x.data}, {DNNL_ARG_DIFF_DST, g.data}, {DNNL_ARG_DIFF_WEIGHTS, dw.data}});
 }
 
@@ -137,9 +144,20 @@ void weights_in_slices(const Geometry& geometry, const Tensor& x, const Tensor& 
 
 }  // namespace
 
+bool is_fast_data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g) {
+  return !is_reference(data_request(geometry, dx, w, g).descriptor);
+}
+
+bool is_fast_weights_gradient(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g) {
+  const int64_t step = std::min(images_per_sum(geometry, dw, g), g.shape[geometry.out_spec[0]]);
+  if (step == g.shape[geometry.out_spec[0]]) return !is_reference(weights_request(geometry, x, dw, g).descriptor);
+  return !is_reference(weights_request(geometry, images(x, 0, step), dw, images(g, 0, step)).descriptor);
+}
+
 void data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g) {
   if (data_gradient_sliced(geometry, dx, w, g)) return;
-  cached(key_of(Direction::data, geometry, dx, w, g), [&] { return make_data(geometry, dx, w, g); })
+  cached(key_of(Direction::data, geometry, dx, w, g),
+         [&] { return make<dnnl::convolution_backward_data>(data_request(geometry, dx, w, g)); })
       ->run({{DNNL_ARG_DIFF_DST, g.data}, {DNNL_ARG_WEIGHTS, w.data}, {DNNL_ARG_DIFF_SRC, dx.data}});
 }
 

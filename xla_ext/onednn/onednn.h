@@ -43,6 +43,12 @@ void convolve(const conv::Geometry& geometry, const Tensor& x, const Tensor& w, 
 void data_gradient(const conv::Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g);
 void weights_gradient(const conv::Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g);
 
+// Whether oneDNN has fast code for these, and not its reference code only, which it takes for large filters, widely dilated or padded.
+// The tensors need no memory, and none may be empty.
+bool is_fast(const conv::Geometry& geometry, const Tensor& x, const Tensor& w, const Tensor& y);
+bool is_fast_data_gradient(const conv::Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g);
+bool is_fast_weights_gradient(const conv::Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g);
+
 // c = a·b for each of the batch, as dense::matmul, of dtypes that oneDNN has kernels of. Where n > 1 the columns of c lie
 // side by side.
 void matmul(const Shape& batch, int64_t m, int64_t k, int64_t n, const product::Matrix& a, const product::Matrix& b,

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -13,6 +14,11 @@
 namespace jaxfuse::onednn {
 
 const dnnl::engine& engine();
+
+// Whether it is oneDNN's reference code, which is slow without bounds.
+inline bool is_reference(const dnnl::primitive_desc_base& descriptor) {
+  return std::string(descriptor.impl_info_str()).substr(0, 3) == "ref";
+}
 
 // A oneDNN primitive, with a reorder for each argument whose layout in the user's buffer is not the primitive's.
 class Primitive {

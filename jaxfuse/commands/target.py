@@ -1,0 +1,50 @@
+"""The functions that a command is told of, as "module:function" or "file.py:function"."""
+
+import importlib
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+class Unusable(Exception):
+    """What a command was told of is not there, or of another kind; the message says what to do."""
+
+
+def split(target: str, default: tuple[str, str] | None = None) -> tuple[str, str]:
+    """(module or file, name). Raises Unusable where it names none and there is no default."""
+    module, colon, name = target.rpartition(":")
+    if not (module and colon and name):
+        if default:
+            return default
+        raise Unusable(f'{target!r} names no function: give "module:function" or "file.py:function"')
+    return module, name
+
+
+def _module(name: str) -> ModuleType:
+    """The module, with the folder that the command runs in on the path, as `python -m` has it."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    path = Path(name)
+    if path.suffix == ".py":
+        if not path.exists():
+            raise Unusable(f"there is no file {name}")
+        sys.path.insert(0, str(path.resolve().parent))
+        name = path.stem
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name.split(".")[0] and error.name != name:
+            raise
+        raise Unusable(f"there is no module {name} in {os.getcwd()}, nor among the installed packages") from error
+
+
+def found(module: str, name: str, hint: str = "") -> Any:
+    """What has this name, with dots, in the module. Raises Unusable where nothing has; the message ends with the hint."""
+    found: Any = _module(module)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise Unusable(f"{module} has no {name}{hint}")
+        found = getattr(found, part)
+    return found

@@ -1,0 +1,113 @@
+"""Which of a program's sites a user lets be fused: some patterns, all but some, the first few. It is how a culprit is found."""
+
+import dataclasses
+import itertools
+import math
+import numbers
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from jaxfuse.ops.errors import OpError, one_of
+from jaxfuse.program import symbolic
+from jaxfuse.program.site import Match
+from jaxfuse.report.site import Site, where
+from jaxfuse.runtime.reasons import LeftOut
+
+SOURCE = re.compile(r".*:\d+")  # "file:line"
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """What `fuse` was told to leave out.
+
+    patterns: the only patterns that are fused, None for all; skip: patterns, "file:line"s, names of sites such as
+    "conv+bias+relu", and sites of a report, that are not; limit: how many sites are fused, in the order in which they are found.
+    """
+
+    patterns: tuple[str, ...] | None = None
+    skip: tuple[str | Site, ...] = ()
+    limit: int | None = None
+
+    @classmethod
+    def of(cls, known: Sequence[str], patterns: Iterable[str] | None, skip: Iterable[str | Site], limit: int | None) -> "Selection":
+        """Checked. Raises: ValueError for an unknown pattern, for anything else that names no site, and for a negative limit."""
+        if isinstance(patterns, str) or isinstance(skip, (str, Site)):
+            raise OpError("fuse: patterns and skip are sequences: write (…,)")
+        chosen = None if patterns is None else tuple(one_of(name, known, "pattern", "fuse: ") for name in patterns)
+        if limit is not None and not (isinstance(limit, numbers.Integral) and limit >= 0):
+            raise OpError(f"fuse: limit is {limit!r}, expected a number of sites, 0 or more; leave it out for all")
+        return cls(chosen, tuple(_skipped(each, known) for each in skip), limit)
+
+    def names(self, pattern: str, found: Site) -> bool:
+        """Whether `skip` names this site of the pattern."""
+        return any(_same(each, found) if isinstance(each, Site) else each in (pattern, found.pattern, found.source)
+                   or SOURCE.fullmatch(each) is not None and found.source.endswith(f"/{each}") for each in self.skip)
+
+
+ALL = Selection()
+
+
+class Decider:
+    """Decides over the sites of one program, in the order in which they are found: `unprofitable` is the policy's, `fused` counts."""
+
+    def __init__(self, unprofitable: Callable[..., str], selection: Selection = ALL, fused: Iterator[int] | None = None):
+        self.unprofitable, self.selection = unprofitable, selection
+        self._fused = itertools.count() if fused is None else fused
+
+    def of_symbolic_shapes(self) -> "Decider":
+        """The same, of a part of the program whose shapes are not known."""
+        return Decider(symbolic.unprofitable(self.unprofitable), self.selection, self._fused)
+
+    def left_out(self, pattern: str, match: Match) -> LeftOut | None:
+        """Why the user does not want it fused. None: it is fused, and counted."""
+        chosen = self.selection
+        if chosen.patterns is not None and pattern not in chosen.patterns:
+            return LeftOut(f"patterns={chosen.patterns} leaves {pattern} out")
+        if chosen.skip and chosen.names(pattern, where(match)):
+            return LeftOut("skip names it")
+        if chosen.limit is not None and next(self._fused) >= chosen.limit:
+            return LeftOut(f"limit={chosen.limit} sites are fused already")
+        if not _process.takes(match):
+            return LeftOut(f"{_process.limit} sites of this process are fused already")
+        return None
+
+
+class _Process:
+    """The limit of all programs of a process together, and who is told of each site within it."""
+
+    limit: float = math.inf
+
+    def __init__(self) -> None:
+        self.fused = 0
+        self.tell: Callable[[str], object] = lambda words: None
+
+    def takes(self, match: Match) -> bool:
+        if self.limit == math.inf:
+            return True
+        if self.fused >= self.limit:
+            return False
+        self.fused += 1
+        self.tell(where(match).place)
+        return True
+
+
+_process = _Process()
+
+
+def limit_process(limit: int, tell: Callable[[str], object]) -> None:
+    """From here on so many sites are fused in this process, all its programs together; `tell` hears of each, in words."""
+    _process.limit, _process.tell = limit, tell
+
+
+def _skipped(each: Any, known: Sequence[str]) -> str | Site:
+    if isinstance(each, Site) or isinstance(each, str) and ("+" in each or SOURCE.fullmatch(each)):
+        return each
+    if isinstance(each, str):
+        return one_of(each, known, "pattern", "fuse: skip: ")
+    raise OpError(f"fuse: skip holds {each!r}, expected a pattern, a file:line or a Site of a report; print(jaxfuse.explain(…)) shows them")
+
+
+def _same(asked: Site, found: Site) -> bool:
+    """The reason, the kernel and the times may be others."""
+    return all(getattr(asked, name) == getattr(found, name) for name in ("pattern", "direction", "shapes", "source", "scopes"))

@@ -1,0 +1,172 @@
+"""What a user leaves out: `fuse(…, patterns=, skip=, limit=)`, and `python -m jaxfuse bisect`, which finds a wrong site by it;
+counters and logging."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxfuse
+from jaxfuse import __main__ as cli
+from jaxfuse.runtime.reasons import LeftOut
+
+pytestmark = pytest.mark.usefixtures("some_kernel")
+random = np.random.default_rng(0)
+W, V = (jnp.asarray(random.standard_normal(s), jnp.float32) for s in ((3, 3, 8, 8), (8, 16)))
+X = jnp.asarray(random.standard_normal((2, 6, 6, 8)), jnp.float32)
+
+
+def network(x, w, v):
+    for _ in range(3):
+        x = jax.nn.relu(jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")))
+    return jnp.tanh(x.reshape(-1, 8) @ v)
+
+
+def loss(x, w, v):
+    return jnp.sum(network(x, w, v) ** 2)
+
+
+def sites(fn=network, **options):
+    """(patterns that are fused, patterns that are left out), of forward and backward sites."""
+    report = jaxfuse.explain(jaxfuse.fuse(fn, policy="always", **options), X, W, V, policy="always")
+    left = [site.pattern for site in report.skipped if isinstance(site.reason, LeftOut)]
+    return sorted(site.pattern for site in report.fused), sorted(left)
+
+
+CONV, DENSE = "conv+relu", "dense+tanh"
+
+
+@pytest.mark.parametrize("options, fused, left", [
+    ({}, [CONV] * 3 + [DENSE], []),
+    (dict(patterns=["conv"]), [CONV] * 3, [DENSE]),
+    (dict(patterns=("conv", "dense")), [CONV] * 3 + [DENSE], []),
+    (dict(patterns=()), [], [CONV] * 3 + [DENSE]),
+    (dict(skip=["dense"]), [CONV] * 3, [DENSE]),
+    (dict(skip=[CONV]), [DENSE], [CONV] * 3),
+    (dict(limit=0), [], [CONV] * 3 + [DENSE]),
+    (dict(limit=2), [CONV] * 2, [CONV, DENSE]),
+    (dict(limit=9), [CONV] * 3 + [DENSE], []),
+])
+def test_what_is_left_out(options, fused, left):
+    assert sites(**options) == (fused, left)
+    fast = jaxfuse.fuse(network, policy="always", **options)
+    assert str(jax.make_jaxpr(fast)(X, W, V)).count("jaxfuse_") == len(fused)
+    np.testing.assert_allclose(fast(X, W, V), network(X, W, V), rtol=1e-4, atol=1e-5)
+
+
+def test_a_site_of_a_report_and_a_line():
+    report = jaxfuse.explain(network, X, W, V, policy="always")
+    dense = next(site for site in report.fused if site.pattern == DENSE)
+    assert sites(skip=[dense]) == sites(skip=[dense.source]) == sites(skip=[dense.source.rpartition("/")[2]]) == ([CONV] * 3, [DENSE])
+
+
+@pytest.mark.parametrize("limit", range(9))
+def test_gradients_that_need_what_a_forward_site_would_save(limit):
+    """A program with any of its sites is right, and no site waits for one that is left out."""
+    step = jax.value_and_grad(loss, (1, 2))
+    got = jaxfuse.fuse(step, policy="always", limit=limit)(X, W, V)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(step(X, W, V))):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-3)
+
+
+def test_no_site_needs_one_that_is_skipped():
+    def attend(q, k, v):
+        return jnp.sum(jax.nn.dot_product_attention(q, k, v) ** 2)
+
+    operands = [jnp.asarray(random.standard_normal((2, 16, 2, 8)), jnp.float32) for _ in range(3)]
+    step = jax.grad(attend, (0, 1, 2))
+    report = jaxfuse.explain(step, *operands, policy="always")
+    forward = [site for site in report.fused if site.direction == "forward"]
+    for a, b in zip(jaxfuse.fuse(step, policy="always", skip=forward)(*operands), step(*operands)):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("options, words", [
+    (dict(patterns=["cnov"]), "did you mean 'conv'"),
+    (dict(skip=["dens"]), "did you mean 'dense'"),
+    (dict(skip=[3]), "expected a pattern, a file:line or a Site"),
+    (dict(patterns="conv"), "are sequences"),
+    (dict(skip="conv"), "are sequences"),
+    (dict(limit=-1), "limit is -1"),
+])
+def test_what_names_no_site_is_an_error(options, words):
+    with pytest.raises(ValueError, match=words):
+        jaxfuse.fuse(network, **options)
+
+
+def test_strict_mode_lets_what_is_left_out_pass():
+    jaxfuse.fuse(network, policy="always", strict=True, skip=["dense"])(X, W, V)
+
+
+def test_counters_and_logging(caplog):
+    before = jaxfuse.counters()
+    fast = jaxfuse.fuse(network, policy="always", skip=["dense"])
+    with caplog.at_level("INFO", "jaxfuse"):
+        fast(X, W, V), fast(X, W, V), fast(X[:1], W, V)
+    after = jaxfuse.counters()
+    made = after.fused.get((CONV, "forward"), 0) - before.fused.get((CONV, "forward"), 0)
+    left = after.skipped.get(LeftOut.heading, 0) - before.skipped.get(LeftOut.heading, 0)
+    assert (after.programs - before.programs, made, left) == (2, 6, 2)
+    assert [record.getMessage().split()[0] for record in caplog.records] == ([CONV] * 3 + [DENSE]) * 2
+
+
+CHECK = '''
+import os
+import jax, jax.numpy as jnp
+import jaxfuse
+from jaxfuse.ops import dense
+
+def network(x, w, v):
+    for _ in range(3):
+        x = jax.nn.relu(x @ w)
+    return jnp.tanh(x @ v)  # the planted one
+{planted}
+
+def check():
+    x, w, v = jnp.ones((8, 8)), jnp.eye(8), jnp.eye(8)
+    y = jaxfuse.fuse(network, policy="always")(x, w, v)
+    {asked}
+
+def innocent():
+    jaxfuse.fuse(network, policy="always")(jnp.ones((8, 8)), jnp.eye(8), jnp.eye(8))
+
+def hopeless():
+    raise ValueError("whatever is fused")
+'''
+# The kernel of one activation gives another number, or ends the process.
+WRONG = """
+import importlib
+op = importlib.import_module("jaxfuse.ops.dense").OP.forward
+for i, kernel in enumerate(op.kernels):
+    def run(config, args, axes, right=kernel.run):
+        y, *rest = right(config, args, axes)
+        if config.activation.name == "tanh":
+            {happens}
+        return (y, *rest)
+    op.kernels = (*op.kernels[:i], kernel._replace(run=run), *op.kernels[i + 1:])
+"""
+
+
+@pytest.mark.parametrize("happens, asked, words", [
+    ("y = y + 1", "assert jnp.allclose(y, network(x, w, v), atol=1e-5), 'far'", "AssertionError: far"),
+    ("y = y + 1", "return bool(jnp.allclose(y, network(x, w, v), atol=1e-5))", "it returned False"),
+    ("os._exit(7)", "pass", "its process ended with code 7"),
+])
+def test_bisect_finds_a_planted_site(tmp_path, monkeypatch, capsys, happens, asked, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "planted.py").write_text(CHECK.format(planted=WRONG.format(happens=happens), asked=asked))
+    assert cli.main(["bisect", "planted.py:check"]) == 0
+    out = capsys.readouterr().out
+    assert "dense+tanh forward" in out and "planted.py:10" in out and words in out, out
+    assert out.count("passes") + out.count("fails") <= 2 + 3 + 1  # runs: all, none, log2(4) + 1 at most; a word of the verdict
+
+
+@pytest.mark.parametrize("name, code, words", [
+    ("innocent", 1, "there is nothing to find"), ("hopeless", 1, "fails with no site fused too: ValueError: whatever"),
+    ("missing", 1, "has no missing")])
+def test_bisect_without_a_culprit(tmp_path, monkeypatch, capsys, name, code, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "planted.py").write_text(CHECK.format(planted="", asked="pass"))
+    assert cli.main(["bisect", f"planted.py:{name}"]) == code
+    out, err = capsys.readouterr()
+    assert words in out + err
