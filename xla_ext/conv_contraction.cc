@@ -190,7 +190,7 @@ bool takes(const Geometry& g, const Tensor& x, const Tensor& w, const Tensor& y)
   const bool fits = is_channels_last(g.lhs_spec) && is_channels_last(g.out_spec) && (strides[0] == 1 || strides[1] == 1);
   if (!fits || !onednn::is_loaded() || y.size() == 0) return false;  // which computes what is not finite
   if (contraction::always()) return true;
-  if (!contraction::has_bf16() || x.dtype != DType::BF16 || g.groups > 1) return false;
+  if (!contraction::has_bf16() || g.groups > 1) return false;
   // oneDNN reorders the filter first: that is worth it where many pixels meet it (measured on Zen 5, benchmarks/README.md).
   constexpr int64_t kFilterForPixel = 600;
   const int64_t pixels = y.size() / y.shape[g.out_spec[1]];

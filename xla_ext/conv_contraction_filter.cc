@@ -240,13 +240,16 @@ bool takes_filter_gradient(const Geometry& geometry, const Tensor& x, const Tens
   if (!fits || dw.size() == 0 || x.size() == 0 || g.size() == 0) return false;
   if (contraction::always()) return true;
   if (!contraction::has_bf16()) return false;
-  // Where oneDNN is slower, as measured on Zen 5 (benchmarks/README.md): strides, and in bf16 few pixels under a large filter.
-  constexpr int64_t kFilterForPixel = 100;
+  // Where oneDNN is slower, as measured on Zen 5 (benchmarks/README.md). Of few features a tile would be all but empty.
+  constexpr int64_t kManyPixels = 2000, kFilterForPixel = 100, kFilterForStridedPixel = 300;
   const bool strided = geometry.strides != Shape(geometry.spatial_rank(), 1), single = geometry.taps(dw) == 1;
-  if (x.shape[geometry.lhs_spec[1]] < kernels().rows) return false;  // a tile would be all but empty
-  if (x.dtype == DType::F32) return strided && !single;
   const int64_t pixels = g.size() / g.shape[geometry.out_spec[1]];
-  return strided || (single && dw.size() >= kFilterForPixel * pixels);
+  if (x.shape[geometry.lhs_spec[1]] < kernels().rows) return false;
+  if (strided) {
+    const bool large = pixels >= kManyPixels || dw.size() >= kFilterForStridedPixel * pixels;
+    return large && (x.dtype == DType::BF16 || !single);
+  }
+  return x.dtype == DType::BF16 && single && dw.size() >= kFilterForPixel * pixels;
 }
 
 void filter_gradient(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g) {
