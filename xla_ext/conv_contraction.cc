@@ -191,10 +191,11 @@ bool takes(const Geometry& g, const Tensor& x, const Tensor& w, const Tensor& y)
   if (!fits || !onednn::is_loaded() || y.size() == 0) return false;  // which computes what is not finite
   if (contraction::always()) return true;
   if (!contraction::has_bf16() || g.groups > 1) return false;
-  // oneDNN reorders the filter first: that is worth it where many pixels meet it (measured on Zen 5, benchmarks/README.md).
-  constexpr int64_t kFilterForPixel = 600;
+  // oneDNN reorders the filter first: that is worth it where many pixels meet it, in f32 where a few hundred do (measured on Zen 5,
+  // benchmarks/README.md).
+  constexpr int64_t kFilterForPixel = 600, kFewPixels = 200;
   const int64_t pixels = y.size() / y.shape[g.out_spec[1]];
-  return w.size() >= kFilterForPixel * pixels;
+  return w.size() >= kFilterForPixel * pixels && (x.dtype == DType::BF16 || pixels <= kFewPixels);
 }
 
 bool forward(const Forward& f) { return Convolution(f, f.geometry.transposed()).run(); }
