@@ -24,7 +24,7 @@ Forward checked(const Call& call) {
   Forward f{Geometry(call), call.operand(0, "x"), call.operand(1, "w"), {}, {}, {}, call.result(0, "y"),
             activation_attr(call), parameters_attr(call), call.attr<bool>("residual_last")};
   call.expect_dtype(f.x, {DType::F32, DType::BF16});
-  call.expect_dtype(f.w, {f.x.dtype, DType::F32});
+  if (f.w.dtype != DType::F32 || f.x.dtype != DType::BF16) call.expect_dtype(f.w, {f.x.dtype});
   call.expect_dtype(f.y, {f.x.dtype, DType::F32});
   f.geometry.check(call, f.x, f.w, f.y);
   const Shape features{f.y.shape[f.geometry.out_spec[1]]};

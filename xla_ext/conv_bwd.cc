@@ -157,6 +157,10 @@ bool is_fast_dx(const Backward& b) {
                                  : onednn::is_fast_data_gradient(b.geometry, *b.dx, *b.w, b.dy);
 }
 
+bool contracted_dx(const Backward& b) {
+  return !b.geometry.transposed() && contracted::takes_gradient(b.geometry, *b.dx, *b.w, b.dy);
+}
+
 unsigned libraries_of(Backward b) {
   if (are_products(b)) return kNative;
   if (wants_f32(b)) {
@@ -165,7 +169,8 @@ unsigned libraries_of(Backward b) {
     }
     b.dy.dtype = DType::F32;
   }
-  const bool dx_by_onednn = b.dx && !b.dx_by_loops && !winograd::takes_gradient(b.geometry, *b.dx, *b.w, b.dy),
+  const bool dx_by_onednn = b.dx && !b.dx_by_loops && !winograd::takes_gradient(b.geometry, *b.dx, *b.w, b.dy) &&
+                            !contracted_dx(b),
              dw_by_onednn = b.dw && !b.dw_by_loops && of_filter(b, b.dy, sums_of) == Sums::onednn;
   const bool any_native = (b.dx && !dx_by_onednn) || (b.dw && !dw_by_onednn) || (!b.dx && !b.dw);
   const bool any_slow = onednn::is_loaded() && ((dx_by_onednn && !is_fast_dx(b)) ||

@@ -42,6 +42,11 @@ class ConvConfig:
         return any(d != 1 for d in self.lhs_dilation)
 
     @property
+    def is_decomposed(self) -> bool:
+        """Whether it is differentiated as several ops."""
+        return bool(self.has_scale or self.out_dtype or self.rounds_filter)
+
+    @property
     def derivative(self) -> str:
         """What the activation's derivative is taken from: "none", "y" or "z".
 

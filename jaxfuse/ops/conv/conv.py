@@ -314,7 +314,7 @@ OP = FusedOp(
     reference=_reference,
     keep=_keep,
     tangent=_tangent,
-    decomposed=lambda config: functools.partial(_decomposed, config) if config.has_scale or config.out_dtype or config.rounds_filter else None,
+    decomposed=lambda config: functools.partial(_decomposed, config) if config.is_decomposed else None,
     for_autodiff=lambda config: dataclasses.replace(config, saves=int(config.derivative == "z")),
     forward_kernels=(
         *(kernels[0] for kernels in _PLAIN),
