@@ -89,7 +89,9 @@ def environment(**more):
 
 
 @pytest.mark.skipif(ffi.no_onednn() is not None, reason=str(ffi.no_onednn()))
-@pytest.mark.parametrize("level", [{}, dict(JAXFUSE_SIMD="avx2", ONEDNN_MAX_CPU_ISA="AVX2")], ids=["highest", "avx2"])
+@pytest.mark.parametrize("level", [
+    {}, dict(JAXFUSE_SIMD="avx2", ONEDNN_MAX_CPU_ISA="AVX2"), dict(JAXFUSE_CONTRACTION="always"),
+    dict(JAXFUSE_CONTRACTION="always", JAXFUSE_SIMD="avx2")], ids=["highest", "avx2", "contraction", "contraction, avx2"])
 def test_nothing_is_read_outside(level):
     run = subprocess.run([sys.executable, __file__], env=environment(**level), capture_output=True, text=True, timeout=500)
     assert run.returncode == 0, run.stderr[-2000:]

@@ -1,5 +1,6 @@
 """Convolutions by the contraction of our own, whatever was measured: every geometry, with every instruction set's loops."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -8,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conv_oracle import BF16, CASES, F32, LONG, Case, check_backward, check_forward, forward, random, random_filter
+from conv_oracle import BF16, CASES, F32, LONG, Case, backward, check_backward, check_forward, forward, random, random_filter
 
+import jaxfuse
 from jaxfuse.ops import conv
 from jaxfuse.runtime import ffi
 from test_native_bounds import environment
@@ -61,6 +63,19 @@ def check_filters_that_are_not_finite():
         assert np.isfinite(y[0, 0]).all() and np.isfinite(y[0, :, 0]).all() and not np.isfinite(y[0, 1:, 1:, 0]).any()
 
 
+def check_threads():
+    """The same bits on any number of them."""
+    cases = CASES["3x3"], MORE["odd everything"], MORE["many rows"], MORE["long"]
+    found = []
+    for threads in (1, 2, 3, 16):
+        jaxfuse.set_num_threads(threads)
+        for case, dtype in itertools.product(cases, (F32, BF16)):
+            x, w, dy = random(case.x, dtype), random_filter(case, dtype), random(case.y, dtype, 2)
+            found.append((forward(case, x, w), backward(case, x, w, dy, dy, "none")))
+    for i, result in enumerate(found):
+        jax.tree.map(np.testing.assert_array_equal, result, found[i % (2 * len(cases))])
+
+
 def run_all() -> int:
     count = 0
     for dtype in (F32, BF16):
@@ -72,6 +87,7 @@ def run_all() -> int:
             check_transposed(*shapes, dtype)
     check_float32_filter()
     check_filters_that_are_not_finite()
+    check_threads()
     return count
 
 

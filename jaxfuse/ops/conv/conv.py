@@ -304,9 +304,11 @@ _PLAIN = (
 
 def _of_rounded(kernel: Kernel) -> Kernel:
     """A kernel that takes no filter of another dtype than x's."""
+    run = kernel.run
+    assert run is not None
     return kernel._replace(
         refuse=lambda config, args: kernel.refuse(*config.rounded(args)),
-        run=lambda config, args, mesh_axes: kernel.run(*config.rounded(args), mesh_axes))
+        run=lambda config, args, mesh_axes: run(*config.rounded(args), mesh_axes))
 
 
 OP = FusedOp(
