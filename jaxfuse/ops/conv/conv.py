@@ -306,9 +306,16 @@ def _of_rounded(kernel: Kernel) -> Kernel:
     """A kernel that takes no filter of another dtype than x's."""
     run = kernel.run
     assert run is not None
-    return kernel._replace(
-        refuse=lambda config, args: kernel.refuse(*config.rounded(args)),
-        run=lambda config, args, mesh_axes: run(*config.rounded(args), mesh_axes))
+
+    def refuse(config, args):
+        config, args = config.rounded(args)
+        return kernel.refuse(config, args)
+
+    def run_rounded(config, args, mesh_axes):
+        config, args = config.rounded(args)
+        return run(config, args, mesh_axes)
+
+    return kernel._replace(refuse=refuse, run=run_rounded)
 
 
 OP = FusedOp(
