@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import inputs, issues, layers_jax
-from .peers import REFERENCE
+from .peers import OURS, REFERENCE
 
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 # A preactivation nearer to 0 than this may change sign by rounding alone.
@@ -31,11 +31,13 @@ class JaxPeer:
     def __init__(self, name):
         self.exact, self.fuse = name == REFERENCE, lambda function: function
         self.versions = {"jax": version("jax"), "jaxlib": version("jaxlib"), "flax": version("flax")}
-        if name == "jaxfuse":
+        self.freeze = None
+        if name in OURS:
             import jaxfuse
             from jaxfuse.runtime import ffi
 
             self.fuse = jaxfuse.fuse
+            self.freeze = jaxfuse.freeze if name == "frozen" else None
             native = ffi.native().info() if ffi.native() else {}
             self.versions |= {"jaxfuse": version("jaxfuse"), "jaxfuse oneDNN": native.get("onednn"), "native": native}
 
@@ -92,6 +94,9 @@ class JaxPeer:
         model = models.NETWORKS[case.shape.network](dtype=jnp.float64 if self.exact else DTYPES[case.dtype])
         images = self._array(inputs.images(case), case.dtype)
         variables = jax.tree.map(partial(self._array, dtype="f32"), models.random_variables(model, images))
+        if case.task == "inference" and self.freeze:
+            frozen = self.freeze(model.apply, variables)
+            return Prepared(lambda: jax.block_until_ready(frozen(images)), lambda logits: {"logits": logits}, None)
         if case.task == "inference":
             return self._compiled(self.fuse(model.apply), [variables, images], lambda logits: {"logits": logits})
         params, batch_stats = variables["params"], variables["batch_stats"]

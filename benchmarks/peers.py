@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Peer:
-    """`dtypes`: of an inference runtime, which takes networks in inference only; none: all cases."""
+    """`dtypes`: of what takes networks in inference only; none: all cases. `has_constants`: of a network in inference it has the
+    weights as constants, which it may fold and lay out once."""
 
     title: str
     framework: str
     environment: dict = field(default_factory=dict)
     dtypes: tuple[str, ...] = ()
+    has_constants: bool = False
 
     def takes(self, case):
         return not self.dtypes or case.kind == "model" and case.task == "inference" and case.dtype in self.dtypes
@@ -23,14 +25,15 @@ class Peer:
 
 PEERS = {
     "jaxfuse": Peer("jaxfuse", "jax"),
+    "frozen": Peer("jaxfuse.freeze", "jax", dtypes=("f32", "bf16"), has_constants=True),
     "xla": Peer("XLA", "jax"),
     # Convolutions away from YNNPACK, reductions to it: the fastest setting of jaxlib 0.10 on convolutional networks.
     "xla-tuned": Peer("XLA tuned", "jax", {"XLA_FLAGS": "--xla_cpu_experimental_ynn_fusion_type=reduce"}),
     "torch": Peer("PyTorch", "torch"),
     # Of a network in inference the weights are constants then, folded and laid out once.
-    "torch-compile": Peer("torch.compile", "torch", {"TORCHINDUCTOR_FREEZING": "1"}),
-    "openvino": Peer("OpenVINO", "openvino", dtypes=("f32", "bf16")),
-    "onnxruntime": Peer("ONNX Runtime", "onnxruntime", dtypes=("f32",)),
+    "torch-compile": Peer("torch.compile", "torch", {"TORCHINDUCTOR_FREEZING": "1"}, has_constants=True),
+    "openvino": Peer("OpenVINO", "openvino", dtypes=("f32", "bf16"), has_constants=True),
+    "onnxruntime": Peer("ONNX Runtime", "onnxruntime", dtypes=("f32",), has_constants=True),
 }
 # What a peer's interpreter must be able to import; those of the first are asked of the one that runs this.
 NEEDS = {
@@ -39,6 +42,7 @@ NEEDS = {
     "openvino": ("torch", "openvino"),
     "onnxruntime": ("torch", "onnx", "onnxscript", "onnxruntime"),
 }
+OURS = ("jaxfuse", "frozen")
 REFERENCE = "reference"  # the float64 truth; never timed
 REFERENCE_PEER = Peer("float64", "jax", {"JAX_ENABLE_X64": "1"})
 
@@ -87,7 +91,7 @@ def available(names, torch_python):
 
 def _not_installed(name):
     """Not by looking for the module: the source folder jaxfuse/ is there without being installed."""
-    for package in (*NEEDS["jax"], *["jaxfuse"] * (name == "jaxfuse")):
+    for package in (*NEEDS["jax"], *["jaxfuse"] * (name in OURS)):
         if not any(importlib.metadata.distributions(name=package)):
             return f"{package} is not installed in {sys.executable}"
     return ""

@@ -7,6 +7,7 @@ max pools, LSTM and GRU.
 """
 
 from jaxfuse import ops
+from jaxfuse.frozen import ArtefactError, Frozen, freeze, load
 from jaxfuse.fuse import explain, fuse
 from jaxfuse.report import Counters, Difference, FusionError, FusionReport, Site, counters, diff
 from jaxfuse.runtime import ffi, memory, reasons
@@ -16,8 +17,8 @@ from jaxfuse.runtime.versions import UnreadWarning
 
 __version__ = "0.1.0"  # and in pyproject.toml
 __all__ = [
-    "Counters", "Difference", "FusionError", "FusionReport", "Site", "UnreadWarning", "counters", "diff", "explain", "fuse",
-    "get_num_threads", "ops", "reasons", "retain_memory", "set_num_threads"]
+    "ArtefactError", "Counters", "Difference", "Frozen", "FusionError", "FusionReport", "Site", "UnreadWarning", "counters", "diff",
+    "explain", "freeze", "fuse", "get_num_threads", "load", "ops", "reasons", "retain_memory", "set_num_threads"]
 
 memory.retain_if_asked()
 ffi.register_all()  # programs that jax.export wrote call our targets without a line of ours

@@ -33,11 +33,8 @@ class Case:
     def inputs(self, dtype="float32", seed=0) -> dict[str, jax.Array]:
         """Numbers like those of a real layer: a mean away from 0, and outputs on both sides of every kink."""
         rng = np.random.default_rng([zlib.crc32(self.name.encode()), seed])
-        arrays = {}
-        for name, shape in self.shapes.items():
-            draw, vector = _DRAW[name], jnp.float32 if name in (*self.float32, *_STATISTICS) else dtype
-            arrays[name] = jnp.asarray(draw(rng, shape), vector)
-        return arrays
+        types = {name: jnp.float32 if name in (*self.float32, *_STATISTICS) else dtype for name in self.shapes}
+        return {name: jnp.asarray(_DRAW[name](rng, shape), types[name]) for name, shape in self.shapes.items()}
 
     def fused(self, arrays) -> tuple[jax.Array, ...]:
         """The outputs that depend on the arguments."""
@@ -55,38 +52,38 @@ class Case:
         return "norm" if self.op in ("layer_norm", "rms_norm", "group_norm") else self.op
 
 
-def _fan_in(rng, shape):
-    return rng.normal(size=shape) * 2 / math.sqrt(max(1, math.prod(shape[:-1])))
+def _normal(mean=0.0, deviation=1.0):
+    return lambda rng, shape: mean + deviation * rng.normal(size=shape)
+
+
+def _fan_in(times):
+    return lambda rng, shape: rng.normal(size=shape) * times / math.sqrt(max(1, math.prod(shape[:-1])))
 
 
 _DRAW = dict(
-    x=lambda rng, shape: rng.normal(size=shape) + 0.5,
-    w=_fan_in,
-    bias=lambda rng, shape: rng.normal(size=shape),
-    residual=lambda rng, shape: rng.normal(size=shape),
-    scale=lambda rng, shape: 1 + 0.3 * rng.normal(size=shape),
-    gamma=lambda rng, shape: 2 + 0.3 * rng.normal(size=shape),
-    beta=lambda rng, shape: rng.normal(size=shape),
-    mean=lambda rng, shape: rng.normal(size=shape),
-    var=lambda rng, shape: rng.uniform(0.5, 2, size=shape),
-)
-for _name in ("w_x", "w_h"):
-    _DRAW[_name] = lambda rng, shape: _fan_in(rng, shape) / 2
-for _name in ("bias_n", "h0", "c0"):
-    _DRAW[_name] = _DRAW["bias"]
-for _name in "qkv":
-    _DRAW[_name] = lambda rng, shape: rng.normal(size=shape) + 0.25
+    x=_normal(0.5), w=_fan_in(2), scale=_normal(1, 0.3), gamma=_normal(2, 0.3), var=lambda rng, shape: rng.uniform(0.5, 2, size=shape),
+    **dict.fromkeys(("bias", "residual", "beta", "mean", "bias_n", "h0", "c0"), _normal()),
+    **dict.fromkeys(("w_x", "w_h"), _fan_in(1)), **dict.fromkeys("qkv", _normal(0.25)))
 _STATISTICS = ("gamma", "beta", "mean", "var")  # float32 beside bfloat16 activations, as in Flax
 
 
+def _with_terms(case, terms, per_channel=None):
+    """With the other arguments, whose shapes follow from those of x and w; `per_channel`: that of one for each output."""
+    types = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in case.shapes.items()}
+    out = jax.eval_shape(lambda arrays: case.unfused(arrays)[0], types).shape
+    channels = per_channel or (out[1 if case.options.get("dimension_numbers") == CHANNELS_FIRST else -1],)
+    return dataclasses.replace(case, shapes=case.shapes | {term: out if term == "residual" else channels for term in terms.split()})
+
+
 def conv(name, x, w, terms="", *, refused="", float32=(), **options):
-    """A row: `terms` are the other arguments, their shapes follow from x and w."""
-    case = Case(name, "conv", dict(x=x, w=w), options, refused, float32)
-    types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (x, w)]
-    out = jax.eval_shape(lambda x, w: case.unfused(dict(x=x, w=w))[0], *types).shape
-    features = out[1 if options.get("dimension_numbers") == CHANNELS_FIRST else -1]
-    shapes = {term: out if term == "residual" else (features,) for term in terms.split()}
-    return dataclasses.replace(case, shapes=case.shapes | shapes)
+    """A row: `terms` are the other arguments."""
+    return _with_terms(Case(name, "conv", dict(x=x, w=w), options, refused, float32), terms)
+
+
+def dense(name, x, w, terms="", *, refused="", float32=(), **options):
+    (_, contracted), (_, batch) = options.get("dimension_numbers", (((), (0,)), ((), ())))
+    features = tuple(n for d, n in enumerate(w) if d not in (*contracted, *batch))
+    return _with_terms(Case(name, "dense", dict(x=x, w=w), options, refused, float32), terms, features)
 
 
 def batch_norm(name, x, terms="", *, refused="", **options):
@@ -94,17 +91,6 @@ def batch_norm(name, x, terms="", *, refused="", **options):
     terms = ["gamma", "beta", *terms.split()]
     shapes = {term: x if term == "residual" else (channels,) for term in terms}
     return Case(name, "batch_norm", dict(x=x) | shapes, options, refused)
-
-
-def dense(name, x, w, terms="", *, refused="", float32=(), **options):
-    """A row: the shapes of the other arguments, `terms`, follow from x and w."""
-    case = Case(name, "dense", dict(x=x, w=w), options, refused, float32)
-    out = jax.eval_shape(lambda x, w: case.unfused(dict(x=x, w=w))[0],
-                         *[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (x, w)]).shape
-    (_, contracted), (_, batch) = options.get("dimension_numbers", (((), (0,)), ((), ())))
-    features = tuple(n for d, n in enumerate(w) if d not in (*contracted, *batch))
-    shapes = {term: out if term == "residual" else features for term in terms.split()}
-    return dataclasses.replace(case, shapes=case.shapes | shapes)
 
 
 def max_pool(name, x, window_shape, **options):
@@ -192,8 +178,7 @@ CONV = [
          refused="the filter reaches (1, 1) only"),
     conv("negative_padding", (2, 6, 6, 8), (3, 3, 8, 8), "bias", padding=((-1, 0), (0, 0)), refused="negative padding"),
     *[
-        conv(f"activation_{name}", (2, 4, 4, 8), (1, 1, 8, 8), "bias", activation=name,
-             **example(activation))
+        conv(f"activation_{name}", (2, 4, 4, 8), (1, 1, 8, 8), "bias", activation=name, **example(activation))
         for name, activation in ACTIVATIONS.items()
         if name != "none"
     ],
@@ -252,8 +237,7 @@ DENSE = [
     dense("batch_axis_last", (6, 16, 4), (16, 8, 4), dimension_numbers=(((1,), (0,)), ((2,), (2,))),
           refused="the last axis of x, of shape (6, 16, 4), is a batch axis"),
     *[
-        dense(f"activation_{name}", (6, 16), (16, 24), "bias", activation=name,
-              **{"alpha": 0.3} if activation.has_alpha else {})
+        dense(f"activation_{name}", (6, 16), (16, 24), "bias", activation=name, **example(activation))
         for name, activation in ACTIVATIONS.items()
         if name != "none"
     ],

@@ -1,5 +1,6 @@
 """A headless Chromium that opens a file, by selenium."""
 
+import contextlib
 import importlib.util
 import shutil
 
@@ -16,6 +17,7 @@ def why_absent() -> str:
     return " and no ".join(missing)
 
 
+@contextlib.contextmanager
 def opened(path, width: int, dark: bool = False):
     """A driver that has opened the file in a window of this width; skips the test, naming what is missing, where it cannot."""
     if missing := why_absent():
@@ -33,8 +35,11 @@ def opened(path, width: int, dark: bool = False):
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [theme]})
     size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    driver.get(f"file://{path}")
-    return driver
+    try:
+        driver.get(f"file://{path}")
+        yield driver
+    finally:
+        driver.quit()
 
 
 def _browser() -> str | None:

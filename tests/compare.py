@@ -57,6 +57,16 @@ def value_and_gradients(function, arrays, cotangents):
     return outs, vjp(tuple(cotangents))[0]
 
 
+def forward_and_gradients(function):
+    """Of one argument, by all the arrays in it."""
+    return lambda arrays: (function(arrays), jax.grad(lambda a: sum(jnp.sum(jnp.sin(out)) for out in function(a)))(arrays))
+
+
+def fused(case):
+    """Made anew each time: the kernel is chosen when it is compiled."""
+    return jit(lambda arrays, cotangents: value_and_gradients(case.fused, arrays, cotangents))
+
+
 @functools.cache
 def unfused(case):
     return jit(lambda arrays, cotangents: value_and_gradients(case.unfused, arrays, cotangents))
@@ -85,6 +95,12 @@ def as_float64(tree):
 def pairs(*trees):
     assert len(set(map(jax.tree.structure, trees))) == 1
     return zip(*map(jax.tree.leaves, trees), strict=True)
+
+
+def kinds(array):
+    """0: finite, 1: inf, 2: -inf, 3: NaN."""
+    array = np.asarray(array, np.float64)
+    return np.select([np.isnan(array), np.isposinf(array), np.isneginf(array)], [3, 1, 2], 0)
 
 
 def size(array):

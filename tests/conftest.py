@@ -18,6 +18,7 @@ from jaxfuse.tuning import tuned
 
 # Most of the suite's time is XLA's compiler; at this level it compiles several times as fast, and our kernels are not touched by it.
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=1 " + os.environ.get("XLA_FLAGS", "")
+os.environ.setdefault("KERAS_BACKEND", "jax")
 
 MANY, VERY_MANY = 12, 24  # cases of one test
 NOT_INSTALLABLE = re.compile(r"this (CPU|machine|system|jax) (has|is)")  # how a skip says what no installation would bring

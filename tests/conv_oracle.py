@@ -1,5 +1,6 @@
 """Convolutions as the native targets take them: named geometries, calls, and the same sums by numpy in float64."""
 
+import functools
 import itertools
 
 import jax
@@ -27,22 +28,16 @@ class Case:
     @property
     def attrs(self):
         low, high = zip(*self.padding)
-        return dict(
+        return self.specs._asdict() | dict(
             window_strides=self.strides, padding_low=low, padding_high=high, lhs_dilation=(1,) * len(self.strides),
-            rhs_dilation=self.dilation,
-            feature_group_count=self.groups, lhs_spec=self.specs.lhs_spec, rhs_spec=self.specs.rhs_spec,
-            out_spec=self.specs.out_spec,
-        )  # fmt: skip
+            rhs_dilation=self.dilation, feature_group_count=self.groups)
 
     @property
     def y(self):
-        shape = jax.eval_shape(
-            lambda x, w: lax.conv_general_dilated(
-                x, w, self.strides, self.padding, rhs_dilation=self.dilation, dimension_numbers=self.specs,
-                feature_group_count=self.groups,
-            ), jax.ShapeDtypeStruct(self.x, F32), jax.ShapeDtypeStruct(self.w, F32),
-        )  # fmt: skip
-        return shape.shape
+        return jax.eval_shape(
+            functools.partial(lax.conv_general_dilated, window_strides=self.strides, padding=self.padding, rhs_dilation=self.dilation,
+                              dimension_numbers=self.specs, feature_group_count=self.groups),
+            jax.ShapeDtypeStruct(self.x, F32), jax.ShapeDtypeStruct(self.w, F32)).shape
 
     def per_feature(self, v):
         return np.asarray(v, np.float64).reshape([-1 if i == self.specs.out_spec[1] else 1 for i in range(len(self.y))])

@@ -1,9 +1,5 @@
 """Layers of each framework as a function and its weights: (apply, weights), of which `apply(weights, x)` is the program."""
 
-import os
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
-
 import equinox as eqx
 import haiku as hk
 import jax

@@ -7,7 +7,6 @@ rounding explains, judged by a run in float64 that rounds nothing and one of sli
 and printed; the exit status is then 1.
 """
 
-import argparse
 import collections
 import sys
 import time
@@ -19,7 +18,7 @@ import numpy as np
 
 import jaxfuse
 from compare import jit
-from fuzz_programs import Program, Step, random_program, run
+from fuzz_programs import Program, Step, random_program, run, seeds
 from fuzz_steps import Scope, wide
 
 
@@ -181,15 +180,8 @@ def shrunk(program: Program, kind: str, ways, limit: float = 120) -> Program:
 
 
 def main():
-    parser = argparse.ArgumentParser("python tests/fuzz.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--first", type=int, default=0, help="the first seed (default: %(default)s)")
-    parser.add_argument("--seeds", type=int, default=10**9, help="how many of them")
-    parser.add_argument("--seconds", type=float, default=600, help="for how long (default: %(default)s)")
-    arguments = parser.parse_args()
-    end, counts = time.monotonic() + arguments.seconds, collections.Counter()
-    for seed in range(arguments.first, arguments.first + arguments.seeds):
-        if time.monotonic() > end:
-            break
+    counts: collections.Counter = collections.Counter()
+    for seed in seeds("fuzz.py", __doc__):
         counts[one(seed)] += 1
         print(f"seed {seed}: {dict(counts)}", flush=True)
         if sum(counts.values()) % 50 == 0:

@@ -6,10 +6,8 @@ what the result moves by where each input is rounded another way, and a rounding
 a result is a difference if it is further for most of 8 other draws too, or not finite. It is printed; the exit status is then 1.
 """
 
-import argparse
 import collections
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +15,7 @@ import numpy as np
 
 from cases import CHANNELS_FIRST, Case, attention, batch_norm, conv, dense, max_pool, norm, recurrent
 from compare import as_float64, distance, jit, pairs, value_and_gradients, with_cotangents
+from fuzz_programs import seeds
 from jaxfuse.ops.activations import TABLE as ACTIVATIONS
 
 TOGETHER = 6  # cases of a program
@@ -187,15 +186,8 @@ def check(seed: int) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser("python tests/fuzz_ops.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--first", type=int, default=0, help="the first seed (default: %(default)s)")
-    parser.add_argument("--seeds", type=int, default=10**9, help="how many of them")
-    parser.add_argument("--seconds", type=float, default=600, help="for how long (default: %(default)s)")
-    arguments = parser.parse_args()
-    end, counts = time.monotonic() + arguments.seconds, collections.Counter()
-    for seed in range(arguments.first, arguments.first + arguments.seeds):
-        if time.monotonic() > end:
-            break
+    counts: collections.Counter = collections.Counter()
+    for seed in seeds("fuzz_ops.py", __doc__):
         found = check(seed)
         counts.update(calls=TOGETHER * len(SCALES), differences=len(found))
         print(f"seed {seed}: {dict(counts)}", *found, sep="\n  ", flush=True)

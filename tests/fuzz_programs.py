@@ -1,6 +1,9 @@
 """Random programs for `fuzz.py`: steps of fuzz_steps.py, some of them around others, and how they are run."""
 
+import argparse
+import itertools
 import random
+import time
 from typing import NamedTuple
 
 import jax
@@ -13,6 +16,17 @@ HALVES = {"bf16": jnp.bfloat16, "f16": jnp.float16}
 WRAPPERS = ("residual", "residual", "residual", "jit", "remat", "vmap", "layers", "microbatches", "cond", *HALVES, "concat", "twice",
             "custom rule", "named")
 DEEPEST, LONGEST = 2, 6
+
+
+def seeds(program: str, doc: str):
+    """Those that the command line asks for, for as long as it says."""
+    parser = argparse.ArgumentParser(f"python tests/{program}", description=doc, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--first", type=int, default=0, help="the first seed (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=10**9, help="how many of them")
+    parser.add_argument("--seconds", type=float, default=600, help="for how long (default: %(default)s)")
+    arguments = parser.parse_args()
+    end = time.monotonic() + arguments.seconds
+    return itertools.takewhile(lambda _: time.monotonic() <= end, range(arguments.first, arguments.first + arguments.seeds))
 
 
 class Step(NamedTuple):

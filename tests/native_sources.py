@@ -17,6 +17,11 @@ def loops() -> list[str]:
     return re.search(r"set\(LOOPS ([^)]*)\)", lists())[1].split()
 
 
+def options(isa: str) -> list[str]:
+    """What CMake gives the files of one instruction set."""
+    return re.search(rf"SOURCE \$\{{{isa}_SOURCES\}} APPEND PROPERTY\s+COMPILE_OPTIONS ([^)]*)\)", lists())[1].split()
+
+
 def compiled_loops(namespace: str, isa: str) -> str:
     """The source that CMake makes of them for one."""
     text = (ROOT / "xla_ext/loops.cc.in").read_text()

@@ -76,20 +76,10 @@ clipped.defvjp(lambda scale, x, function: (clipped(scale, x, function), x),
 
 
 @program
-def custom_jvp(x):
-    return doubled_slope(block(x)), jitted_inside(x)
-
-
-@program
 def custom_jvp_of_a_fused_part(x):
     wrapped = jax.custom_jvp(lambda v: block(v))
     wrapped.defjvps(lambda t, out, x: 0.25 * t)
     return wrapped(x) + block(x)
-
-
-@program
-def custom_vjp(x):
-    return halved_slope(block(x)) + clipped(0.25, x, lambda v: jnp.sin(v))
 
 
 @program
@@ -137,11 +127,6 @@ def scan_over_images(x):
 
 
 @program
-def scan_without_xs(x):
-    return lax.scan(lambda carry, _: (0.5 * block(carry), None), x, None, length=3)[0]
-
-
-@program
 def while_with_closures(x):
     limit, w = block(x).sum() + 50, 2 * FILTERS
     return lax.while_loop(lambda s: (s[0] < 3) & (s[1].sum() < limit), lambda s: (s[0] + 1, block(s[1], w)), (0, x))
@@ -156,19 +141,9 @@ def while_in_scan(x):
 
 
 @program
-def fori_loop(x):
-    return lax.fori_loop(0, 3, lambda i, v: block(v) * (i + 1), x)
-
-
-@program
 def switch(x):
     branches = [block, jnp.sin, lambda v: halved_slope(v) + block(v)]
     return [lax.switch((x.sum() < 1e9) + i, branches, x) for i in (-1, 0, 1)]
-
-
-@program
-def associative_scan_and_map(x):
-    return lax.associative_scan(jnp.add, block(x), axis=1), lax.map(lambda v: block(v[None]), x, batch_size=1)
 
 
 @program
@@ -297,6 +272,12 @@ def normalised(x, gamma=BIAS, check=True, over=None):
     return jax.shard_map(body, mesh=over or mesh(), in_specs=ins, out_specs=outs, check_vma=check)(x, gamma, BIAS + 1)
 
 
-@program
-def batch_norm_in_shard_map(x):
-    return normalised(x), normalised(x, check=False), normalised(x, x.mean((0, 1, 2)))
+PROGRAMS |= dict(
+    custom_jvp=lambda x: (doubled_slope(block(x)), jitted_inside(x)),
+    custom_vjp=lambda x: halved_slope(block(x)) + clipped(0.25, x, lambda v: jnp.sin(v)),
+    scan_without_xs=lambda x: lax.scan(lambda carry, _: (0.5 * block(carry), None), x, None, length=3)[0],
+    fori_loop=lambda x: lax.fori_loop(0, 3, lambda i, v: block(v) * (i + 1), x),
+    associative_scan_and_map=lambda x: (
+        lax.associative_scan(jnp.add, block(x), axis=1), lax.map(lambda v: block(v[None]), x, batch_size=1)),
+    batch_norm_in_shard_map=lambda x: (normalised(x), normalised(x, check=False), normalised(x, x.mean((0, 1, 2)))),
+)

@@ -1,7 +1,6 @@
 """What `explain` says of a program, fused or not, and whether the fused program computes what it did."""
 
 import collections
-import os
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,6 @@ from compare import as_near_to_the_truth, jit, same
 from exact import in_float64
 from jaxfuse.runtime.reasons import XLA_DOES_THIS
 
-os.environ.setdefault("KERAS_BACKEND", "jax")
 NO_KERNEL = "no kernel yet on cpu"
 FUSED = "fused"
 

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 
 from benchmarks import cases, checks, inputs, peer, peers, plan, report, swapped, turns
 from benchmarks.__main__ import main
+from processes import printed_by
 
 
 def test_case_table_is_well_formed():
@@ -31,16 +31,9 @@ def test_select_by_kind_and_by_parts_of_the_name():
         cases.select(["resnet5"])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "conv7x7_stride2_c3_c64_s224.b1.f32.gradient",
-        "bn_add_relu_c2048_s7.b8.f32.gradient",
-        "group_norm_silu_c96_s56.b8.bf16.gradient",
-        "gru_h28.b8.f32.gradient",
-        "attention_h12_c768.b8.f32.gradient",
-    ],
-)
+@pytest.mark.parametrize("name", [
+    "conv7x7_stride2_c3_c64_s224.b1.f32.gradient", "bn_add_relu_c2048_s7.b8.f32.gradient", "group_norm_silu_c96_s56.b8.bf16.gradient",
+    "gru_h28.b8.f32.gradient", "attention_h12_c768.b8.f32.gradient"])
 def test_inputs_are_the_same_in_every_process_and_fit_the_function(name):
     jax_peer = pytest.importorskip("benchmarks.jax_peer")
     (case,) = cases.select([name])
@@ -142,9 +135,7 @@ def test_every_issue_runs_small_with_the_right_numbers(tmp_path):
 
 
 def test_issues_is_the_benchmark_of_its_kind():
-    command = [sys.executable, "-m", "benchmarks.issues", "--small", "--list"]
-    listed = subprocess.run(command, cwd=turns.ROOT, capture_output=True, text=True, check=True).stdout.split()
-    assert listed == [case.name for case in cases.CASES if case.kind == "issue"]
+    assert printed_by("-m", "benchmarks.issues", "--small", "--list").split() == [case.name for case in cases.CASES if case.kind == "issue"]
 
 
 def test_environments_differ_only_in_the_peers_own_settings(monkeypatch):
@@ -256,6 +247,7 @@ def test_the_interval_of_a_median():
 def test_inference_runtimes_take_networks_in_inference_only():
     """In the dtypes that they have, and they are neither waited for nor missed elsewhere."""
     takes = {name: {(c.task, c.dtype) for c in cases.CASES if p.takes(c)} for name, p in peers.PEERS.items() if p.dtypes}
+    assert takes.pop("frozen") == takes["openvino"]
     assert takes == {"openvino": {("inference", "f32"), ("inference", "bf16")}, "onnxruntime": {("inference", "f32")}}
     (case,) = cases.select(["resnet50.b8.f32.training"])
     row = {"case": case.name, "allocator": "tuned", "kind": case.kind, "peers": {"xla": {"ms": 1.0, "prepare_s": 1.0}}}

@@ -16,7 +16,7 @@ import sysconfig
 import jax
 import pytest
 
-from native_sources import ROOT, compiled_loops, generated, lists, loops
+from native_sources import ROOT, compiled_loops, generated, loops, options
 
 ZIG = [sys.executable, "-m", "ziglang", "c++", "-target", "x86_64-linux-gnu"] if importlib.util.find_spec("ziglang") else None
 CLANG = [found] if (found := shutil.which("clang++")) else ZIG
@@ -28,10 +28,6 @@ pytestmark = pytest.mark.skipif(CLANG is None or platform.machine() not in ("x86
 
 LOOPS = loops()
 SOURCES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "xla_ext").rglob("*.cc"))
-
-
-def options(isa: str) -> list[str]:
-    return re.search(rf"SOURCE \$\{{{isa}_SOURCES\}} APPEND PROPERTY\s+COMPILE_OPTIONS ([^)]*)\)", lists())[1].split()
 
 
 def headers() -> list[str]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import fcntl
+import functools
 import os
 import subprocess
 
@@ -51,13 +52,21 @@ def on_cuda(emulated, monkeypatch):
         kernel, reason = stage.kernel(config, args, "cuda")
         assert kernel is not None and kernel.run is not None, reason
         got = jax.jit(lambda *args: kernel.run(config, args, ()))(*args)
-        for g, w in zip(got, wanted or (), strict=bool(wanted)):
-            assert g.shape == w.shape
-            g, w = np.asarray(g, np.float64), np.asarray(w, np.float64)
-            np.testing.assert_allclose(g, w, rtol=tolerance, atol=tolerance * np.abs(w).max(initial=0))
+        near(got, wanted or got, tolerance)
         return [np.asarray(g) for g in got]
 
     return run
+
+
+def near(got, wanted, tolerance):
+    """Relative to each number, and to the largest; bits have to be equal."""
+    for g, w in zip(got, wanted, strict=True):
+        assert g.shape == w.shape
+        if g.dtype == jnp.uint8:
+            np.testing.assert_array_equal(g, w)
+            continue
+        g, w = np.asarray(g, np.float64), np.asarray(w, np.float64)
+        np.testing.assert_allclose(g, w, rtol=tolerance, atol=tolerance * np.abs(w[np.isfinite(w)]).max(initial=0))
 
 
 def test_headers_against_float64(tmp_path):
@@ -73,24 +82,22 @@ def random(seed, shape, dtype=jnp.float32, scale=1.0, offset=0.0):
     return (scale * jax.random.normal(jax.random.key(seed), shape) + offset).astype(dtype)
 
 
-def like(dtype, *arrays):
-    """Types of `arrays` with another dtype where they are full-size."""
-    return [jax.ShapeDtypeStruct(a.shape, dtype if a.ndim > 1 and a.dtype != jnp.uint8 else a.dtype) for a in arrays]
+def like(*arrays):
+    return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
 
 
-def both(emulated, target, dtype, out_types, *operands, **attrs):
-    """Results of the emulated kernel and of the CPU's, which has no float16: that one computes in float32."""
-    name = next(name for name, known in DTYPES.items() if known == dtype)
-    wide = jnp.float32 if name == "f16" and "batch_norm" in target else dtype
-    of_cpu = [v.astype(wide) if v.dtype == dtype else v for v in operands]
-    ours = jax.jit(lambda *args: emulated(target, like(dtype, *out_types), *args, **attrs))(*operands)
-    theirs = jax.jit(lambda *args: ffi.call(target, like(wide, *out_types), *args, **attrs))(*of_cpu)
-    for got, want in zip(ours, theirs, strict=True):
-        if got.dtype == jnp.uint8:
-            np.testing.assert_array_equal(got, want)
-            continue
-        got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-        np.testing.assert_allclose(got, want, rtol=ROUNDING[name], atol=ROUNDING[name] * np.abs(want[np.isfinite(want)]).max())
+def both(emulated, target, out_types, *operands, **attrs):
+    """Results of the emulated kernel and of the CPU's; that of batch norm has no float16 and computes in float32."""
+    dtype = operands[0].dtype
+    wide = jnp.float32 if dtype == jnp.float16 and "batch_norm" in target else dtype
+
+    def run(call, dtype_of, operands):
+        types = [jax.ShapeDtypeStruct(t.shape, dtype_of(t)) for t in out_types]
+        return jax.jit(lambda *args: call(target, types, *args, **attrs))(*operands)
+
+    ours = run(emulated, lambda t: t.dtype, operands)
+    theirs = run(ffi.call, lambda t: wide if t.dtype == dtype else t.dtype, [v.astype(wide) if v.dtype == dtype else v for v in operands])
+    near(ours, theirs, next(ROUNDING[name] for name, known in DTYPES.items() if known == dtype))
     return ours
 
 
@@ -103,19 +110,19 @@ def test_batch_norm(emulated, dtype, shape):
     """Statistics, the result and the mask, the gradient's sums and the gradient; then bit for bit the same again."""
     dtype, vector = DTYPES[dtype], random(9, shape[-1:])
     x, z, dy = (random(i, shape, dtype, offset=3.0 * (i == 0)) for i in range(3))
-    mean, var = both(emulated, "jaxfuse_batch_norm_stats", dtype, [vector] * 2, x)
-    again = jax.jit(lambda x: emulated("jaxfuse_batch_norm_stats", like(dtype, mean, var), x))(x)
+    mean, var = both(emulated, "jaxfuse_batch_norm_stats", [vector] * 2, x)
+    again = jax.jit(lambda x: emulated("jaxfuse_batch_norm_stats", like(mean, var), x))(x)
     np.testing.assert_array_equal(again[0], mean)
     np.testing.assert_array_equal(again[1], var)
     affine = mean, 1 + 0.1 * vector, 0.3 * vector
     mask = jax.ShapeDtypeStruct((x.size // shape[-1], -(-shape[-1] // 8)), jnp.uint8)
     forward = attributes("relu")
-    y, bits = both(emulated, "jaxfuse_batch_norm_apply", dtype, [x, mask], x, *affine, z, has_residual=True, save_mask=True, **forward)
+    y, bits = both(emulated, "jaxfuse_batch_norm_apply", [x, mask], x, *affine, z, has_residual=True, save_mask=True, **forward)
     want = np.packbits(np.asarray(y, np.float32).reshape(mask.shape[0], -1) > 0, axis=-1, bitorder="little")
     np.testing.assert_array_equal(bits, want)
     backward = dict(**forward, deriv="mask", has_residual=False)
-    both(emulated, "jaxfuse_batch_norm_bwd_stats", dtype, [vector] * 2, dy, x, mean, bits, **backward)
-    both(emulated, "jaxfuse_batch_norm_bwd_apply", dtype, [x, x], dy, x, mean, *affine, bits, want_dresidual=True, **backward)
+    both(emulated, "jaxfuse_batch_norm_bwd_stats", [vector] * 2, dy, x, mean, bits, **backward)
+    both(emulated, "jaxfuse_batch_norm_bwd_apply", [x, x], dy, x, mean, *affine, bits, want_dresidual=True, **backward)
 
 
 @pytest.mark.parametrize("activation, channels, has_residual",
@@ -126,11 +133,11 @@ def test_activations_of_batch_norm(emulated, activation, channels, has_residual)
     vectors = [random(i, (channels,)) for i in range(3, 7)]
     attrs = attributes(activation, 0.3) | dict(has_residual=has_residual)
     added = (z,) * has_residual
-    both(emulated, "jaxfuse_batch_norm_apply", x.dtype, [x], x, *vectors[:3], *added, save_mask=False, **attrs)
+    both(emulated, "jaxfuse_batch_norm_apply", [x], x, *vectors[:3], *added, save_mask=False, **attrs)
     saved = () if activation == "none" else (*vectors[:3], *added)
     attrs["deriv"] = "recompute" if saved else "none"
-    both(emulated, "jaxfuse_batch_norm_bwd_stats", x.dtype, vectors[:2], dy, x, vectors[0], *saved, **attrs)
-    both(emulated, "jaxfuse_batch_norm_bwd_apply", x.dtype, [x], dy, x, vectors[0], *vectors[1:], *saved, want_dresidual=False, **attrs)
+    both(emulated, "jaxfuse_batch_norm_bwd_stats", vectors[:2], dy, x, vectors[0], *saved, **attrs)
+    both(emulated, "jaxfuse_batch_norm_bwd_apply", [x], dy, x, vectors[0], *vectors[1:], *saved, want_dresidual=False, **attrs)
 
 
 def test_nan_and_inf_of_batch_norm(emulated):
@@ -157,16 +164,7 @@ def test_norm(emulated, dtype, sizes, centered, outside, has_residual):
     gamma, beta = 1 + random(4, (groups, length)), random(5, (groups, length))
     vectors, statistics = [jax.ShapeDtypeStruct(gamma.shape, jnp.float32)] * 2, [jax.ShapeDtypeStruct((outer, groups), jnp.float32)] * 2
     attrs = dict(inner=shape[1:], centered=centered, epsilon=1e-5, epsilon_outside=outside, **attributes("none"))
-
-    def compared(target, out_types, *operands, **more):
-        types = [jax.ShapeDtypeStruct(t.shape, dtype if len(t.shape) == 4 else t.dtype) for t in out_types]
-        pair = [jax.jit(lambda *a, call=call: call(target, types, *a, **attrs, **more))(*operands) for call in (emulated, ffi.call)]
-        tolerance = next(ROUNDING[name] for name, known in DTYPES.items() if known == dtype)
-        for got, want in zip(*pair, strict=True):
-            got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-            np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * np.abs(want).max())
-        return pair[0]
-
+    compared = functools.partial(both, emulated, **attrs)
     full = [x, z][: 1 + has_residual]
     outs = compared("jaxfuse_norm_fwd", [x] * (1 + has_residual) + statistics, x, gamma, beta, *full[1:], has_residual=has_residual,
                     wants_sum=has_residual, saving=True)
@@ -232,6 +230,11 @@ def test_nan_and_inf_of_depthwise(on_cuda):
     assert np.isfinite(np.delete(y, [1, 2, 5], axis=-1)).all()
 
 
+def refuses(emulated, target, message, operands, **attrs):
+    with pytest.raises(Exception, match=f"{target}: .*{message}"):
+        jax.block_until_ready(jax.jit(lambda *a: emulated(target, like(a[0]), *a, **attrs))(*operands))
+
+
 def test_refusals_of_depthwise(emulated):
     config, (x, w) = of_conv((2, 6, 6, 8), (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), jnp.float32)
     kernel = next(k for k in CONV.forward.kernels if k.name == "depthwise")
@@ -242,7 +245,8 @@ def test_refusals_of_depthwise(emulated):
     assert "empty" in kernel.refuse(config, (x[:0], w))
     assert "float64" in kernel.refuse(config, (jax.ShapeDtypeStruct(x.shape, np.float64), w))
     pairs = dict(window_strides=(1, 1), rhs_dilation=(1, 1), padding_low=(1, 1), padding_high=(1, 1))
-    attrs = {name: np.array(pair) for name, pair in pairs.items()} | attributes("relu")
+    attrs = attributes("relu") | {name: np.array(pair) for name, pair in pairs.items()}
+    attrs |= dict(has_scale=False, has_bias=False, save_z=False)
     for operands, options, message in [
         ((x, w[..., :7]), {}, r"w has shape \(3, 3, 1, 7\), expected \(height, width, 1, 8\)"),
         ((x, w), dict(padding_high=np.array((0, 1))), r"y has shape \(2, 6, 6, 8\), expected \(2, 5, 6, 8\)"),
@@ -250,10 +254,7 @@ def test_refusals_of_depthwise(emulated):
         ((x, w), dict(rhs_dilation=np.array((4, 1))), "the window has 0 places along dimension 1"),
         ((x, w.astype(jnp.bfloat16)), {}, "w has dtype bfloat16, expected float32"),
     ]:
-        with pytest.raises(Exception, match=f"jaxfuse_depthwise_fwd: .*{message}"):
-            call = jax.jit(lambda *a: emulated("jaxfuse_depthwise_fwd", [x], *a, has_scale=False, has_bias=False, save_z=False,
-                                               **attrs | options))
-            jax.block_until_ready(call(*operands))
+        refuses(emulated, "jaxfuse_depthwise_fwd", message, operands, **attrs | options)
 
 
 def test_refusals_name_the_target(emulated):
@@ -265,9 +266,7 @@ def test_refusals_name_the_target(emulated):
         ((x, vector, vector, vector), attributes("cubic"), "expected one of"),
         ((x, vector, vector), {}, "got 3 operands, expected 4"),
     ]:
-        with pytest.raises(Exception, match=f"jaxfuse_batch_norm_apply: .*{message}"):
-            call = jax.jit(lambda *a: emulated("jaxfuse_batch_norm_apply", like(a[0].dtype, a[0]), *a, **attrs | options))
-            jax.block_until_ready(call(*operands))
+        refuses(emulated, "jaxfuse_batch_norm_apply", message, operands, **attrs | options)
 
 
 class TestPlansOfCudnn:
@@ -301,23 +300,14 @@ class TestPlansOfCudnn:
     (BATCH_NORM, BatchNormConfig(2, Standard(1e-5), has_residual=True, activation=named("relu")), (24,)),
     (NORM, NormConfig((1, 1, 24), 1, 1e-6, has_residual=True), (1, 24)),
 ], ids=["batch_norm", "norm"])
-def test_ops_by_their_kernels_for_cuda(emulated, monkeypatch, fused, config, parameters):
+def test_ops_by_their_kernels_for_cuda(on_cuda, fused, config, parameters):
     """Forward and backward stages as they are lowered for CUDA, with every result the reference has."""
-    monkeypatch.setattr(cuda, "call", emulated)
-    monkeypatch.setattr(cuda, "unavailable", lambda target: None)
     x, z, dy = (random(i, (4, 5, 24)) for i in range(3))
     args = x, z, 1 + random(3, parameters), random(4, parameters)
     saving = fused.for_autodiff(config)
 
     def of(stage, config, args):
-        kernel, reason = stage.kernel(config, args, "cuda")
-        assert kernel is not None and kernel.run is not None, reason
-        got = jax.jit(lambda *args: kernel.run(config, args, ()))(*args)
-        want = stage.reference(config, *args)
-        assert [g.shape for g in got] == [w.shape for w in want]
-        for g, w in zip(got, want, strict=True):
-            np.testing.assert_allclose(g, w, rtol=2e-5, atol=2e-5 * float(np.abs(w).max()))
-        return got
+        return on_cuda(stage, config, args, stage.reference(config, *args), 2e-5)
 
     outs = of(fused.forward, saving, args)
     kept = fused.keep(saving, args, outs)

@@ -25,13 +25,9 @@ random = np.random.default_rng(0)
 
 # --- what a graph computes: cuDNN's documented formulas, in float64 ------------------------------------------------
 
-
-def relu(v, upper=np.inf, slope=0.0):
-    return np.minimum(np.where(v < 0, slope * v, v), upper)
-
-
 MODES = {
-    "add": np.add, "mul": np.multiply, "relu": relu, "tanh": np.tanh, "sigmoid": scipy.special.expit,
+    "relu": lambda v, upper=np.inf, slope=0.0: np.minimum(np.where(v < 0, slope * v, v), upper),
+    "add": np.add, "mul": np.multiply, "tanh": np.tanh, "sigmoid": scipy.special.expit,
     "elu": lambda v, elu_alpha: np.where(v < 0, elu_alpha * np.expm1(v), v),
     "swish": lambda v, swish_beta: v / (1 + np.exp(-swish_beta * v)),
     "softplus": lambda v, softplus_beta: np.log1p(np.exp(softplus_beta * v)) / softplus_beta,
@@ -82,22 +78,15 @@ def computed(described: graph.Graph, operands):
 def case(activation="silu", *, size=6, channels=3, features=5, extras=("bias",), dtype=jnp.bfloat16, bias_dtype=jnp.float32, **kw):
     """(config, args) of a convolution op."""
     rank = kw.pop("rank", 4)
-    x = random.normal(size=(2, *[size] * (rank - 2), channels))
-    w = random.normal(size=(*[3] * (rank - 2), channels // kw.get("feature_group_count", 1), features))
-    args = {name: random.normal(size=features) for name in ("scale", "bias") if name in extras}
-    x, w = (jnp.asarray(a, dtype) for a in (x, w))
-    args = {name: jnp.asarray(a, bias_dtype if name == "bias" else jnp.float32) for name, a in args.items()}
+    x = jnp.asarray(random.normal(size=(2, *[size] * (rank - 2), channels)), dtype)
+    w = jnp.asarray(random.normal(size=(*[3] * (rank - 2), channels // kw.get("feature_group_count", 1), features)), dtype)
+    y = jax.eval_shape(lambda x, w: ops.conv(x, w, **{name: value for name, value in kw.items() if name != "residual_last"}), x, w)
+    types = dict(scale=(features, jnp.float32), bias=(features, bias_dtype), residual=(y.shape, dtype))
+    rest = {name: jnp.asarray(random.normal(size=size), dtype) for name, (size, dtype) in types.items() if name in extras}
     plain = dict(activation=activation, alpha=0.5, residual_last=False) | kw
-    residual = {}
-    if "residual" in extras:
-        bare = {name: value for name, value in kw.items() if name != "residual_last"}
-        y = jax.eval_shape(lambda x, w: ops.conv(x, w, **bare), x, w)
-        residual = dict(residual=jnp.asarray(random.normal(size=y.shape), dtype))
-    names = [name for name in ("scale", "bias", "residual") if name in extras]
-    jaxpr = jax.make_jaxpr(lambda x, w, *rest: ops.conv(x, w, **dict(zip(names, rest)), **plain))(
-        x, w, *[(args | residual)[name] for name in names])
+    jaxpr = jax.make_jaxpr(lambda x, w, rest: ops.conv(x, w, **rest, **plain))(x, w, rest)
     (equation,) = [e for e in jaxpr.eqns if e.primitive.name == "jaxfuse_conv"]
-    return equation.params["config"], (x, w, *[(args | residual)[name] for name in names])
+    return equation.params["config"], (x, w, *rest.values())
 
 
 ACTIVATIONS = [name for name in TABLE if named(name, 0.5).cudnn]
@@ -243,9 +232,9 @@ class TestTheKernel:
         swapped = dataclasses.replace(config, lhs_spec=(0, 1, 2, 3))
         assert "cuDNN's kernel takes channels-last" in conv_cudnn.KERNEL.refuse(swapped, args)
 
-    @pytest.mark.parametrize("options", [dict(), dict(activation="relu"), dict(activation="relu", extras=("scale",)),
-                                         dict(activation="relu", extras=("residual",), residual_last=True),
-                                         dict(activation="relu", bias_dtype=jnp.bfloat16), dict(activation="none", extras=())])
+    @pytest.mark.parametrize("options", [
+        dict(), dict(activation="relu"), dict(activation="relu", extras=("scale",)), dict(activation="none", extras=()),
+        dict(activation="relu", extras=("residual",), residual_last=True), dict(activation="relu", bias_dtype=jnp.bfloat16)])
     def test_what_it_takes(self, options):
         assert conv_cudnn.KERNEL.refuse(*case(**options)) is None
 

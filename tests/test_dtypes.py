@@ -8,17 +8,13 @@ import pytest
 from jax import lax
 
 from compare import jit
-from layers import randn
+from layers import conv, randn
 from recognition import FUSED, rows
 
 import jaxfuse
 
 F8, INT4, F32 = jnp.float8_e4m3fn, jnp.int4, jnp.float32
 X, W, IMAGES, FILTER = randn(5, 6), randn(6, 4), randn(2, 5, 5, 2), randn(3, 3, 2, 4)
-
-
-def conv(x, w):
-    return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
 def norm(x):

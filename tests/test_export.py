@@ -4,8 +4,6 @@ time, taken from the disk, and checked."""
 import json
 import pathlib
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +13,16 @@ from jax.experimental import checkify, serialize_executable
 
 import jaxfuse
 from cases import CASES, CORE
-from compare import distance, pairs
+from compare import distance, forward_and_gradients, pairs
 from jaxfuse.runtime import ffi
+from layers import conv
+from processes import printed_by
+from spellings.recurrent import gru, lstm, sequence
 
 EACH = {CASES[name].op: CASES[name] for name in reversed(CORE)}  # one case of each op
 PROMISE = json.loads(pathlib.Path(__file__).with_name("exported_targets.json").read_text())
 ATTRIBUTES = re.compile(r"stablehlo\.custom_call @(jaxfuse_\w+)\(.*?mhlo\.backend_config = \{(.*?)\}, ", re.DOTALL)
 native = pytest.mark.skipif(ffi.no_onednn() is not None, reason="not every kernel is built")
-
-
-def forward_and_gradients(case):
-    return lambda arrays: (case.fused(arrays), jax.grad(lambda a: sum(jnp.sum(jnp.sin(y)) for y in case.fused(a)))(arrays))
 
 
 def exported(function, *args, **options):
@@ -53,7 +50,7 @@ def _type(value: str) -> str:
 def test_by_promised_targets(op):
     """Without any argument to `jax.export`. A handler that takes other attributes than `exported_targets.json` says must get
     another version, and the old one stay: programs out there call it."""
-    function, arrays = forward_and_gradients(EACH[op]), EACH[op].inputs()
+    function, arrays = forward_and_gradients(EACH[op].fused), EACH[op].inputs()
     program = exported(function, arrays)
     targets = called(program.mlir_module())
     assert targets and all(name.endswith(f"_v{ffi.VERSION}") for name in targets)
@@ -71,12 +68,8 @@ def dense(x, w):
     return jax.nn.relu(x @ w)
 
 
-def conv(x, w):
-    return jax.nn.relu(jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")))
-
-
-def pool(x, w):
-    return jax.lax.reduce_window(x * w, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+def relu_of_conv(x, w):
+    return jax.nn.relu(conv(x, w))
 
 
 def norm(x, w):
@@ -92,8 +85,8 @@ def group_norm(x, w):
 SYMBOLIC = {
     "dense": (dense, (16,), (16, 8)),
     "dense of sequences": (dense, (5, 16), (16, 8)),
-    "conv": (conv, (6, 6, 8), (3, 3, 8, 8)),
-    "max pool": (pool, (6, 6, 8), (8,)),
+    "conv": (relu_of_conv, (6, 6, 8), (3, 3, 8, 8)),
+    "max pool": (lambda x, w: jax.lax.reduce_window(x * w, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"), (6, 6, 8), (8,)),
     "norm": (norm, (6, 8), (8,)),
     "group norm": (group_norm, (6, 5, 16), (16,)),
 }
@@ -121,32 +114,20 @@ def attention(x, w):
     return jax.nn.dot_product_attention(q, k, k)
 
 
-def lstm(x, w):
-    def step(state, row):
-        i, f, g, o = jnp.split(jnp.concatenate([row, state[0]], -1) @ w, 4, -1)
-        c = jax.nn.sigmoid(f) * state[1] + jax.nn.sigmoid(i) * jnp.tanh(g)
-        h = jax.nn.sigmoid(o) * jnp.tanh(c)
-        return (h, c), h
+def recurrent(cell):
+    """Over a sequence, from a state of zeros; the weights of x and of the state are one array."""
+    def run(x, w):
+        zeros = jnp.zeros((x.shape[0], 16))
+        return sequence(cell)(x, zeros, zeros, w[:16], w[16:])[0][0]
 
-    zeros = jnp.zeros((x.shape[0], 16))
-    return jax.lax.scan(step, (zeros, zeros), x.swapaxes(0, 1))[1]
-
-
-def gru(x, w):
-    def step(h, row):
-        (r, z, n), (rh, zh, nh) = jnp.split(row @ w[:16], 3, -1), jnp.split(h @ w[16:], 3, -1)
-        r, z = jax.nn.sigmoid(r + rh), jax.nn.sigmoid(z + zh)
-        h = (1 - z) * jnp.tanh(n + r * nh) + z * h
-        return h, h
-
-    return jax.lax.scan(step, jnp.zeros((x.shape[0], 16)), x.swapaxes(0, 1))[1]
+    return run
 
 
 # what a whole layer is fused as where the batch is known, and left of it where it is not
 KNOWN_ONLY = {
     "attention": (attention, (6, 16), (16, 16), "attention"),
-    "lstm": (lstm, (5, 16), (32, 64), "lstm"),
-    "gru": (gru, (5, 16), (32, 48), "gru"),
+    "lstm": (recurrent(lstm), (5, 16), (32, 64), "lstm"),
+    "gru": (recurrent(lambda x, h, c, w, u: (gru(x, h, w, u), c)), (5, 16), (32, 48), "gru"),
 }
 
 
@@ -191,14 +172,12 @@ def test_loaded_in_a_fresh_process(tmp_path):
     pytest.importorskip("flatbuffers")
     x, w = np.ones((2, 16), np.float32), np.ones((16, 8), np.float32)
     (tmp_path / "program").write_bytes(exported(jaxfuse.fuse(dense, policy="always"), x, w).serialize())
-    run = subprocess.run([sys.executable, "-c", LOADED, tmp_path / "program"], capture_output=True, text=True, timeout=300,
-                         cwd=pathlib.Path(jaxfuse.__file__).parents[1])
-    assert "with: 256.0" in run.stdout, run.stderr
-    assert re.search(r"without:.*jaxfuse_dense_fwd_v1", run.stdout, re.DOTALL)
+    said = printed_by("-c", LOADED, tmp_path / "program")
+    assert "with: 256.0" in said and re.search(r"without:.*jaxfuse_dense_fwd_v1", said, re.DOTALL)
 
 
 def network(parameters, x):
-    return jnp.mean(conv(x, parameters["w"]), (1, 2)) @ parameters["d"]
+    return jnp.mean(relu_of_conv(x, parameters["w"]), (1, 2)) @ parameters["d"]
 
 
 def loss(parameters, x):
@@ -237,7 +216,7 @@ def test_of_any_height_and_width():
 def test_what_depends_on_the_unknown_batch_is_left_alone():
     """Statistics over the batch: the kernels of batch norm are told the number of rows."""
     def norm(x):
-        y = conv(x, 0.1 * jnp.ones((3, 3, 8, 8)))
+        y = relu_of_conv(x, 0.1 * jnp.ones((3, 3, 8, 8)))
         return (y - y.mean((0, 1, 2))) * jax.lax.rsqrt(y.var((0, 1, 2)) + 1e-5)
 
     (batch,) = jax.export.symbolic_shape("b")
@@ -267,9 +246,7 @@ print(float(y.sum()), sum("cache_hits" in event for event in hits) > 0)
 
 def test_persistent_compilation_cache(tmp_path):
     """A second process takes the compiled program from the disk, and it runs."""
-    said = [subprocess.run([sys.executable, "-c", CACHED, tmp_path], capture_output=True, text=True, timeout=300,
-                           cwd=pathlib.Path(jaxfuse.__file__).parents[1]).stdout for _ in range(2)]
-    assert said == ["256.0 False\n", "256.0 True\n"]
+    assert [printed_by("-c", CACHED, tmp_path) for _ in range(2)] == ["256.0 False\n", "256.0 True\n"]
 
 
 def test_checkify_outside_and_inside():

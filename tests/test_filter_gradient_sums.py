@@ -1,8 +1,6 @@
 """Gradients that are sums over very many pixels or rows err by no more than a few units of float32, whatever the shapes are."""
 
-import os
-import subprocess
-import sys
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +8,12 @@ import numpy as np
 import pytest
 from conv_oracle import BF16, F32, MANY_PIXELS, backward, gradients, random
 from exact import in_float64
-from jax import lax
 
 import jaxfuse
 from jaxfuse.runtime import ffi
+from layers import conv
+from processes import printed_by
+from spellings.norm import centered, layer_norm
 
 pytestmark = pytest.mark.skipif(ffi.no_onednn() is not None, reason=str(ffi.no_onednn()))
 UNITS = 5  # of float32, 2**-23
@@ -59,44 +59,19 @@ def main():
 def test_filter_gradient_of_lesser_instruction_sets(level):
     if ffi.native().info()["simd"] in (level, "portable"):
         pytest.skip(f"this CPU has no more than {level}")
-    environment = os.environ | LEVELS[level] | dict(PYTHONPATH=os.pathsep.join([os.path.dirname(__file__), *sys.path]))
-    code = "import test_filter_gradient_sums as t; t.main()"
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200)
-    assert run.stdout == "all\n", run.stderr
+    assert printed_by(__file__, **LEVELS[level]) == "all\n"
 
 
-def convolution(**options):
-    def f(x, w):
-        return lax.conv_general_dilated(x, w, (1, 1), dimension_numbers=("NHWC", "HWIO", "NHWC"), **options)
-
-    return f
-
-
-def biased(x, w, b):
-    return jax.nn.gelu(x @ w + b)
-
-
-def layer_norm(x, gamma, beta):
-    centred = x - x.mean(-1, keepdims=True)
-    return centred * lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * gamma + beta
-
-
-def batch_norm(x, gamma, beta):
-    centred = x - x.mean(0)
-    return centred * lax.rsqrt((centred**2).mean(0) + 1e-5) * gamma + beta
-
-
+spread = functools.partial(conv, lhs_dilation=(2, 2))
 OTHERS = {
-    "transposed": (convolution(padding=((2, 2), (2, 2)), lhs_dilation=(2, 2)), (2, 40, 41, 12), (4, 4, 12, 16)),
+    "transposed": (functools.partial(spread, padding=((2, 2), (2, 2))), (2, 40, 41, 12), (4, 4, 12, 16)),
     "transposed, groups": (
-        convolution(padding=((2, 1), (1, 2)), lhs_dilation=(2, 2), feature_group_count=3), (1, 40, 41, 12), (3, 3, 4, 6)
-    ),
+        functools.partial(spread, padding=((2, 1), (1, 2)), feature_group_count=3), (1, 40, 41, 12), (3, 3, 4, 6)),
     "transposed, depthwise": (
-        convolution(padding=((1, 1), (1, 1)), lhs_dilation=(2, 2), feature_group_count=8), (1, 40, 41, 8), (3, 3, 1, 8)
-    ),
-    "dense": (biased, (60000, 6), (6, 10), (10,)),
-    "layer norm": (layer_norm, (40000, 16), (16,), (16,)),
-    "batch norm": (batch_norm, (60000, 8), (8,), (8,)),
+        functools.partial(spread, padding=((1, 1), (1, 1)), feature_group_count=8), (1, 40, 41, 8), (3, 3, 1, 8)),
+    "dense": (lambda x, w, b: jax.nn.gelu(x @ w + b), (60000, 6), (6, 10), (10,)),
+    "layer norm": (functools.partial(layer_norm, of=centered), (40000, 16), (16,), (16,)),
+    "batch norm": (functools.partial(layer_norm, of=centered, axes=0), (60000, 8), (8,), (8,)),
 }
 
 
@@ -111,3 +86,7 @@ def test_other_parameters(name):
     want = in_float64(lambda args, g: jax.vjp(function, *args)[1](g), args, g)
     for got, exact in zip(found[1:], want[1:]):
         assert error(got, np.asarray(exact)) <= UNITS
+
+
+if __name__ == "__main__":
+    main()

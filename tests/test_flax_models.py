@@ -227,9 +227,7 @@ def test_lifted_by_flax(lift):
 
 
 def test_scanned_over_layers():
-    def stack(layer):
-        return nn.scan(lambda block, x: (block(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
-
+    stack = nn.scan(lambda block, x: (block(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
     x = jax.random.normal(jax.random.key(0), (2, 16, 16, 8))
 
     class Stack(nn.Module):
@@ -237,7 +235,7 @@ def test_scanned_over_layers():
 
         @nn.compact
         def __call__(self, x):
-            return stack(self.layer)(self.layer(8, (3, 3), name="block"), x)[0]
+            return stack(self.layer(8, (3, 3), name="block"), x)[0]
 
     variables = Stack(nn.Conv).init(jax.random.key(0), x)
     equal(variables, Stack(fused_linen.Conv).init(jax.random.key(0), x))

@@ -6,15 +6,13 @@ import flax.linen as nn
 import haiku
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
 
-from compare import distance, jit, same
+from compare import as_float64, distance, jit, same
 from layers import BETA, MEAN, R, W, X, conv, randn
 from recognition import explain, fuse, same_as_unfused
-
 
 C, GAMMA, VAR = randn(2, 8, 8, 8, seed=9), 1 + 0.3 * randn(8, seed=3), 0.5 + jnp.abs(randn(8, seed=6))
 
@@ -63,15 +61,13 @@ def test_train_step_is_one_site_forward_and_one_backward(name):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_as_near_to_float64_as_the_unfused_step(dtype):
-    step = jax.grad(loss_of(SPELLINGS["bn+add+relu"]), (0, 1, 2, 3, 4))
     args = X.astype(dtype), W.astype(dtype), GAMMA, BETA, R.astype(dtype)
     body = loss_of(lambda y, gamma, beta, r: jax.nn.relu(centered(y.astype(jnp.float32), gamma, beta).astype(dtype) + r))
     step = jax.grad(body, (0, 1, 2, 3, 4))
     assert [direction for direction, _ in sites(step, *args)[0]] == ["backward", "forward"]
     fused, plain = (jit(f)(*args) for f in (fuse(step), step))
-    exact_step = jax.grad(loss_of(SPELLINGS["bn+add+relu"]), (0, 1, 2, 3, 4))
     with jax.enable_x64(True):
-        exact = jax.jit(exact_step)(*[jnp.asarray(np.asarray(a, np.float64)) for a in args])
+        exact = jit(jax.grad(loss_of(SPELLINGS["bn+add+relu"]), (0, 1, 2, 3, 4)))(*as_float64(args))
     for made, known, true in zip(fused, plain, exact, strict=True):
         assert distance(made, true) <= max(1e-6, 1.5 * distance(known, true))
 

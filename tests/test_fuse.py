@@ -1,11 +1,9 @@
 """fuse and explain as a user calls them: signatures, transformations, policies, reports, and what they cannot take."""
 
 import enum
-import functools
 import pathlib
 import platform
 import re
-import subprocess
 import sys
 
 import jax
@@ -15,6 +13,8 @@ import pytest
 from jax import lax
 
 import jaxfuse
+from layers import B, W, X
+from processes import printed_by, python
 
 
 pytestmark = pytest.mark.usefixtures("some_kernel")
@@ -23,11 +23,6 @@ pytestmark = pytest.mark.usefixtures("some_kernel")
 def block(x, w, b):
     y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
     return jax.nn.relu(y + b)
-
-
-X = jax.random.normal(jax.random.key(0), (2, 8, 8, 4))
-W = 0.2 * jax.random.normal(jax.random.key(1), (3, 3, 4, 8))
-B = jax.random.normal(jax.random.key(2), (8,))
 
 
 def fuse(fn, **options):
@@ -51,13 +46,6 @@ def test_plain_and_jitted(wrap):
     assert kernels(fused, X, W, B) == 1
 
 
-def test_donated_argument_is_taken():
-    fn = jax.jit(lambda x, y: (x + y, block(x, W, B)), donate_argnums=0)
-    x = X + 0
-    close(fuse(fn)(x, X), fn(X + 0, X))
-    assert x.is_deleted()
-
-
 def test_pytrees_keywords_closures_and_statics():
     def fn(params, x, *, mode, scale=1.0, repeats=1):
         y = block(x, params["w"], params["b"])
@@ -70,18 +58,6 @@ def test_pytrees_keywords_closures_and_statics():
     for options in (dict(mode="train"), dict(mode="test", scale=2.0), dict(mode="test", scale=3.0, repeats=2)):
         close(fused(params, X, **options), fn(params, X, **options))
     assert fused.__name__ == "fn"
-
-
-def test_static_arguments_of_a_jitted_function():
-    @functools.partial(jax.jit, static_argnames=("n", "train"))
-    def fn(x, n, train):
-        for _ in range(n):
-            x = x + 1 if train else x
-        return block(x, W, B)
-
-    fused = fuse(fn)
-    close(fused(X, 2, train=True), fn(X, 2, train=True))
-    close(fused(X, n=3, train=False), fn(X, n=3, train=False))
 
 
 @pytest.mark.parametrize("options", [
@@ -146,26 +122,8 @@ def test_composes():
     close(hessian, jax.jvp(jax.grad(scalar(block), 1), args, tangents), 1e-3)
 
 
-def test_fuse_of_a_train_step_is_right():
-    def step(w, b, x):
-        return jax.value_and_grad(lambda w, b: jnp.mean(block(x, w, b) ** 2), (0, 1))(w, b)
-
-    close(fuse(step)(W, B, X), step(W, B, X))
-
-
 def test_closed_over_tracers():
-    def outer(w):
-        return jnp.sum(fuse(lambda x: block(x, w, B))(X) ** 2)
-
-    close(jax.grad(outer)(W), jax.grad(lambda w: jnp.sum(block(X, w, B) ** 2))(W))
-
-
-def test_names_survive():
-    def fn(x):
-        with jax.named_scope("my_scope"):
-            return jnp.sin(block(x, W, B)) * 2
-
-    assert "my_scope" in jax.jit(fuse(fn)).lower(X).as_text(debug_info=True)
+    close(jax.grad(lambda w: jnp.sum(fuse(lambda x: block(x, w, B))(X) ** 2))(W), jax.grad(lambda w: jnp.sum(block(X, w, B) ** 2))(W))
 
 
 def test_policies():
@@ -254,9 +212,8 @@ def test_report():
 
 def test_log(tmp_path):
     script = "import jax, jaxfuse, test_fuse as t; jaxfuse.fuse(t.block, policy='always')(t.X, t.W, t.B)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True,
-                          cwd=pathlib.Path(__file__).parent, env={**__import__("os").environ, "JAXFUSE_LOG": "1"})
-    assert "jaxfuse: conv+bias+relu forward float32[2, 8, 8, 4]" in done.stderr and "fused, onednn" in done.stderr
+    said = python("-c", script, JAXFUSE_LOG="1").stderr
+    assert "jaxfuse: conv+bias+relu forward float32[2, 8, 8, 4]" in said and "fused, onednn" in said
 
 
 def test_what_cannot_be_traced_raises():
@@ -268,11 +225,6 @@ def test_what_cannot_be_traced_raises():
             fuse(fn, strict=strict)(X)
     (site,) = jaxfuse.explain(fn, X).skipped
     assert site.reason.startswith("the function cannot be traced for these arguments: ConcretizationTypeError")
-
-
-def test_the_users_error_is_the_users_error():
-    with pytest.raises(ValueError, match="Incompatible shapes"):
-        fuse(lambda x: x + jnp.ones(3))(X)
 
 
 def test_deep_programs():
@@ -289,4 +241,4 @@ def test_deep_programs():
 def test_import_has_no_side_effects():
     script = "import jaxfuse, sys; from jax._src import xla_bridge; assert not xla_bridge._backends; " \
              "assert 'flax' not in sys.modules and 'matplotlib' not in sys.modules"
-    subprocess.run([sys.executable, "-c", script], check=True)
+    printed_by("-c", script)

@@ -14,19 +14,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from jax.experimental.pjit import pjit
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxfuse
+import layers
+from layers import W, X
 
 pytestmark = pytest.mark.usefixtures("some_kernel")
-X = jax.random.normal(jax.random.key(0), (2, 8, 8, 4))
-W = 0.2 * jax.random.normal(jax.random.key(1), (3, 3, 4, 8))
 
 
 def conv(x, w=W):
-    return jax.nn.relu(lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")))
+    return jax.nn.relu(layers.conv(x, w))
 
 
 @jaxfuse.fuse(policy="always", static_argnames="times")

@@ -1,9 +1,5 @@
 """Convolution, batch norm and activation as layers of each framework, in inference and in training."""
 
-import os
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
-
 import equinox as eqx
 import flax.linen as nn
 import haiku as hk
@@ -13,10 +9,10 @@ import keras
 import pytest
 from flax import nnx
 
+from frameworks import equinox, haiku, linen, nnx_module
 from recognition import patterns
 
-X = jnp.ones((4, 8, 8, 16))
-FIRST = jnp.ones((4, 16, 8, 8))
+X, FIRST = jnp.ones((4, 8, 8, 16)), jnp.ones((4, 16, 8, 8))
 LINE, CUBE = X[:, 0], X[:, None]
 L = keras.layers
 
@@ -30,33 +26,22 @@ def by_keras(layers, x=X):
     return found
 
 
-def by_flax(x=X, mask=None, **options):
+def by_flax(x=X, mask=None, replicas=False, **options):
+    """`replicas`: under vmap, with the statistics of all by `axis_name`."""
     class Block(nn.Module):
         @nn.compact
         def __call__(self, x, train, **call):
             x = nn.Conv(16, (3, 3), dtype=options.get("dtype"))(x)
-            return nn.relu(nn.BatchNorm(use_running_average=not train, **options)(x, **call))
+            norm = nn.BatchNorm(use_running_average=not train, axis_name="replica" if replicas else None, **options)
+            return nn.relu(norm(x, **call))
 
     def found(training):
         variables = jax.eval_shape(lambda x: Block().init(jax.random.key(0), x, False), x)
         call = {} if mask is None else dict(mask=mask)
-        return patterns(lambda v, x: Block().apply(v, x, training, mutable=["batch_stats"], **call), variables, x)
-
-    return found
-
-
-def by_flax_on_replicas():
-    """`axis_name` under vmap."""
-
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x, train):
-            return nn.relu(nn.BatchNorm(use_running_average=not train, axis_name="replica")(nn.Conv(16, (3, 3))(x)))
-
-    def found(training):
-        variables = jax.eval_shape(lambda x: Block().init(jax.random.key(0), x, False), X[:2])
-        each = jax.vmap(lambda v, x: Block().apply(v, x, training, mutable=["batch_stats"]), (None, 0), axis_name="replica")
-        return patterns(each, variables, X.reshape(2, 2, 8, 8, 16))
+        apply = lambda v, x: Block().apply(v, x, training, mutable=["batch_stats"], **call)
+        if not replicas:
+            return patterns(apply, variables, x)
+        return patterns(jax.vmap(apply, (None, 0), axis_name="replica"), variables, x.reshape(2, 2, 8, 8, 16))
 
     return found
 
@@ -77,23 +62,19 @@ def by_nnx(x=X):
 
 
 def by_haiku(x=X, replicas=False, conv=None, **norm):
+    def network(axis):
+        def net(x, training):
+            batch_norm = hk.BatchNorm(True, True, 0.9, cross_replica_axis=axis, **norm)
+            return jax.nn.relu(batch_norm(hk.Conv2D(16, 3, **(conv or {}))(x), training))
+
+        return hk.without_apply_rng(hk.transform_with_state(net))
+
     def found(training):
-        def network(axis):
-            def net(x):
-                batch_norm = hk.BatchNorm(True, True, 0.9, cross_replica_axis=axis, **norm)
-                return jax.nn.relu(batch_norm(hk.Conv2D(16, 3, **(conv or {}))(x), training))
-
-            return hk.without_apply_rng(hk.transform_with_state(net))
-
-        def init(x):
-            return hk.transform_with_state(lambda x: hk.BatchNorm(True, True, 0.9, **norm)(
-                hk.Conv2D(16, 3, **(conv or {}))(x), True)).init(jax.random.key(0), x)
-
-        params, state = jax.eval_shape(init, x)
+        variables = jax.eval_shape(lambda x: network(None).init(jax.random.key(0), x, True), x)
         if not replicas:
-            return patterns(network(None).apply, params, state, x)
-        each = jax.vmap(network("replica").apply, (None, None, 0), axis_name="replica")
-        return patterns(each, params, state, x.reshape(2, 2, 8, 8, 16))
+            return patterns(lambda *args: network(None).apply(*args, training), *variables, x)
+        each = jax.vmap(lambda *args: network("replica").apply(*args, training), (None, None, 0), axis_name="replica")
+        return patterns(each, *variables, x.reshape(2, 2, 8, 8, 16))
 
     return found
 
@@ -139,7 +120,7 @@ LAYERS = {
     "flax, neither": (by_flax(use_scale=False, use_bias=False), *BLOCK),
     "flax, bfloat16": (by_flax(X.astype(jnp.bfloat16), dtype=jnp.bfloat16), *BLOCK),
     "flax, bfloat16 statistics": (by_flax(dtype=jnp.bfloat16, force_float32_reductions=False), *BLOCK),
-    "flax, replicas": (by_flax_on_replicas(), *BLOCK),
+    "flax, replicas": (by_flax(replicas=True), *BLOCK),
     "nnx": (by_nnx(), *BLOCK),
     "haiku": (by_haiku(), *BLOCK),
     "haiku, channels first": (by_haiku(FIRST, conv=dict(data_format="NCHW"), data_format="NC..."), *BLOCK),
@@ -161,34 +142,26 @@ def keras_transposed(data_format="channels_last", x=X, layer=L.Conv2DTranspose, 
     return lambda: by_keras(lambda: [layer(16, 4, strides=2, activation="relu", data_format=data_format, **options)], x)(False)
 
 
-def flax_transposed(**options):
+def transposed(make, x=X):
+    """Of a layer as `make` gives it: (apply, weights) of it and x."""
     def found():
-        layer = nn.ConvTranspose(16, (4, 4), strides=(2, 2), **options)
-        variables = jax.eval_shape(lambda: layer.init(jax.random.key(0), X))
-        return patterns(lambda v, x: nn.relu(layer.apply(v, x)), variables, X)
+        apply, weights = make()
+        return patterns(lambda weights, x: jax.nn.relu(apply(weights, x)), weights, x)
 
     return found
 
 
-def nnx_transposed():
-    graph, state = nnx.split(nnx.ConvTranspose(16, 16, (4, 4), strides=(2, 2), rngs=nnx.Rngs(0)))
-    return patterns(lambda state, x: jax.nn.relu(nnx.merge(graph, state)(x)), state, X)
+def flax_transposed(**options):
+    return transposed(lambda: linen(nn.ConvTranspose(16, (4, 4), strides=(2, 2), **options), X))
 
 
 def haiku_transposed(x=X, **options):
-    def found():
-        net = hk.without_apply_rng(hk.transform(lambda x: jax.nn.relu(hk.Conv2DTranspose(16, 4, stride=2, **options)(x))))
-        return patterns(net.apply, jax.eval_shape(net.init, jax.random.key(0), x), x)
-
-    return found
+    return transposed(lambda: haiku(lambda: hk.Conv2DTranspose(16, 4, stride=2, **options), x), x)
 
 
 def equinox_transposed(**options):
-    def found():
-        layer = eqx.nn.ConvTranspose2d(16, 16, 4, stride=2, padding=1, key=jax.random.key(0), **options)
-        return patterns(lambda x: jax.nn.relu(jax.vmap(layer)(x)), FIRST)
-
-    return found
+    key = jax.random.key(0)
+    return transposed(lambda: equinox(eqx.nn.ConvTranspose2d(16, 16, 4, stride=2, padding=1, key=key, **options), 1), FIRST)
 
 
 TRANSPOSED = {
@@ -201,7 +174,7 @@ TRANSPOSED = {
     "flax": flax_transposed(),
     "flax, valid": flax_transposed(padding="VALID"),
     "flax, transpose_kernel": flax_transposed(transpose_kernel=True),
-    "nnx": nnx_transposed,
+    "nnx": transposed(lambda: nnx_module(lambda rngs: nnx.ConvTranspose(16, 16, (4, 4), strides=(2, 2), rngs=rngs))),
     "haiku": haiku_transposed(),
     "haiku, channels first": haiku_transposed(FIRST, data_format="NCHW"),
     "equinox": equinox_transposed(),

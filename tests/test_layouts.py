@@ -11,14 +11,8 @@ from jaxfuse.analysis.layout import Layout
 from jaxfuse.program.graph import Graph
 from layers import BETA, GAMMA, B, R, W, X, Z, conv, randn
 from recognition import correct_with_gradients, fuse, patterns
-
-
-def first(x):
-    return x.transpose(0, 3, 1, 2)
-
-
-def last(x):
-    return x.transpose(0, 2, 3, 1)
+from spellings.batch_norm import norm
+from spellings.layouts import first, last
 
 
 def test_channels_that_are_merged_end_the_chain():
@@ -103,11 +97,6 @@ def test_what_is_cropped_without_padding_stays_a_slice():
 
 
 # --- batch norm ----------------------------------------------------------------------------------------------------
-
-
-def norm(x, axes, g, b, r):
-    mean, var = x.mean(axes, keepdims=True), x.var(axes, keepdims=True)
-    return jax.nn.relu((x - mean) * lax.rsqrt(var + 1e-5) * g + b + r), mean, var
 
 
 def test_statistics_rounded_to_bfloat16():

@@ -1,14 +1,12 @@
 """A native module that is there and does not load gives the reason when a kernel is asked for."""
 
 import importlib.machinery
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
 from jaxfuse.runtime import ffi
+from processes import python
 
 
 def test_a_file_that_is_no_library(tmp_path, monkeypatch):
@@ -38,6 +36,5 @@ except RuntimeError as error:
 @pytest.mark.skipif(ffi.native() is None, reason="the native module is not built")
 def test_a_jaxlib_without_headers():
     """They say what it may be built for. The import goes well all the same: the program may need no kernel."""
-    done = subprocess.run([sys.executable, "-c", HEADERLESS], capture_output=True, text=True, env=os.environ | {
-        "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"})
+    done = python("-c", HEADERLESS)
     assert "does not load: " in done.stdout and "/nowhere/xla/ffi/api/c_api.h" in done.stdout, done.stderr

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import jaxfuse
-from layers import randn
+from layers import conv, randn
 from recognition import same_as_unfused
 
 LAYERS = 0.2 * randn(3, 3, 3, 8, 8), 1 + 0.1 * randn(3, 8)
@@ -17,27 +17,11 @@ X = randn(2, 8, 8, 8)
 pytestmark = pytest.mark.usefixtures("some_kernel")
 
 
-def conv(x, w):
-    return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-
-
 def layer(x, parameters):
     w, g = parameters
     y = conv(x, w)
     mean, var = y.mean((0, 1, 2)), y.var((0, 1, 2))
     return jax.nn.relu((y - mean) * lax.rsqrt(var + 1e-5) * g + g + x), mean
-
-
-def plain(layers, x):
-    return lax.scan(layer, x, layers)[0]
-
-
-def biased(layers, x):
-    return lax.scan(lambda x, p: (jax.nn.relu(conv(x, p[0]) + p[1]), None), x, layers)[0]
-
-
-def backwards(layers, x):
-    return lax.scan(layer, x, layers, reverse=True)[0]
 
 
 def with_statistics(layers, x):
@@ -49,18 +33,6 @@ def shared(layers, x):
     """The parameters are constants of the loop."""
     w, g = layers
     return lax.scan(lambda x, _: layer(x, (w[0], g[0])), x, length=3)[0]
-
-
-def in_a_loop(layers, x):
-    return lax.map(lambda x: plain(layers, x), x.reshape(2, 1, *X.shape[1:]))
-
-
-def rematerialised(layers, x):
-    return lax.scan(jax.checkpoint(layer), x, layers)[0]
-
-
-def mapped(layers, x):
-    return jax.vmap(lambda x: plain(layers, x[None]))(x)
 
 
 def with_states(layers, x):
@@ -77,15 +49,19 @@ def nested(layers, x):
     return lax.scan(lambda x, p: (lax.scan(lambda x, _: (layer(x, p)[0], None), x, length=2)[0], None), x, layers)[0]
 
 
-PROGRAMS = {f.__name__: f for f in (
-    plain, biased, backwards, with_statistics, shared, in_a_loop, rematerialised, mapped, with_states, nested)}
+PROGRAMS = {
+    "plain": lambda layers, x: lax.scan(layer, x, layers)[0],
+    "biased": lambda layers, x: lax.scan(lambda x, p: (jax.nn.relu(conv(x, p[0]) + p[1]), None), x, layers)[0],
+    "backwards": lambda layers, x: lax.scan(layer, x, layers, reverse=True)[0],
+    "in_a_loop": lambda layers, x: lax.map(lambda x: PROGRAMS["plain"](layers, x), x.reshape(2, 1, *X.shape[1:])),
+    "rematerialised": lambda layers, x: lax.scan(jax.checkpoint(layer), x, layers)[0],
+    "mapped": lambda layers, x: jax.vmap(lambda x: PROGRAMS["plain"](layers, x[None]))(x),
+    **{f.__name__: f for f in (with_statistics, shared, with_states, nested)},
+}
 
 
 def step_of(fn):
-    def step(layers, x):
-        return jax.value_and_grad(lambda layers, x: jnp.sin(fn(layers, x)).sum(), (0, 1))(layers, x)
-
-    return step
+    return jax.value_and_grad(lambda layers, x: jnp.sin(fn(layers, x)).sum(), (0, 1))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -110,15 +86,12 @@ def test_less_is_saved():
         scans = [eqn for eqn in _equations(jax.make_jaxpr(step)(LAYERS, X).jaxpr) if eqn.primitive.name == "scan"]
         return sum(v.aval.size * v.aval.dtype.itemsize for v in scans[0].outvars[1:])
 
-    step = step_of(plain)
+    step = step_of(PROGRAMS["plain"])
     assert stacked(jaxfuse.fuse(step, policy="always")) < 0.6 * stacked(step)
 
 
 def test_a_scan_that_nothing_fused_reads_stays():
-    def fn(layers, x):
-        return lax.scan(lambda x, g: (jnp.sin(x) * g, None), x, layers[1])[0]
-
-    step = step_of(fn)
+    step = step_of(lambda layers, x: lax.scan(lambda x, g: (jnp.sin(x) * g, None), x, layers[1])[0])
     text = [str(jax.make_jaxpr(f)(LAYERS, X)).count("scan[") for f in (step, jaxfuse.fuse(step, policy="always"))]
     assert text[0] == text[1] == 2
 

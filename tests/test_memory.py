@@ -1,12 +1,9 @@
 """`retain_memory`, its environment variable, and the launcher: each in a process of its own, for it holds for a whole process."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from jaxfuse.runtime import ffi, memory
+from processes import python as started
 
 pytestmark = pytest.mark.skipif(not memory._is_glibc(), reason="this system has no glibc, whose malloc's settings these are")
 
@@ -30,8 +27,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def python(*arguments, **environment):
-    kept = {key: value for key, value in os.environ.items() if key not in (memory.ENVIRONMENT, "MALLOC_ARENA_MAX")}
-    return subprocess.run([sys.executable, *arguments], env=kept | environment, capture_output=True, text=True)
+    return started(*arguments, **{memory.ENVIRONMENT: None, "MALLOC_ARENA_MAX": None} | environment)
 
 
 def test_memory_stays_in_the_process():

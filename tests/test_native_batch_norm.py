@@ -2,9 +2,7 @@
 
 import concurrent.futures
 import hashlib
-import os
-import subprocess
-import sys
+import math
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +12,10 @@ import pytest
 
 from attributes import attributes
 from jaxfuse.runtime import ffi
+from processes import python
 
-pytestmark = pytest.mark.skipif(
-    ffi.unavailable("jaxfuse_batch_norm_stats") is not None, reason=str(ffi.unavailable("jaxfuse_batch_norm_stats"))
-)
+UNAVAILABLE = ffi.unavailable("jaxfuse_batch_norm_stats")
+pytestmark = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
 
 BF16, LEVELS = ml_dtypes.bfloat16, ["portable", "avx2", "avx512"]
 ACTIVATIONS = ["none", "relu", "relu6", "maximum0", "clip6"]
@@ -31,7 +29,7 @@ SMALL = [(2, 3, 5, 3), (37, 10), (40, 40), (9, 300)]
 
 
 def rows_of(x):
-    return x.reshape(-1, x.shape[-1]) if x.size else x.reshape(int(np.prod(x.shape[:-1])), x.shape[-1])
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def random(shape, dtype=np.float32, seed=0):
@@ -43,7 +41,7 @@ def vector(channels):
 
 
 def mask_type(x):
-    return jax.ShapeDtypeStruct((int(np.prod(x.shape[:-1])), -(-x.shape[-1] // 8)), jnp.uint8)
+    return jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), -(-x.shape[-1] // 8)), jnp.uint8)
 
 
 def run(target, out_types, *operands, **attrs):
@@ -56,10 +54,8 @@ def stats(x):
 
 def apply(x, affine, residual=None, activation="none", save_mask=False):
     extra = () if residual is None else (residual,)
-    return run(
-        "apply", [jax.ShapeDtypeStruct(x.shape, x.dtype), *[mask_type(x)] * save_mask], x, *affine, *extra,
-        has_residual=residual is not None, save_mask=save_mask, **attributes(activation),
-    )  # fmt: skip
+    results = [jax.ShapeDtypeStruct(x.shape, x.dtype), *[mask_type(x)] * save_mask]
+    return run("apply", results, x, *affine, *extra, has_residual=bool(extra), save_mask=save_mask, **attributes(activation))
 
 
 def backward(dy, x, mean, coefficients, slope_from=(), want_dresidual=True, **attrs):
@@ -67,10 +63,8 @@ def backward(dy, x, mean, coefficients, slope_from=(), want_dresidual=True, **at
     full = jax.ShapeDtypeStruct(x.shape, x.dtype)
     attrs = dict(has_residual=len(slope_from) == 4) | attrs | attributes(attrs["activation"])
     sums = run("bwd_stats", [vector(x.shape[-1])] * 2, dy, x, mean, *slope_from, **attrs)
-    return sums + run(
-        "bwd_apply", [full] * (1 + want_dresidual), dy, x, mean, *coefficients, *slope_from, want_dresidual=want_dresidual,
-        **attrs,
-    )  # fmt: skip
+    results = [full] * (1 + want_dresidual)
+    return sums + run("bwd_apply", results, dy, x, mean, *coefficients, *slope_from, want_dresidual=want_dresidual, **attrs)
 
 
 def z_of(x, affine, residual=None):
@@ -217,9 +211,7 @@ def test_backward_of_large_arrays(shape):
     mean, affine = np.zeros(channels, np.float32), affine_for(channels)
     for deriv, slope_from, factor in derivatives(x, affine, "relu"):
         g = (dy * factor).astype(np.float64)
-        sum_g, sum_gx, dx = backward(
-            dy, x, mean, (affine[1],) * 3, slope_from, want_dresidual=False, activation="relu", deriv=deriv
-        )
+        sum_g, sum_gx, dx = backward(dy, x, mean, (affine[1],) * 3, slope_from, False, activation="relu", deriv=deriv)
         np.testing.assert_allclose(sum_g, rows_of(g).sum(0), atol=2e-7 * rows_of(abs(g)).sum(0).max())
         np.testing.assert_allclose(sum_gx, rows_of(g * x).sum(0), atol=2e-7 * rows_of(abs(g * x)).sum(0).max())
         np.testing.assert_array_equal(dx, affine[1] * (dy * factor) + affine[1] * x + affine[1])
@@ -236,11 +228,9 @@ def test_nan_gradients(dtype):
         np.testing.assert_array_equal(dresidual.astype(np.float32), [[0, np.nan, 0]])
 
 
-@pytest.mark.parametrize(
-    "activation, value",
-    [("relu", jax.nn.relu), ("relu6", jax.nn.relu6), ("maximum0", lambda z: jnp.maximum(z, 0)),
-     ("clip6", lambda z: jnp.minimum(jnp.maximum(z, 0), 6))],
-)  # fmt: skip
+@pytest.mark.parametrize("activation, value", [
+    ("relu", jax.nn.relu), ("relu6", jax.nn.relu6), ("maximum0", lambda z: jnp.maximum(z, 0)),
+    ("clip6", lambda z: jnp.minimum(jnp.maximum(z, 0), 6))])
 def test_derivative_is_jaxs_own(activation, value):
     z = np.array([[-1, 0, 1, 6, 7, np.nan, np.inf, -np.inf]], np.float32)
     zero, one, how = np.zeros(8, np.float32), np.ones(8, np.float32), dict(activation=activation, deriv="recompute")
@@ -252,8 +242,7 @@ def test_derivative_is_jaxs_own(activation, value):
 def test_output_mask_and_recomputed_sign_agree(dtype):
     x, affine = random((4000, 48), dtype), affine_for(48)
     y, mask = apply(x, affine, activation="relu", save_mask=True)
-    ones = np.ones(x.shape, dtype)
-    v = np.zeros(48, np.float32)
+    ones, v = np.ones(x.shape, dtype), np.zeros(48, np.float32)
     *_, from_mask = backward(ones, x, v, (v, v, v), (mask,), activation="relu", deriv="mask")
     *_, recomputed = backward(ones, x, v, (v, v, v), affine, activation="relu", deriv="recompute")
     np.testing.assert_array_equal(from_mask, (y > 0).astype(dtype))
@@ -282,27 +271,16 @@ def own_digest():
     return digest()
 
 
-def in_new_process(code, **environment):
-    paths = [os.path.dirname(__file__), *(path for path in sys.path if path)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"} | environment
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-
-
 @pytest.mark.parametrize("simd, threads", [("portable", 2), ("avx2", 1), ("avx512", 3)])
 def test_bits_do_not_depend_on_isa_or_threads(own_digest, simd, threads):
     if ffi.native().info()["simd"] in LEVELS[: LEVELS.index(simd)]:
         pytest.skip(f"this machine has no {simd}")
-    code = (
-        "import test_native_batch_norm as t; from jaxfuse import ffi\n"
-        "print(ffi.native().info()['simd'], t.digest())"
-    )
-    done = in_new_process(code, JAXFUSE_SIMD=simd, OMP_NUM_THREADS=str(threads))
+    done = python(__file__, JAXFUSE_SIMD=simd, OMP_NUM_THREADS=str(threads))
     assert done.stdout.split() == [simd, own_digest], done.stderr
 
 
 def test_unknown_simd_level_is_refused():
-    code = "import test_native_batch_norm as t; t.stats(t.random((4, 4)))"
-    done = in_new_process(code, JAXFUSE_SIMD="mmx")
+    done = python(__file__, JAXFUSE_SIMD="mmx")
     assert done.returncode != 0
     assert 'JAXFUSE_SIMD is "mmx", expected portable, avx2 or avx512' in done.stderr
 
@@ -348,3 +326,7 @@ RECOMPUTE = BACKWARD | {"deriv": "recompute"}
 def test_arguments_are_checked(target, out_types, operands, attrs, sentence):
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"INVALID_ARGUMENT.*jaxfuse_batch_norm_{target}: .*{sentence}"):
         run(target, out_types, *operands, **attrs)
+
+
+if __name__ == "__main__":
+    print(ffi.native().info()["simd"], digest())

@@ -11,7 +11,7 @@ import pytest
 
 from jaxfuse.ops.activations import KINDS
 from jaxfuse.runtime import ffi
-from native_sources import ROOT, compiled_loops, generated, lists, loops
+from native_sources import ROOT, compiled_loops, generated, loops, options
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 FLAGS = ("-std=c++17", "-O0", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-psabi")
@@ -60,14 +60,9 @@ def test_a_library_of_another_table_is_not_used():
         ffi.check(info | dict(activations=info["activations"] + "another 0 y, "), pathlib.Path("_native.so"))
 
 
-def options(sources: str) -> list[str]:
-    """What CMakeLists.txt gives the files of one instruction set."""
-    return re.search(rf"SOURCE \$\{{{sources}\}} APPEND PROPERTY\s+COMPILE_OPTIONS ([^)]*)\)", lists())[1].split()
-
-
 def test_the_cpu_is_asked_for_what_the_compiler_may_use():
     asked = (ROOT / "xla_ext/simd_level.cc").read_text()
-    for option in options("avx2_SOURCES") + options("avx512_SOURCES"):
+    for option in options("avx2") + options("avx512"):
         name = option.removeprefix("-m")
         assert option.startswith("-mno-") or f'"{name}"' in asked or f"bit_{name.upper()}" in asked, option
 
@@ -76,7 +71,7 @@ def test_the_cpu_is_asked_for_what_the_compiler_may_use():
 @pytest.mark.parametrize("isa", ["avx2", "portable"])
 def test_compiler_flags_of_the_users_own(isa):
     """CXXFLAGS="-march=native" on a machine with AVX-512 leaves each file its own instruction set."""
-    subprocess.run([COMPILER, *FLAGS, "-march=skylake-avx512", *options(f"{isa}_SOURCES"), f"-I{ROOT / 'xla_ext'}", "-fsyntax-only",
+    subprocess.run([COMPILER, *FLAGS, "-march=skylake-avx512", *options(isa), f"-I{ROOT / 'xla_ext'}", "-fsyntax-only",
                     "-x", "c++", "-"], input=compiled_loops("product", isa), text=True, check=True)
 
 
@@ -101,7 +96,7 @@ def test_no_function_of_an_instruction_set_is_shared(tmp_path):
     source, target = tmp_path / "all.cc", tmp_path / "all.o"
     source.write_text("".join(compiled_loops(namespace, "avx2") for namespace in loops()))
     generated(tmp_path)
-    flags = [*FLAGS, f"-I{ROOT / 'xla_ext'}", f"-I{tmp_path}", *options("avx2_SOURCES")]
+    flags = [*FLAGS, f"-I{ROOT / 'xla_ext'}", f"-I{tmp_path}", *options("avx2")]
     subprocess.run([COMPILER, *flags, "-c", str(source), "-o", str(target)], check=True)
     symbols = subprocess.run(["nm", "-C", str(target)], capture_output=True, text=True, check=True).stdout
     assert symbols.count("avx2_kernels") == len(list((ROOT / "xla_ext").glob("*_kernels.h"))) > 5

@@ -2,10 +2,7 @@
 
 import concurrent.futures
 import itertools
-import os
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +14,7 @@ from conv_oracle import (
 )
 
 from jaxfuse.runtime import ffi
+from processes import printed_by
 
 pytestmark = pytest.mark.skipif(ffi.no_onednn() is not None, reason=str(ffi.no_onednn()))
 
@@ -193,15 +191,8 @@ def test_a_nan_before_leaves_no_trace(dtype):
         np.testing.assert_array_equal(before[1], spoiled[1])
 
 
-def by_onednn(program: str) -> str:
-    """What oneDNN says that it runs, and what the program prints between."""
-    path = os.pathsep.join(p or os.getcwd() for p in [os.path.dirname(__file__), *sys.path])
-    environment = os.environ | {"ONEDNN_VERBOSE": "1", "PYTHONPATH": path}
-    return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True).stdout
-
-
 def test_one_convolution_unless_there_is_nan():
-    output = by_onednn("""
+    output = printed_by("-c", """
 import numpy as np, test_native_conv as t
 case = t.Case((2, 64, 64, 16), (1, 1, 16, 16))
 x, w = t.random(case.x), t.random(case.w)
@@ -209,7 +200,7 @@ for activation in ("relu", "silu", "gelu_tanh"):
     t.forward(case, x, w, activation=activation).block_until_ready()
 print("clean", flush=True)
 t.forward(case, x.at[0, 0, 0, 0].set(np.nan), w, activation="relu").block_until_ready()
-""")
+""", ONEDNN_VERBOSE="1")
     clean, spoiled = output.split("clean\n")
     assert (clean.count("exec,cpu,convolution"), spoiled.count("exec,cpu,convolution")) == (3, 2)
 
@@ -217,14 +208,14 @@ t.forward(case, x.at[0, 0, 0, 0].set(np.nan), w, activation="relu").block_until_
 @pytest.mark.skipif(AVX512, reason="this CPU has bf16 kernels of oneDNN")
 def test_what_is_a_product_in_bf16():
     """One place of the filter and channels last: our own, forward and backward."""
-    output = by_onednn("""
+    output = printed_by("-c", """
 import jax, test_native_conv as t
 for name in ("1x1, odd", "1x1, OIHW", "1x1, 1-D, to NCH", "1x1 strided", "3x3"):
     case = t.CASES[name]
     x, w, dy = t.random(case.x, t.BF16), t.random_filter(case, t.BF16), t.random(case.y, t.BF16)
     jax.block_until_ready((t.forward(case, x, w), t.backward(case, x, w, dy, dy, "none")))
     print(name, flush=True)
-""")
+""", ONEDNN_VERBOSE="1")
     parts = [part.count("exec,cpu,convolution") for part in re.split(r"^[13]x.*$", output, flags=re.MULTILINE)[:-1]]
     assert parts == [0, 0, 3, 3, 2]  # dw of 3x3 by loops of its own
 

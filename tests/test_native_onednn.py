@@ -1,12 +1,10 @@
 """Which oneDNN is used: our own copy, whatever other libraries the process has or lacks; and which of its kernels."""
 
 import importlib.util
-import os
 import pathlib
 import re
 import shutil
 import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +16,8 @@ from compare import same
 from jaxfuse import ops
 from jaxfuse.ops.conv.conv import OP
 from jaxfuse.runtime import ffi
+from processes import ROOT, printed_by
 
-ROOT = pathlib.Path(__file__).parent.parent
 CC = shutil.which("gcc") or shutil.which("clang")
 needs_onednn = pytest.mark.skipif(ffi.no_onednn() is not None, reason=str(ffi.no_onednn()))
 needs_compiler = pytest.mark.skipif(CC is None, reason="no C compiler")
@@ -99,14 +97,6 @@ def check_without_onednn():
 """
 
 
-def run(program: str, *args, **environment) -> str:
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | dict(PYTHONPATH=paths, JAX_PLATFORMS="cpu") | environment
-    done = subprocess.run([sys.executable, "-c", program, *map(str, args)], env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 def private_copy() -> pathlib.Path:
     return pathlib.Path(ffi.native().__file__).with_name("_native_onednn.so")
 
@@ -151,7 +141,7 @@ def test_a_foreign_onednn_that_was_loaded_first_is_not_met(tmp_path):
     assert len(names) > 300
     gomp = openmp(tmp_path)
     library = foreign(tmp_path / "foreign", gomp, "9, 9, 9", [n for n in names if n.startswith("dnnl_") or "4dnnl" in n])
-    run(LOAD + PROGRAM + """
+    printed_by("-c", LOAD + PROGRAM + """
 check_conv(), check_dense(jnp.float32), check_dense(jnp.bfloat16)
 assert ffi.native().info()["onednn"] == "3.2.0"
 assert foreign.threads() == 77
@@ -166,7 +156,7 @@ def test_a_library_that_is_not_ours_is_refused_untouched(tmp_path):
     names = re.findall(r"F\((dnnl_\w+)\)", (ROOT / "xla_ext/onednn/library.cc").read_text())
     traps = [name for name in names if name != "dnnl_version"]
     other, partial = (foreign(tmp_path / v.replace(", ", ""), gomp, v, traps) for v in ("9, 9, 9", "3, 2, 0"))
-    run("import ctypes, sys; ctypes.CDLL(sys.argv.pop(1), mode=ctypes.RTLD_GLOBAL)" + MISSING + PROGRAM + """
+    printed_by("-c", "import ctypes, sys; ctypes.CDLL(sys.argv.pop(1), mode=ctypes.RTLD_GLOBAL)" + MISSING + PROGRAM + """
 assert "_native_missing.so" in ffi.no_onednn(), ffi.no_onednn()
 for path, words in zip(sys.argv[1:], ["its version is 9.9.9, and this was built and tested with 3.2.0", "not the OpenMP build"]):
     ffi.native().load_onednn(path)
@@ -179,7 +169,7 @@ for path, words in zip(sys.argv[1:], ["its version is 9.9.9, and this was built 
 @pytest.mark.skipif(ffi.native() is None, reason="the native module is not built")
 def test_without_onednn():
     """Where it was built without, or where its file is missing."""
-    run(MISSING + PROGRAM + WITHOUT + """
+    printed_by("-c", MISSING + PROGRAM + WITHOUT + """
 check_without_onednn(), check_conv(), check_dense(jnp.float32), check_dense(jnp.bfloat16)
 """)
 
@@ -189,7 +179,7 @@ def test_libgomp_is_not_needed():
     text = private_copy().read_bytes()
     assert b"libgomp" not in text and b"GOMP_parallel_start" in text
     path = ffi.native().__file__
-    maps = run(f"""
+    maps = printed_by("-c", f"""
 import importlib.util
 spec = importlib.util.spec_from_file_location("jaxfuse._native", {path!r})
 module = importlib.util.module_from_spec(spec)
@@ -213,7 +203,7 @@ def test_which_kernels_an_instruction_set_has(ours, onednns, kernels):
     lacks_bf16 = native["isa"] in ("avx512_core", "avx512_core_vnni")
     if levels.index(ours) > levels.index(native["simd"]) or onednns.endswith("BF16") and lacks_bf16:
         pytest.skip(f"this CPU has {native['simd']}, oneDNN uses {native['isa']}")
-    text = run(PROGRAM + """
+    text = printed_by("-c", PROGRAM + """
 for dtype in (jnp.float32, jnp.bfloat16):
     check_dense(dtype)
     check_conv(dtype)

@@ -116,39 +116,29 @@ def of_a_variable(count, rngs, x):
     return x + jax.random.uniform(rngs.noise(), x.shape)
 
 
-def sgd(model):
-    return nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+def with_sgd(model, *rest):
+    return model, nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param), *rest
 
 
 def metrics():
-    model = Network()
-    return model, sgd(model), nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss")), X, Y
+    return with_sgd(Network(), nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss")), X, Y)
 
 
 def containers():
-    model = Network()
-    return {"models": [model, Network(5)], "optimizer": sgd(model)}, {"x": X, "y": Y}
+    model, optimizer = with_sgd(Network())
+    return {"models": [model, Network(5)], "optimizer": optimizer}, {"x": X, "y": Y}
 
 
 def shared():
-    model = Network()
-    return model, model, sgd(model), X, Y
-
-
-def remembered():
-    model = Remembering()
-    return model, sgd(model), X, Y
-
-
-def unregistered():
-    model = Unregistered()
-    return model, sgd(model), X, Y
+    model, *rest = with_sgd(Network(), X, Y)
+    return model, model, *rest
 
 
 STEPS = {"metrics": (with_metrics, metrics),
          "in containers": (in_containers, containers), "one module twice": (twice, shared),
-         "cache, intermediate, perturbation": (remembering, remembered), "popped intermediates": (popping, lambda: (Remembering(), X)),
-         "no pytree": (gradient_step, unregistered), "new variables": (making_variables, lambda: (Network(), X)),
+         "cache, intermediate, perturbation": (remembering, lambda: with_sgd(Remembering(), X, Y)),
+         "popped intermediates": (popping, lambda: (Remembering(), X)),
+         "no pytree": (gradient_step, lambda: with_sgd(Unregistered(), X, Y)), "new variables": (making_variables, lambda: (Network(), X)),
          "returned modules": (returning, lambda: (Network(), X)),
          "a variable and rngs": (of_a_variable, lambda: (Calls(jnp.zeros(3)), nnx.Rngs(noise=4), X))}
 WAYS = {"fuse": fuse, "fuse of nnx.jit": lambda f: fuse(nnx.jit(f)), "nnx.jit of fuse": lambda f: nnx.jit(fuse(f)),

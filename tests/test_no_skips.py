@@ -1,9 +1,6 @@
 """--no-skips: a test that is skipped for want of something that could be installed fails; one that the machine cannot run does not."""
 
-import os
-import pathlib
-import subprocess
-import sys
+from processes import python
 
 TESTS = """
 import pytest
@@ -22,8 +19,7 @@ def test_of_a_cpu():
 
 def test_what_fails(tmp_path):
     (tmp_path / "test_skips.py").write_text(TESTS)
-    command = [sys.executable, "-m", "pytest", "-q", "-rfs", "-n", "0", "-p", "conftest", "-p", "no:cacheprovider", "--rootdir", tmp_path]
-    paths = os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])
-    run = subprocess.run([*command, "--no-skips", tmp_path], env=os.environ | dict(PYTHONPATH=paths), capture_output=True, text=True)
+    options = "-q -rfs -n 0 -p conftest -p no:cacheprovider --no-skips --rootdir".split()
+    run = python("-m", "pytest", *options, tmp_path, tmp_path)
     assert "1 failed, 1 skipped, 1 error" in run.stdout, run.stdout + run.stderr
     assert "no such compiler" in run.stdout and "this CPU has no such instructions" in run.stdout

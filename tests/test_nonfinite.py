@@ -11,7 +11,7 @@ from jax import lax
 
 import jaxfuse
 from cases import CASES
-from compare import jit, pairs, unfused, value_and_gradients, with_cotangents
+from compare import fused as compiled, jit, kinds, pairs, unfused, with_cotangents
 
 DTYPES = ["float32", "bfloat16"]
 VALUES = [np.nan, np.inf, -np.inf]
@@ -21,20 +21,16 @@ SELECTED = """
     dense-alone dense-three_axes_bias_gelu dense-bias_residual_silu dense-odd_sizes_relu dense-one_row dense-batched
     dense-attention_scores dense-many_rows dense-float32_result
     max_pool-3x3_overlapping max_pool-2x2_stride2 max_pool-3d_asymmetric
-    layer_norm-tokens layer_norm-residual_sum_gelu rms_norm-residual_sum_silu group_norm-images_silu group_norm-channels_first_relu
+    layer_norm-tokens layer_norm-residual layer_norm-residual_sum_gelu rms_norm-residual_sum_silu
+    group_norm-images_silu group_norm-channels_first_relu
     lstm-sequence lstm-plain_odd_reverse gru-sequence gru-resets_first
-    attention-bias attention-causal attention-dropout attention-grouped attention-many_keys
+    attention-plain attention-bias attention-causal attention-bias_and_mask_of_items attention-dropout attention-grouped
+    attention-many_keys
 """.split()
 CONVOLUTIONS = [
     name for name, case in CASES.items()
     if case.op == "conv" and not case.refused and "scale" not in case.shapes and "activation_" not in name
 ]
-
-
-def kinds(array):
-    """0: finite, 1: inf, 2: -inf, 3: NaN."""
-    array = np.asarray(array, np.float64)
-    return np.select([np.isnan(array), np.isposinf(array), np.isneginf(array)], [3, 1, 2], 0)
 
 
 def planted(array, value):
@@ -62,7 +58,7 @@ def saturates(case, dtype, name, value):
 @pytest.mark.parametrize("name", SELECTED)
 def test_the_same_elements_as_unfused(name, dtype):
     case = CASES[name]
-    fused = jax.jit(lambda arrays, cotangents: value_and_gradients(case.fused, arrays, cotangents))
+    fused = compiled(case)
     for what, value, *args in each_planting(*with_cotangents(case, case.inputs(dtype))):
         if saturates(case, dtype, what, value):
             continue
@@ -143,7 +139,7 @@ def test_an_infinite_scale_of_a_convolution():
     arrays |= dict(scale=planted(arrays["scale"], np.inf))
     want = kinds(case.unfused(arrays)[0])
     np.testing.assert_array_equal(kinds(jax.jit(case.fused)(arrays)[0]), want)
-    (y,), _ = jax.jit(lambda *args: value_and_gradients(case.fused, *args))(arrays, cotangents)
+    (y,), _ = compiled(case)(arrays, cotangents)
     assert (kinds(y)[want > 0] > 0).all() and not kinds(y)[..., np.arange(8) != 4].any()
 
 
@@ -175,7 +171,7 @@ def with_denormals(case, dtype):
 def test_denormals_are_zeros(name, dtype):
     """Arithmetic takes them for zeros and makes none; what is handed on unchanged, as a residual's gradient, may be one."""
     case = CASES[name]
-    fused = jax.jit(lambda arrays, cotangents: value_and_gradients(case.fused, arrays, cotangents))
+    fused = compiled(case)
     args, flushed = with_denormals(case, dtype)
     for made, plain, zero in pairs(fused(*args), unfused(case)(*args), fused(*flushed)):
         np.testing.assert_array_equal(denormal(made), denormal(plain))

@@ -1,6 +1,6 @@
-"""Layer, RMS, group and instance norm beside the one contract: float16, NaN and Inf, activations, instruction sets, refusals."""
+"""Layer, RMS, group and instance norm beside the one contract: float16 at its limits, activations, refusals."""
 
-import json
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,21 +8,17 @@ import numpy as np
 import pytest
 
 from attributes import attributes
-from cases import CASES
-from compare import by_xla, distance, jit, pairs, unfused, value_and_gradients, with_cotangents
-from instruction_sets import LEVELS, errors_at, worst
+from compare import distance, jit, pairs, value_and_gradients
 from jaxfuse import ops
 from jaxfuse.ops.activations import TABLE as ACTIVATIONS, named
 from jaxfuse.ops.norm import normalised
 from jaxfuse.ops.norm_config import NormConfig
 from jaxfuse.runtime import ffi
 
-NORMS = [name for name, case in CASES.items() if case.module == "norm"]
-ROWS = ["layer_norm-residual", "rms_norm-residual_sum_silu", "group_norm-images_silu", "group_norm-channels_first_relu"]
-NAN_AND_INF = [np.nan, np.inf, -np.inf]
+needs_native = pytest.mark.skipif(ffi.unavailable("jaxfuse_norm_fwd") is not None, reason="the native module is not built")
 
 
-@pytest.mark.skipif(ffi.unavailable("jaxfuse_norm_fwd") is not None, reason="the native module is not built")
+@needs_native
 @pytest.mark.parametrize("dtype, shape", [("bfloat16", (8, 16, 32)), ("bfloat16", (2, 4, 4, 32)), ("float32", (8, 16, 32))], ids=str)
 def test_rows_are_not_copied_for_the_call(dtype, shape):
     x, vector = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((32,), jnp.float32)
@@ -36,7 +32,7 @@ def test_rows_are_not_copied_for_the_call(dtype, shape):
     assert "copy(" not in text
 
 
-@pytest.mark.skipif(ffi.unavailable("jaxfuse_norm_fwd") is not None, reason="the native module is not built")
+@needs_native
 @pytest.mark.parametrize("inner, sentence", [
     ((1, 1, 5), "x has shape (3, 4), expected a multiple of 5 elements, as inner has"),
     ((1, 0, 4), "attribute inner is (1, 0, 4), expected 3 positive numbers: spatial, groups, length"),
@@ -49,19 +45,6 @@ def test_the_kernel_refuses_what_does_not_fit(inner, sentence):
     assert sentence in str(caught.value)
 
 
-@pytest.mark.parametrize("name", NORMS)
-def test_float16(name, kernel):
-    case = CASES[name]
-    args = with_cotangents(case, case.inputs("float16"))
-    lowered = jit(lambda arrays, cts: value_and_gradients(case.fused, arrays, cts)).lower(*args)
-    native = kernel == "installed" and ffi.unavailable("jaxfuse_norm_fwd") is None
-    assert ("jaxfuse_norm_bwd" in lowered.as_text()) == native
-    plain, exact = by_xla(case, "float16")
-    for value, unfused_value, true in pairs(lowered.compile()(*args), plain, exact):
-        assert value.dtype == unfused_value.dtype
-        assert distance(value, true) <= 1.5 * distance(unfused_value, true) + 3e-4
-
-
 def test_float16_at_its_limits(kernel):
     """Every float16 but NaN is read and written as it is, subnormals and infinities included."""
     every = np.arange(0, 1 << 16, dtype=np.uint16).view(np.float16)
@@ -71,35 +54,22 @@ def test_float16_at_its_limits(kernel):
     np.testing.assert_array_equal(s[0], every)
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_nan_and_inf_stay_in_their_group(name, kernel):
-    case = CASES[name]
-    arrays, cts = with_cotangents(case, case.inputs())
-    for value in NAN_AND_INF:
-        at = (1, *[0] * (arrays["x"].ndim - 1))
-        broken = arrays | dict(x=arrays["x"].at[at].set(value))
-        got = jax.jit(lambda arrays, cts: value_and_gradients(case.fused, arrays, cts))(broken, cts)
-        for made, plain in pairs(got, unfused(case)(broken, cts)):
-            np.testing.assert_array_equal(np.isfinite(made), np.isfinite(plain))
-        assert np.isfinite(got[0][0][0]).all()
-
-
 @pytest.mark.parametrize("activation", [name for name, known in ACTIVATIONS.items() if not (known.alpha and known.alpha.divides)])
 @pytest.mark.parametrize("layer", ["layer_norm", "group_norm"])
 def test_every_activation_at_ties_nan_and_inf(layer, activation, kernel):
     """With gamma = 0 the preactivation is beta, and the gradient of beta the activation's derivative."""
-    beta = jnp.asarray([*NAN_AND_INF, 0.0, -0.0, 6.0, 3.0, -3.0, 1.0, -1.0, 1e4, -1e4], jnp.float32)
+    beta = jnp.asarray([np.nan, np.inf, -np.inf, 0.0, -0.0, 6.0, 3.0, -3.0, 1.0, -1.0, 1e4, -1e4], jnp.float32)
     x = jax.random.normal(jax.random.key(0), (1, 3, 12))
     options = dict(groups=2) if layer == "group_norm" else {}
 
-    def fused(beta):
-        return getattr(ops, layer)(x, jnp.zeros(12), beta, activation=activation, **options)
+    def each(function):
+        y, pullback = jax.vjp(function, beta)
+        return y, *pullback(jnp.ones_like(y))
 
-    def plain(beta):
-        return named(activation).value(jnp.broadcast_to(beta, x.shape))
-
-    for function in (lambda f: f(beta), lambda f: jax.grad(lambda beta: f(beta).sum())(beta)):
-        np.testing.assert_allclose(*(jax.jit(lambda f=f: function(f))() for f in (fused, plain)), 1e-4, 1e-4)
+    fused = functools.partial(getattr(ops, layer), x, jnp.zeros(12), activation=activation, **options)
+    plain = each(lambda beta: named(activation).value(jnp.broadcast_to(beta, x.shape)))
+    for made, wanted in zip(jax.jit(lambda: each(fused))(), plain):
+        np.testing.assert_allclose(made, wanted, 1e-4, 1e-4)
 
 
 @pytest.mark.parametrize("inner", [(1, 1, 24), (6, 2, 2)])
@@ -128,16 +98,3 @@ def test_a_large_mean_cancels_nothing(kernel):
     assert distance(made, exact) < 2e-4
     assert distance(jax.jit(lambda x: ops.group_norm(x.reshape(1, 8, 768), jnp.ones(768), jnp.zeros(768), groups=1))(x)[0],
                     (np.asarray(x, np.float64) - np.mean(x, dtype=np.float64)) / np.std(np.asarray(x, np.float64))) < 2e-4
-
-
-LIMITS = dict(float32=2e-6, bfloat16=1e-2, float16=2e-3)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_every_instruction_set(level):
-    errors = errors_at(level, __file__, "jaxfuse_norm_fwd")
-    assert {dtype: error < limit for (dtype, limit), error in zip(LIMITS.items(), errors)} == dict.fromkeys(LIMITS, True)
-
-
-if __name__ == "__main__":
-    print(json.dumps([worst([CASES[name] for name in NORMS], dtype) for dtype in LIMITS]))

@@ -2,17 +2,13 @@
 what it computes alone."""
 
 import importlib.util
-import os
-import pathlib
-import subprocess
-import sys
 import textwrap
 
 import pytest
 
 from jaxfuse.runtime import ffi
+from processes import printed_by
 
-ROOT = pathlib.Path(__file__).parent.parent
 pytestmark = pytest.mark.skipif(ffi.unavailable("jaxfuse_conv_fwd") is not None, reason=str(ffi.unavailable("jaxfuse_conv_fwd")))
 
 # `theirs()` gives what the library computes, and what that should be.
@@ -77,9 +73,7 @@ COMMON = """
 
 
 def right(program: str, *args: str) -> None:
-    env = os.environ | dict(PYTHONPATH=os.pathsep.join([str(ROOT), *sys.path]), JAX_PLATFORMS="cpu", TF_CPP_MIN_LOG_LEVEL="2")
-    done = subprocess.run([sys.executable, "-c", program, *args], env=env, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["right"]), done.stderr[-3000:]
+    assert printed_by("-c", program, *args, TF_CPP_MIN_LOG_LEVEL="2").splitlines()[-1:] == ["right"]
 
 
 def of(library: str) -> str:

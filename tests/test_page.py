@@ -51,9 +51,8 @@ def page(report, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def browser(page):
-    driver = chromium.opened(page, 1400)
-    yield driver
-    driver.quit()
+    with chromium.opened(page, 1400) as driver:
+        yield driver
 
 
 def test_the_page_stands_alone(page):
@@ -97,25 +96,19 @@ def test_text_of_the_program_is_text(tmp_path):
 
 def test_text_of_the_program_is_text_in_a_browser(tmp_path):
     hostile_report().save(tmp_path / "hostile.html")
-    driver = chromium.opened(tmp_path / "hostile.html", 1000)
-    try:
+    with chromium.opened(tmp_path / "hostile.html", 1000) as driver:
         for row in driver.find_elements("css selector", "#rows tbody tr"):
             driver.execute_script("arguments[0].click()", row)
         assert driver.title.startswith("</title><script>") and not driver.find_elements("css selector", "main img, main i.x, main td b")
         assert not errors(driver)
-    finally:
-        driver.quit()
 
 
 def test_a_report_without_a_program_has_a_page(tmp_path):
     FusionReport((Site("conv", "forward", ((1, 2),), ("float32",), "a.py:1", "native"),), ()).save(tmp_path / "r.html")
-    driver = chromium.opened(tmp_path / "r.html", 1000)
-    try:
+    with chromium.opened(tmp_path / "r.html", 1000) as driver:
         assert not driver.find_element("id", "program").is_displayed()
         driver.find_element("css selector", "#rows tbody tr").click()
         assert "native" in driver.find_element("id", "detail").text and not errors(driver)
-    finally:
-        driver.quit()
 
 
 def errors(driver) -> list:
@@ -193,16 +186,13 @@ def test_boxes_open_and_close(browser):
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [700, 1400])
 def test_nothing_is_wider_than_the_window(page, width, dark):
-    driver = chromium.opened(page, width, dark)
-    try:
+    with chromium.opened(page, width, dark) as driver:
         assert driver.execute_script("return document.documentElement.scrollWidth") <= width
         theme = driver.execute_script("return document.documentElement.dataset.theme")
         assert theme == ("dark" if dark else "light")
         driver.find_element("id", "theme").click()
         assert driver.execute_script("return document.documentElement.dataset.theme") != theme
         assert overlaps(driver) == [] and not errors(driver)
-    finally:
-        driver.quit()
 
 
 def overlaps(driver) -> list:
@@ -225,13 +215,10 @@ def test_hundreds_of_sites_are_quick(report, tmp_path):
     """A page of a thousand rows opens, and filters, in a moment."""
     many = FusionReport(report.fused * 40, report.skipped * 40, report.unfused_steps * 40, report.program)
     many.save(tmp_path / "many.html")
-    driver = chromium.opened(tmp_path / "many.html", 1400)
-    try:
+    with chromium.opened(tmp_path / "many.html", 1400) as driver:
         assert len(shown(driver)) == 40 * len(report.sites)
         start = time.process_time()
         driver.find_element("id", "search").send_keys("residual_0")
         assert 0 < len(shown(driver)) < 40 * len(report.sites)
         assert time.process_time() - start < 10
         assert not errors(driver)
-    finally:
-        driver.quit()

@@ -10,8 +10,9 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import jaxfuse
 from exact import in_float64
+from layers import randn
+from recognition import explain, fuse
 
 SAMPLES = 3
 LAYERS = {
@@ -26,12 +27,9 @@ LAYERS = {
     "NCHW": dict(dimension_numbers=("NCHW", "OIHW", "NCHW")),
     "HWNC": dict(dimension_numbers=("HWNC", "HWIO", "HWNC")),
     "1-D": dict(rank=1),
+    "several images in a sample": dict(images=2),
     "3-D": dict(rank=3),
 }
-
-
-def randn(*shape, seed=0, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(seed + sum(shape)), shape, dtype)
 
 
 def layer(rank=2, size=3, dimension_numbers=None, window_strides=None, padding="SAME", feature_group_count=1, images=1,
@@ -59,15 +57,11 @@ def per_sample(loss, in_axes=(None, 0), argnums=0):
 
 def backward(fn, *args):
     """The patterns of the fused backward rows."""
-    return sorted(s.pattern for s in jaxfuse.explain(fn, *args, policy="always").fused if s.direction == "backward")
-
-
-def skipped(fn, *args):
-    return [(site.pattern, site.reason) for site in jaxfuse.explain(fn, *args, policy="always").skipped]
+    return sorted(s.pattern for s in explain(fn, *args).fused if s.direction == "backward")
 
 
 def check(fn, *args, tolerance=1e-4):
-    made, known = jaxfuse.fuse(fn, policy="always")(*args), jax.jit(fn)(*args)
+    made, known = fuse(fn)(*args), jax.jit(fn)(*args)
     for value, expected in zip(jax.tree.leaves(made), jax.tree.leaves(known), strict=True):
         np.testing.assert_allclose(value, expected, tolerance, tolerance * max(1, float(jnp.abs(expected).max())))
 
@@ -132,18 +126,12 @@ def test_what_is_differentiated(name):
     check(of(loss), parameters, x)
 
 
-def test_several_images_in_a_sample():
-    loss, parameters, x = layer(images=2)
-    assert backward(per_sample(loss), parameters, x) == ["conv per sample"]
-    check(per_sample(loss), parameters, x)
-
-
 def test_bfloat16_is_no_less_exact():
     loss, parameters, x = layer(dtype=jnp.bfloat16)
     fn = per_sample(lambda w, x: loss((w, parameters[1]), x))
     assert backward(fn, parameters[0], x) == ["conv per sample"]
     exact = np.asarray(in_float64(fn, parameters[0], x))
-    ours, plain = (f(parameters[0], x) for f in (jaxfuse.fuse(fn, policy="always"), jax.jit(fn)))
+    ours, plain = (f(parameters[0], x) for f in (fuse(fn), jax.jit(fn)))
     error, allowed = (float(jnp.linalg.norm((np.asarray(v, np.float64) - exact).ravel())) for v in (ours, plain))
     assert ours.dtype == jnp.bfloat16 and error <= 1.1 * allowed
 
@@ -151,13 +139,10 @@ def test_bfloat16_is_no_less_exact():
 def test_it_can_be_differentiated():
     loss, parameters, x = layer()
 
-    def penalty(fuse):
-        def of(parameters):
-            return sum(jnp.sum(jnp.sin(g)) for g in jax.tree.leaves(fuse(per_sample(loss))(parameters, x)))
+    def penalty(of_each):
+        return jax.grad(lambda parameters: sum(jnp.sum(jnp.sin(g)) for g in jax.tree.leaves(of_each(parameters, x))))
 
-        return jax.jit(jax.grad(of))(parameters)
-
-    made, known = penalty(functools.partial(jaxfuse.fuse, policy="always")), penalty(lambda f: f)
+    made, known = (jax.jit(penalty(of_each))(parameters) for of_each in (fuse(per_sample(loss)), per_sample(loss)))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-3, 1e-3), made, known)
 
 
@@ -173,17 +158,13 @@ def test_in_a_shard_map():
 
 
 def test_a_layer_in_groups_stays_one():
+    """Whether its batch is first or not, and under a vmap over the layer too."""
     loss, parameters, x = layer(images=2, feature_group_count=2)
     assert backward(jax.grad(loss), parameters, x[0]) == ["conv+bias+relu"]
     many = jax.tree.map(lambda a: jnp.stack([a, 2 * a, -a]), parameters)
-    fused = jaxfuse.explain(jax.vmap(loss), many, x, policy="always").fused
-    assert [site.pattern for site in fused] == ["conv+bias+relu"]
-
-
-def test_a_layer_in_groups_whose_batch_is_not_first_stays_one():
+    assert [site.pattern for site in explain(jax.vmap(loss), many, x).fused] == ["conv+bias+relu"]
     loss, parameters, x = layer(feature_group_count=2, dimension_numbers=("CHWN", "HWIO", "CHWN"))
-    fused = jaxfuse.explain(loss, parameters, x[0], policy="always").fused
-    assert [site.pattern for site in fused] == ["conv+bias+relu"]
+    assert [site.pattern for site in explain(loss, parameters, x[0]).fused] == ["conv+bias+relu"]
 
 
 def test_the_gradient_of_x_where_the_batch_is_not_first_is_none():
@@ -191,7 +172,7 @@ def test_the_gradient_of_x_where_the_batch_is_not_first_is_none():
     many = jax.tree.map(lambda a: jnp.stack([a, 2 * a, -a]), parameters)
     fn = per_sample(loss, 0, (0, 1))
     assert backward(fn, many, x) == ["conv per sample"]
-    assert [pattern for pattern, _ in skipped(fn, many, x)] == ["conv"]
+    assert [site.pattern for site in explain(fn, many, x).skipped] == ["conv"]
     check(fn, many, x)
 
 
@@ -205,7 +186,7 @@ X, DY = randn(SAMPLES, 6, 6, 4), randn(1, 6, 6, SAMPLES * 8)
 
 
 def test_by_hand():
-    report = jaxfuse.explain(by_hand, X, DY, policy="always")
+    report = explain(by_hand, X, DY)
     assert [site.pattern for site in report.fused] == ["conv per sample"]
     check(by_hand, X, DY)
 
@@ -220,13 +201,13 @@ NEARLY = {
 @pytest.mark.parametrize("name", NEARLY)
 def test_near_miss(name):
     fn, why = NEARLY[name]
-    ((_, reason),) = skipped(fn, X, DY)
-    assert why in reason, reason
+    (site,) = explain(fn, X, DY).skipped
+    assert why in site.reason
 
 
 def test_what_a_mesh_divides_stays_as_it_is():
     mesh = AbstractMesh((2,), ("inputs",), axis_types=(AxisType.Explicit,))
     along = P(None, None, None, "inputs"), P()
     given = [jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=NamedSharding(mesh, spec)) for v, spec in zip((X, DY), along)]
-    ((_, reason),) = skipped(by_hand, *given)
-    assert "weight gradient" in reason
+    (site,) = explain(by_hand, *given).skipped
+    assert "weight gradient" in site.reason

@@ -9,6 +9,7 @@ from jax import lax
 import jaxfuse
 from jaxfuse import ops
 from jaxfuse.runtime import cuda, platforms
+from layers import conv
 
 LARGE, SMALL = (32, 56, 56, 64), (2, 8, 8, 64)
 
@@ -19,10 +20,13 @@ def without_cuda_library(monkeypatch):
     monkeypatch.setattr(cuda, "unavailable", lambda target: "not asked for")
 
 
+def normalised(x, gamma, beta, axes=(0, 1, 2)):
+    mean, var = x.mean(axes, keepdims=True), x.var(axes, keepdims=True)
+    return (x - mean) * lax.rsqrt(var + 1e-5) * gamma + beta
+
+
 def layer(x, w, gamma, beta):
-    x = jax.nn.relu(lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")) + beta)
-    mean, var = x.mean((0, 1, 2)), x.var((0, 1, 2))
-    return jax.nn.relu((x - mean) * lax.rsqrt(var + 1e-5) * gamma + beta)
+    return jax.nn.relu(normalised(jax.nn.relu(conv(x, w) + beta), gamma, beta))
 
 
 def arguments(shape):
@@ -38,9 +42,6 @@ def test_explain_for_cuda_without_a_gpu():
     batch_norm, convolution = sites(jaxfuse.explain(layer, *arguments(LARGE), platform="cuda"))
     assert batch_norm == ("bn+relu", "plain JAX", "")
     assert convolution[0] == "conv+bias+relu" and not convolution[1]
-
-
-def test_what_gains_too_little_on_cuda():
     batch_norm, _ = sites(jaxfuse.explain(layer, *arguments(SMALL), platform="cuda"))
     assert batch_norm[2] == "too small to gain on cuda: 0.061 MB less to move, worth it from 16"
 
@@ -60,14 +61,13 @@ def test_depthwise_convolutions_on_cuda(monkeypatch):
     """With something after them; what bytes do not speak for stays with XLA."""
     monkeypatch.setattr(cuda, "unavailable", lambda target: None)
 
-    def convolved(x, w, **options):
-        return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=64, **options)
+    def convolved(x, w):
+        return conv(x, w, feature_group_count=64)
 
     def activated(x, w, bias):
         return jax.nn.relu6(convolved(x, w) + bias)
 
-    def gradient(x, w, bias):
-        return jax.grad(lambda *args: (activated(*args) ** 2).sum(), (0, 1, 2))(x, w, bias)
+    gradient = jax.grad(lambda *args: (activated(*args) ** 2).sum(), (0, 1, 2))
 
     def types(shape=LARGE, window=3):
         return [jax.ShapeDtypeStruct(s, jnp.float32) for s in (shape, (window, window, 1, 64), (64,))]
@@ -80,11 +80,6 @@ def test_depthwise_convolutions_on_cuda(monkeypatch):
     assert found(activated, *types(SMALL))[0][2] == "too small to gain on cuda: 0.066 MB less to move, worth it from 16"
     assert found(activated, *types(window=5))[0][2].startswith("a window of 25 places has not been measured on cuda")
     assert found(convolved, *types()[:2])[0][2] == "XLA makes one kernel of it"
-
-
-def normalised(x, gamma, beta, axes=(0, 1, 2)):
-    mean, var = x.mean(axes, keepdims=True), x.var(axes, keepdims=True)
-    return (x - mean) * lax.rsqrt(var + 1e-5) * gamma + beta
 
 
 def channels_first(x, z, gamma, beta):
@@ -142,12 +137,9 @@ def test_unknown_platform():
 
 
 def test_a_convolution_stays_as_it_is_on_cuda():
-    def convolution(x, w, beta):
-        return jax.nn.relu(lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")) + beta)
-
     x, w, _, beta = arguments(LARGE)
     with platforms.assumed("cuda"):
-        fused = jax.make_jaxpr(jaxfuse.fuse(convolution))(x, w, beta)
+        fused = jax.make_jaxpr(jaxfuse.fuse(lambda x, w, beta: jax.nn.relu(conv(x, w) + beta)))(x, w, beta)
     assert "jaxfuse" not in str(fused) and "conv_general_dilated" in str(fused)
 
 

@@ -27,19 +27,15 @@ def judged(monkeypatch, rules, x=X, direction="forward", shape="any"):
     return policy.unprofitable("measured")("op", None, (x,), direction)
 
 
-@pytest.mark.parametrize(
-    "rows, smallest",
-    [
-        ([(10, 2, 1), (100, 9, 3)], 0),
-        ([(10, 1, 2), (100, 9, 3)], 100),
-        ([(10, 2, 1), (50, 3, 4), (100, 9, 3)], 100),  # what wins below a loss does not count
-        ([(10, 1, 1), (100, 9, 3)], 100),  # a draw is no win
-        ([(10, 1, 2), (50, 2, 1), (100, 9, 9.4)], 50),  # and no loss
-        ([(10, 1, 2), (50, 2, 1), (100, 9, 9.5)], math.inf),
-        ([(10, 2, 1), (100, 3, 9)], math.inf),
-        ([], math.inf),
-    ],
-)
+@pytest.mark.parametrize("rows, smallest", [
+    ([(10, 2, 1), (100, 9, 3)], 0),
+    ([(10, 1, 2), (100, 9, 3)], 100),
+    ([(10, 2, 1), (50, 3, 4), (100, 9, 3)], 100),  # what wins below a loss does not count
+    ([(10, 1, 1), (100, 9, 3)], 100),  # a draw is no win
+    ([(10, 1, 2), (50, 2, 1), (100, 9, 9.4)], 50),  # and no loss
+    ([(10, 1, 2), (50, 2, 1), (100, 9, 9.5)], math.inf),
+    ([(10, 2, 1), (100, 3, 9)], math.inf),
+    ([], math.inf)])
 def test_the_smallest_size_follows_from_the_points(rows, smallest):
     assert Rule(points(*[(size, (xla, fused)) for size, xla, fused in rows])).smallest == smallest
 
@@ -52,19 +48,14 @@ def test_both_directions_of_a_rule_must_win():
 WINS, LOSES = points((1, (2, 1))), points((500, (1, 2)))
 
 
-def test_too_small(monkeypatch):
-    rule = Rule(points((50, (1, 2)), (101, (2, 1))))
-    assert judged(monkeypatch, (rule,)) == "too small to gain: 100 elements, measured faster from 101, the largest measured"
-    assert judged(monkeypatch, (Rule(points((50, (1, 2)), (100, (2, 1)))),)) == ""
-
-
-def test_slower_at_every_size(monkeypatch):
-    assert judged(monkeypatch, (Rule(LOSES),)) == "slower than XLA at every size that was measured, up to 500 elements"
-
-
-def test_rules_are_read_top_down(monkeypatch):
-    assert judged(monkeypatch, (Rule(WINS), Rule(LOSES))) == ""
-    assert "slower" in judged(monkeypatch, (Rule(LOSES), Rule(WINS)))
+@pytest.mark.parametrize("rules, reason", [
+    ([points((50, (1, 2)), (101, (2, 1)))], "too small to gain: 100 elements, measured faster from 101, the largest measured"),
+    ([points((50, (1, 2)), (100, (2, 1)))], ""),
+    ([LOSES], "slower than XLA at every size that was measured, up to 500 elements"),
+    ([WINS, LOSES], ""),
+    ([LOSES, WINS], "slower than XLA at every size that was measured, up to 500 elements")])
+def test_rules_are_read_top_down(monkeypatch, rules, reason):
+    assert judged(monkeypatch, tuple(map(Rule, rules))) == reason
 
 
 @pytest.mark.parametrize("narrow", [dict(dtype="bfloat16"), dict(direction="backward"), dict(shape="wide"), dict(isa="avx9000")])

@@ -9,7 +9,7 @@ from jax import lax
 
 import jaxfuse
 from cases import conv as case
-from compare import as_near_to_the_truth, by_xla, jit, value_and_gradients, with_cotangents
+from compare import as_near_to_the_truth, by_xla, fused, jit, with_cotangents
 from exact import in_float64
 from jaxfuse.ops.conv import pointwise
 from jaxfuse.patterns.conv.forward import config_of
@@ -56,7 +56,7 @@ DTYPES = [(name, dtype) for name, (_, kernel) in CASES.items() for dtype in ("fl
 def test_as_near_to_the_truth_as_xla_with_its_gradients(name, dtype):
     convolution, kernel = CASES[name]
     args = with_cotangents(convolution, convolution.inputs(dtype))
-    lowered = jit(lambda arrays, cts: value_and_gradients(convolution.fused, arrays, cts)).lower(*args)
+    lowered = fused(convolution).lower(*args)
     assert not any(word in lowered.as_text() for word in ABSENT[kernel])
     as_near_to_the_truth(lowered.compile()(*args), *by_xla(convolution, dtype))
 
@@ -76,13 +76,8 @@ def kernels(fn, *args, direction="forward"):
 
 
 def test_turned_filter_and_one_dimension():
-    def turned(x, w, b):
-        return layer(x, w.transpose(2, 3, 1, 0), b, names=("NCHW", "HWIO", "NCHW"))
-
-    def sequence(x, w, b):
-        y = lax.conv_general_dilated(x.reshape(2, 6, 528), w[..., 0], (1,), "SAME", dimension_numbers=("NCH", "OIH", "NCH"))
-        return jax.nn.silu(y + b[:, None])
-
+    turned = lambda x, w, b: layer(x, w.transpose(2, 3, 1, 0), b, names=("NCHW", "HWIO", "NCHW"))
+    sequence = lambda x, w, b: layer(x.reshape(2, 6, 528), w[..., 0], b, (1,), "SAME", names=("NCH", "OIH", "NCH"))
     for program in (layer, turned, sequence):
         assert kernels(program, X, W, B) == ["product"]
         correct(program, X, W, B)

@@ -17,15 +17,6 @@ from recognition import recognised, rows
 from spellings.dense import B, W, X
 
 keras = pytest.importorskip("keras")
-ACTIVATIONS = ["relu", "relu6", "leaky_relu", "elu", "silu", "gelu", "hard_swish", "softplus", "tanh", "sigmoid"]
-
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_dense_with_each_activation(activation):
-    function = getattr(jnp, activation, None) or getattr(jax.nn, activation)
-    name = {"gelu": "gelu_tanh"}.get(activation, activation)
-    assert recognised(lambda x, w, b: function(x @ w + b), X, W, B) == [f"dense+bias+{name}"]
 
 
 def test_no_row_for_what_is_no_layer():

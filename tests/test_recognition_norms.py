@@ -20,19 +20,14 @@ T = randn(2, 5, 8)
 
 
 def test_group_norm_of_a_value_that_is_widened_first():
-    def widened(x, g, b):
-        return group_norm(x.astype(jnp.float32), g, b).astype(x.dtype)
-
+    widened = lambda x, g, b: group_norm(x.astype(jnp.float32), g, b).astype(x.dtype)
     assert fused(widened, X.astype(jnp.bfloat16), GAMMA, BETA) == ["group_norm"]
 
 
 def test_what_follows_a_norm():
-    def leaky(x, g, b):
-        return jax.nn.leaky_relu(layer_norm(x, g, b), 0.2)
-
     assert rows(HITS["layer_norm, a sum after it"].function, X, GAMMA, BETA)[1] == (
         "layer_norm+add", "it adds to or scales the normalised value: no kernel yet on cpu")
-    assert rows(leaky, X, GAMMA, BETA) == [("layer_norm+leaky_relu", "fused")]
+    assert rows(lambda *args: jax.nn.leaky_relu(layer_norm(*args), 0.2), X, GAMMA, BETA) == [("layer_norm+leaky_relu", "fused")]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -45,21 +40,20 @@ def test_norm_of_what_a_layer_makes_that_is_left_to_xla(dtype):
 
 def test_statistics_along_another_axis_of_equal_length():
     """Without keepdims the mean of each row is subtracted from each column: numbers fit, places do not."""
-    square = randn(8, 8)
-
-    def fn(x, g, b):
-        return (x - x.mean(-1)) * lax.rsqrt(((x - x.mean(-1)) ** 2).mean(-1) + 1e-5) * g + b
-
-    assert fused(fn, square, GAMMA, BETA) == []
+    crossed = lambda x, g, b: (x - x.mean(-1)) * lax.rsqrt(((x - x.mean(-1)) ** 2).mean(-1) + 1e-5) * g + b
+    assert fused(crossed, randn(8, 8), GAMMA, BETA) == []
 
 
-@pytest.mark.parametrize(
-    "fn",
-    [lambda x: moments(x, -1), lambda x: x / jnp.sqrt((x * x).sum(-1, keepdims=True)), lambda x: jnp.sum(x * x)],
-    ids=["statistics alone", "l2 normalisation", "l2 loss"],
-)
-def test_no_norm(fn):
-    assert rows(fn, T) == []
+NO_NORMS = {
+    "statistics alone": lambda x: moments(x, -1),
+    "l2 normalisation": lambda x: x / jnp.sqrt((x * x).sum(-1, keepdims=True)),
+    "l2 loss": lambda x: jnp.sum(x * x),
+}
+
+
+@pytest.mark.parametrize("name", NO_NORMS)
+def test_no_norm(name):
+    assert rows(NO_NORMS[name], T) == []
 
 
 # --- frameworks --------------------------------------------------------------------------------------------------

@@ -22,10 +22,6 @@ def outputs(xs, h, c, w, u, reverse=False):
     return lax.scan(step, (h, c), xs.swapaxes(0, 1), reverse=reverse)
 
 
-def mixed(xs, h, c, w, u):
-    return sequence(lambda x, h, c, w, u: lstm(x, h.astype(x.dtype), c, w, u))(xs, h, c, w, u)
-
-
 def one_row(xs, h, c, w, u):
     return lax.scan(lambda state, x: (lstm(x, *state, w, u), None), (h, c), xs)[0]
 
@@ -42,7 +38,7 @@ HITS = {
     "reverse": (lambda *args: outputs(*args, reverse=True), (XS, H, C, W, U)),
     "no batch": (one_row, (XS[0], H[0], C[0], W, U)),
     "bf16": (sequence(lstm), (LOW[0], H.astype(jnp.bfloat16), C.astype(jnp.bfloat16), *LOW[1:])),
-    "bf16, f32 states": (mixed, (LOW[0], H, C, *LOW[1:])),
+    "bf16, f32 states": (sequence(lambda x, h, c, w, u: lstm(x, h.astype(x.dtype), c, w, u)), (LOW[0], H, C, *LOW[1:])),
     "lengths": (longest, (XS, jnp.array([3, 6]), H, C, W, U)),
     "vmap": (jax.vmap(one_row, (0, 0, 0, None, None)), (XS, H, C, W, U)),
 }
@@ -63,10 +59,6 @@ def masked(xs, h, c, w, u):
     return lax.scan(step, (h, c), xs.swapaxes(0, 1))
 
 
-def counted(xs, h, c, w, u):
-    return lax.scan(lambda s, x: ((lstm(x, *s[0], w, u), s[1] + 1), None), ((h, c), 0), xs.swapaxes(0, 1))
-
-
 def fed_back(xs, h, c, w, u):
     def step(state, x):
         (h, c), y = state
@@ -76,31 +68,26 @@ def fed_back(xs, h, c, w, u):
     return lax.scan(step, ((h, c), 0 * xs[:, 0]), xs.swapaxes(0, 1))
 
 
-def weighed(xs, h, c, w, u):
-    return sequence(lambda x, h, c, w, u: lstm(x, h, c, w, u * x[0, 0]))(xs, h, c, w, u)
-
-
 def two_batch_axes(xs, h, c, w, u):
     xs, h, c = (jnp.stack([a, a]) for a in (xs, h, c))
     return jax.vmap(sequence(lstm), (0, 0, 0, None, None))(xs, h, c, w, u)
 
 
-def reset_of_x(xs, h, c, w, u):
-    def cell(x, h, c, w, u):
-        r, z = jax.nn.sigmoid(x @ w[:, :3] + h @ u[:, :3]), jax.nn.sigmoid(x @ w[:, 3:6] + h @ u[:, 3:6])
-        n = jnp.tanh(r * (x @ w[:, 6:9] + h @ u[:, 6:9]))
-        return (1 - z) * n + z * h, c
-
-    return sequence(cell)(xs, h, c, w, u)
+def reset_of_x(x, h, c, w, u):
+    r, z = jax.nn.sigmoid(x @ w[:, :3] + h @ u[:, :3]), jax.nn.sigmoid(x @ w[:, 3:6] + h @ u[:, 3:6])
+    n = jnp.tanh(r * (x @ w[:, 6:9] + h @ u[:, 6:9]))
+    return (1 - z) * n + z * h, c
 
 
 LOOP_MISSES = {
     "masked": (masked, "comes between"),
-    "counter": (counted, "the loop also carries int32[] on"),
+    "counter": (
+        lambda xs, h, c, w, u: lax.scan(lambda s, x: ((lstm(x, *s[0], w, u), s[1] + 1), None), ((h, c), 0), xs.swapaxes(0, 1)),
+        "the loop also carries int32[] on"),
     "fed back": (fed_back, "which is carried from step to step and is not its state"),
-    "weights of x": (weighed, "has weights that change from step to step"),
+    "weights of x": (sequence(lambda x, h, c, w, u: lstm(x, h, c, w, u * x[0, 0])), "has weights that change from step to step"),
     "two batch axes": (two_batch_axes, "a state float32[2, 2, 3]: the kernel takes [batch, hidden] or [hidden]"),
-    "reset gate of x": (reset_of_x, "also multiplies what is not the state"),
+    "reset gate of x": (sequence(reset_of_x), "also multiplies what is not the state"),
 }
 
 
@@ -113,10 +100,7 @@ def test_loop_near_miss(name):
 
 
 def test_short_loops_are_left_to_xla():
-    def loop(xs, h, w, u):
-        return lax.scan(lambda h, x: (gru(x, h, w, u), None), h, xs.swapaxes(0, 1))[0]
-
-    found = jaxfuse.explain(loop, XS, H, W, U)
+    found = jaxfuse.explain(lambda xs, h, w, u: lax.scan(lambda h, x: (gru(x, h, w, u), None), h, xs.swapaxes(0, 1))[0], XS, H, W, U)
     assert not NATIVE or found.skipped[0].reason.startswith(("too small to gain: 6 steps", "slower than XLA at every size"))
 
 
@@ -166,10 +150,8 @@ def test_products_of_all_steps_are_dense_layers():
 
 def test_a_product_with_its_weights_on_the_left_is_left_to_xla():
     """It makes columns; the kernel writes rows."""
-    def columns(x, h, c, w, u):
-        return lstm_of_gates(jnp.split((w.T @ x.T).T + h @ u, 4, -1), c)
-
-    text = str(jax.make_jaxpr(jaxfuse.fuse(sequence(columns), policy="always"))(XS, H, C, W, U))
+    columns = sequence(lambda x, h, c, w, u: lstm_of_gates(jnp.split((w.T @ x.T).T + h @ u, 4, -1), c))
+    text = str(jax.make_jaxpr(jaxfuse.fuse(columns, policy="always"))(XS, H, C, W, U))
     assert not NATIVE or ("jaxfuse_lstm" in text and "jaxfuse_dense" not in text)
 
 

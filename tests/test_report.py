@@ -1,5 +1,7 @@
 """What a report says is true: direction, order, what is lost and what is not, and words for those who read it first."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -8,13 +10,10 @@ from jax import lax
 import jaxfuse
 from jaxfuse.runtime.reasons import LeftToXla, NoKernel, SwitchedOff, Unprofitable, Untraced
 from jaxfuse.tuning.rules.rule import Point, Rule
+from layers import conv
 
 X, W, B = jnp.ones((2, 16, 16, 8)), jnp.ones((3, 3, 8, 8)), jnp.ones(8)
 MATRIX = jnp.ones((8, 8))
-
-
-def conv(x, w):
-    return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
 def residual_block(x, w, b):
@@ -27,8 +26,7 @@ def gradient(fn, dtype=jnp.float32):
     return jax.grad(lambda *args: fn(*(a.astype(dtype) for a in args)).astype(jnp.float32).sum(), (0, 1, 2))
 
 
-def explained(fn, *args, policy="always"):
-    return jaxfuse.explain(fn, *args, policy=policy)
+explained = functools.partial(jaxfuse.explain, policy="always")
 
 
 @pytest.mark.parametrize("dtype", (jnp.float32, jnp.bfloat16, jnp.float16))
@@ -36,18 +34,12 @@ def explained(fn, *args, policy="always"):
 @pytest.mark.parametrize("program", ("conv", "transposed", "dense", "loop", "ruled"))
 def test_each_direction_is_told(program, policy, dtype):
     """As many rows go backward as forward, whichever of them are fused, and each after its own forward row."""
-    def dense(x, w, b):
-        return jnp.tanh(x.reshape(-1, 8) @ w[0, 0] + b)
-
-    def transposed(x, w, b):
-        return lax.conv_transpose(x, w, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")) + b
-
-    def loop(x, w, b):
-        return lax.scan(lambda c, _: (jax.nn.relu(conv(c, w) + b), None), x, None, length=2)[0]
-
     ruled = jax.custom_vjp(lambda x, w, b: conv(x, w) + b)
     ruled.defvjp(lambda x, w, b: (conv(x, w) + b, (x, w, b)), lambda kept, g: jax.vjp(lambda *a: conv(*a[:2]) + a[2], *kept)[1](g))
-    programs = dict(conv=lambda x, w, b: jax.nn.relu(conv(x, w) + b), transposed=transposed, dense=dense, loop=loop, ruled=ruled)
+    programs = dict(
+        conv=lambda x, w, b: jax.nn.relu(conv(x, w) + b), dense=lambda x, w, b: jnp.tanh(x.reshape(-1, 8) @ w[0, 0] + b),
+        transposed=lambda x, w, b: lax.conv_transpose(x, w, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")) + b,
+        loop=lambda x, w, b: lax.scan(lambda c, _: (jax.nn.relu(conv(c, w) + b), None), x, None, length=2)[0], ruled=ruled)
     report = explained(gradient(programs[program], dtype), X, W, B, policy=policy)
     rows = [(s.direction, s.pattern) for s in (*report.fused, *report.skipped)]
     assert {"forward", "backward"} == {direction for direction, _ in rows}, report.table()
@@ -141,10 +133,7 @@ def test_a_trace_that_fails_names_the_users_line():
 
 def test_always_knows_no_cost():
     """A residual times a number: XLA makes one pass of that, so "measured" leaves it; "always" is always."""
-    def fn(x, w, b):
-        return conv(x, w) + b + x * 0.5
-
-    rows = {p: explained(fn, X, W, B, policy=p) for p in ("always", "measured")}
+    rows = {p: explained(lambda x, w, b: conv(x, w) + b + x * 0.5, X, W, B, policy=p) for p in ("always", "measured")}
     if rows["always"].fused:
         assert [s.pattern for s in rows["always"].fused] == ["conv+bias+add"]
         left = *rows["measured"].skipped, *rows["measured"].unfused_steps

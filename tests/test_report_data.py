@@ -14,12 +14,9 @@ from jax import lax
 import jaxfuse
 from jaxfuse.report import FusionReport, Memory, Site, Times
 from jaxfuse.runtime.reasons import Unprofitable
+from layers import conv
 
 X, W, B = jnp.ones((2, 16, 16, 8)), jnp.ones((3, 3, 8, 8)), jnp.ones(8)
-
-
-def conv(x, w):
-    return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
 def network(x, w, b):
@@ -115,10 +112,7 @@ def test_memory_is_counted_from_the_last_readers():
 
 
 def test_a_fused_program_has_less_alive():
-    def fn(x, w, b):
-        return jax.nn.gelu(conv(x, w) + b)
-
-    report = jaxfuse.explain(fn, X, W, B, policy="always")
+    report = jaxfuse.explain(lambda x, w, b: jax.nn.gelu(conv(x, w) + b), X, W, B, policy="always")
     if report.fused:
         assert max(report.program.memory.after) < max(report.program.memory.before)
         assert report.program.memory.after[-1] == 4 * (X.size + W.size + B.size + X.size)  # the arguments and the result
@@ -244,9 +238,10 @@ def test_the_measured_programs_compute_the_same():
     """Fused and unfused, a site gives the values that the program has of it."""
     from jaxfuse.fuse import plan
     from jaxfuse.report.measure import _fused, _unfused
+    from jaxfuse.selection import Decider
     from jaxfuse.tuning.policy import unprofitable
 
-    found = plan(jax.make_jaxpr(lambda x, w, b: jax.nn.relu(conv(x, w) + b))(X, W, B), unprofitable("always"))
+    found = plan(jax.make_jaxpr(lambda x, w, b: jax.nn.relu(conv(x, w) + b))(X, W, B), Decider(unprofitable("always")))
     for row in found.found:
         if hasattr(row, "emissions"):
             defines = [value for emission in row.emissions for value in emission.defines]

@@ -1,11 +1,7 @@
 """The kernel that a report names is the one that runs: oneDNN says itself, by ONEDNN_VERBOSE, what it computes."""
 
 import json
-import os
-import pathlib
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +12,8 @@ import jaxfuse
 from jaxfuse import running
 from jaxfuse.program.graph import Emission, Value
 from jaxfuse.runtime import ffi
+from processes import printed_by
 
-ROOT = pathlib.Path(__file__).parent.parent
 pytestmark = pytest.mark.skipif(ffi.no_onednn() is not None, reason=str(ffi.no_onednn()))
 
 
@@ -109,13 +105,8 @@ def said(request):
     levels, native = ["portable", "avx2", "avx512"], ffi.native().info()
     if levels.index(ours) > levels.index(native["simd"]) or onednns.endswith("BF16") and "bf16" not in native["isa"]:
         pytest.skip(f"this CPU has {native['simd']}, oneDNN uses {native['isa']}")
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | dict(PYTHONPATH=paths, JAX_PLATFORMS="cpu", JAXFUSE_SIMD=ours, ONEDNN_MAX_CPU_ISA=onednns, ONEDNN_VERBOSE="1")
-    code = "import runpy, sys; runpy.run_path(sys.argv[1])['print_all']()"
-    done = subprocess.run([sys.executable, "-c", code, __file__], env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = {}
-    for part in re.split(r"^case ", done.stdout, flags=re.M)[1:]:
+    text, found = printed_by(__file__, JAXFUSE_SIMD=ours, ONEDNN_MAX_CPU_ISA=onednns, ONEDNN_VERBOSE="1"), {}
+    for part in re.split(r"^case ", text, flags=re.M)[1:]:
         name, rows = json.loads(part.splitlines()[0])
         lines = re.findall(r"^onednn_verbose,exec,cpu,(convolution|deconvolution|matmul),[^,]*,([^,]*),.*,([^,]*),[^,]*$", part, re.M)
         found[name] = rows, set(lines)
@@ -139,3 +130,7 @@ def test_the_kernel_that_is_named_is_the_one_that_runs(said, name):
     assert dict(map(tuple, rows)) == dict(zip(("forward", "backward"), CASES[name][expected]))
     parts = {("forward", ONEDNN): 1, ("backward", ONEDNN): 2, ("backward", BOTH): 1}
     assert len(products) == sum(parts.get(tuple(row), 0) for row in rows), products
+
+
+if __name__ == "__main__":
+    print_all()

@@ -17,11 +17,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxfuse
-from compare import distance, pairs
-from devices import printed_by
+from compare import distance, forward_and_gradients, jit, pairs
 from jaxfuse import ops
 from jaxfuse.ops import recurrent
 from jaxfuse.runtime import ffi
+from processes import on_devices
 
 DEVICES = 4
 TOLERANCE = 5e-5
@@ -39,7 +39,7 @@ SETTINGS = [
 @pytest.fixture(scope="module")
 def found():
     """Setting -> what was found there; the process runs once for all tests."""
-    return dict(map(json.loads, printed_by(__file__, DEVICES).splitlines()))
+    return dict(map(json.loads, on_devices(__file__, DEVICES).splitlines()))
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -59,35 +59,26 @@ def test_a_batch_that_does_not_divide_is_computed_whole(found):
     assert all(result[function]["distance"] < TOLERANCE for function in ("conv", "batch_norm", "both", "layers"))
 
 
-def test_a_fused_train_step(found):
+# (setting, function) -> kernels of its gradient. A loop's products of all steps at once are sharded along the batch, too, which is
+# not their first axis.
+STEPS = {
+    ("jit, a fused step", "step"): {"batch_norm_bwd_stats", "batch_norm_bwd_apply", "conv_bwd"},
+    ("jit, a fused loop", "looped"): {"lstm_bwd", "dense_bwd"},
+    **{(f"jit, explicit axes{of_the_set_mesh}, a fused step", function): {kernel} for of_the_set_mesh in ("", " of the set mesh")
+       for function, kernel in dict(
+           normed="norm_bwd", step="batch_norm_bwd_apply", pooled="max_pool_bwd", attended="attention_bwd").items()},
+}
+
+
+@pytest.mark.parametrize("setting, function", STEPS)
+def test_a_fused_step(setting, function, found):
     """Autodiff has run before the program is matched: the gradient's passes are sharded too, and their sums completed."""
-    result = found["jit, a fused step"]["step"]
+    result = found[setting][function]
     assert result["distance"] < TOLERANCE
-    assert "all-gather" not in result["collectives"]
+    assert not {"all-gather", *["all-to-all"] * (function == "looped")} & set(result["collectives"])
     assert result["kernels"] == result["kernels on one device"]
     if not ffi.no_onednn():
-        assert {"jaxfuse_batch_norm_bwd_stats", "jaxfuse_batch_norm_bwd_apply", "jaxfuse_conv_bwd"} <= set(result["kernels"])
-
-
-def test_a_fused_loop(found):
-    """The products of all steps at once are sharded along the batch too, which is not their first axis."""
-    result = found["jit, a fused loop"]["looped"]
-    assert result["distance"] < TOLERANCE
-    assert not {"all-gather", "all-to-all"} & set(result["collectives"])
-    assert result["kernels"] == result["kernels on one device"]
-    if not ffi.unavailable("jaxfuse_lstm_bwd"):
-        assert {"jaxfuse_lstm_bwd", "jaxfuse_dense_bwd"} <= set(result["kernels"])
-
-
-@pytest.mark.parametrize("setting", ["jit, explicit axes", "jit, explicit axes of the set mesh"])
-@pytest.mark.parametrize("function, kernel", dict(
-    normed="norm_bwd", step="batch_norm_bwd_apply", pooled="max_pool_bwd", attended="attention_bwd").items())
-def test_a_fused_step_under_explicit_axes(function, kernel, setting, found):
-    result = found[f"{setting}, a fused step"][function]
-    assert result["distance"] < TOLERANCE and "all-gather" not in result["collectives"]
-    assert result["kernels"] == result["kernels on one device"]
-    if not ffi.unavailable(f"jaxfuse_{kernel}"):
-        assert f"jaxfuse_{kernel}" in result["kernels"]
+        assert {f"jaxfuse_{kernel}" for kernel in STEPS[setting, function]} <= set(result["kernels"])
 
 
 def test_norms_of_sharded_places_are_left_alone(found):
@@ -258,10 +249,6 @@ def of_batch(arrays):
     return {name: name in ("x", "residual") for name in arrays}
 
 
-def forward_and_gradients(function):
-    return lambda a: (function(a), jax.grad(lambda a: sum(jnp.sum(jnp.sin(out)) for out in function(a)))(a))
-
-
 def looped(a):
     """An LSTM over the places of an image, as a user writes it."""
     filters = a["w"].reshape(9, 8, 8)
@@ -284,16 +271,23 @@ def in_jit(mesh, items=8, functions=(conv, batch_norm, both, layers), differenti
     def result(function):
         arrays = arguments(items)
         run = alone = differentiated(function)
+        on_one, kernels = on_one_device(differentiated, function, items, ffi.unavailable("jaxfuse_conv_fwd"))
         batch = P(mesh.axis_names)
         specs = {name: batch if along else P() for name, along in of_batch(arrays).items()}
         if items % DEVICES:  # only a constraint may shard unevenly
             along, specs = NamedSharding(mesh, batch), dict.fromkeys(specs, P())
             shard = functools.partial(jax.lax.with_sharding_constraint, shardings=along)
             run = lambda a: alone({n: shard(v) if of_batch(a)[n] else v for n, v in a.items()})
-        on_one = jax.jit(alone).lower(arrays).compile()
-        return compared(run, arrays, mesh, specs, on_one(arrays), kernels_in(on_one))
+        return compared(run, arrays, mesh, specs, on_one, kernels)
 
     return {function.__name__: result(function) for function in functions}
+
+
+@functools.cache
+def on_one_device(differentiated, function, items, why_no_kernels):
+    """What the program gives, and its kernels; compiled once for all meshes."""
+    compiled = jit(differentiated(function)).lower(arguments(items)).compile()
+    return compiled(arguments(items)), kernels_in(compiled)
 
 
 def in_shard_map(mesh, check_vma=True):
@@ -314,7 +308,7 @@ def in_shard_map(mesh, check_vma=True):
         mapped = jax.shard_map(
             run, mesh=mesh, in_specs=(specs,), out_specs=((P(axis),), specs), axis_names={axis}, check_vma=check_vma)
         parts = [{n: np.split(a, shards)[i] if along[n] else a for n, a in arrays.items()} for i in range(shards)]
-        on_one = jax.jit(alone).lower(parts[0]).compile()
+        on_one = jit(alone).lower(parts[0]).compile()
         ys, gradients = zip(*map(on_one, parts))
         whole = {n: (np.concatenate if along[n] else sum)([g[n] for g in gradients]) for n in arrays}
         expected = tuple(map(np.concatenate, zip(*ys))), whole
@@ -326,7 +320,7 @@ def in_shard_map(mesh, check_vma=True):
 def compared(run, arrays, mesh, specs, expected, kernels_on_one):
     """How far from `expected` on the mesh, and by which collectives and kernels."""
     placed = {name: jax.device_put(a, NamedSharding(mesh, specs[name])) for name, a in arrays.items()}
-    compiled = jax.jit(run).lower(placed).compile()
+    compiled = jit(run).lower(placed).compile()
     return {
         "distance": max(distance(np.asarray(a), np.asarray(b)) for a, b in pairs(compiled(placed), expected)),
         "collectives": [name for name in ("all-gather", "all-reduce", "all-to-all") if f" {name}" in compiled.as_text()],

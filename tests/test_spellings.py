@@ -1,4 +1,4 @@
-"""Activations as `jax.nn`, Flax and Keras spell them; the networks of `benchmarks.networks` are in test_networks.py."""
+"""Activations as `jax.nn`, Flax and Keras spell them; the networks of `benchmarks.networks` are in test_frameworks.py."""
 
 import jax
 import jax.numpy as jnp

@@ -16,7 +16,7 @@ import pytest
 
 import jaxfuse
 from cases import CASES
-from compare import jit, pairs, value_and_gradients, with_cotangents
+from compare import fused, jit, pairs, with_cotangents
 from conv_oracle import MANY_PIXELS, backward, random
 from jaxfuse import ops
 from jaxfuse.commands import doctor
@@ -52,7 +52,7 @@ def test_bits_on_any_number_of_threads(name, scale):
         pytest.skip("no such kernel here")
     arrays, cotangents = with_cotangents(case, jax.tree.map(lambda a: a * scale, case.inputs()))
     if name in OURS:
-        run = jit(lambda arrays, cotangents: value_and_gradients(case.fused, arrays, cotangents))
+        run = fused(case)
     else:
         run = jit(lambda arrays, cotangents: case.fused(arrays))
     assert_same_bits(run, (arrays, cotangents))
@@ -68,10 +68,9 @@ OUR_FILTERS = ["1-D, one input", "1-D, strided", "stem", "one input", "NCHW", "f
                "depthwise, NCHW", "two filters for each input", "3-D, dilated, groups"]
 
 
+@pytest.mark.skipif(ffi.unavailable("jaxfuse_conv_bwd") is not None, reason="no such kernel here")
 @pytest.mark.parametrize("name", OUR_FILTERS)
 def test_bits_of_our_own_filter_gradients(name):
-    if ffi.unavailable("jaxfuse_conv_bwd"):
-        pytest.skip("no such kernel here")
     case = MANY_PIXELS[name]
 
     def run(x, g):
@@ -82,14 +81,13 @@ def test_bits_of_our_own_filter_gradients(name):
     assert_same_bits(run, args)
 
 
+@pytest.mark.skipif(ffi.unavailable("jaxfuse_dense_bwd") is not None, reason="no such kernel here")
 @pytest.mark.parametrize("name", ["bias_residual_silu", "long_sum", "many_rows", "many_columns", "attention_scores"])
 def test_bits_of_our_own_dense_gradients(name):
     """Of float16, which oneDNN computes nowhere."""
-    if ffi.unavailable("jaxfuse_dense_bwd"):
-        pytest.skip("no such kernel here")
     case = CASES["dense-" + name]
     args = with_cotangents(case, case.inputs("float16"))
-    assert_same_bits(jit(lambda arrays, cotangents: value_and_gradients(case.fused, arrays, cotangents)), args)
+    assert_same_bits(fused(case), args)
 
 
 def test_the_number_of_threads():

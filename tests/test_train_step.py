@@ -1,6 +1,8 @@
 """fuse(train_step): autodiff has already run when the program is matched. The sites are those of grad(fuse(loss)), the
 backward ones among them, and the numbers those of the unfused step."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,11 +10,12 @@ import optax
 import pytest
 from jax import lax
 
-from compare import same
+from compare import jit, same
 from layers import SmallNet, randn
 from recognition import explain, fuse, same_as_unfused, sites
 
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
+each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 DEEP = 50  # roundings in a gradient through all layers of the network
 
 
@@ -22,7 +25,7 @@ class Problem:
     def __init__(self, dtype=jnp.float32, model=None):
         self.model, self.x = model or SmallNet(dtype), randn(4, 16, 16, 3, dtype=dtype)
         self.labels = jnp.arange(4) % 10
-        variables = self.model.init(jax.random.key(0), self.x, False)
+        variables = jit(lambda x: self.model.init(jax.random.key(0), x, False))(self.x)
         self.params = jax.tree.map(lambda v: v + 0.05 * randn(*v.shape, seed=3), variables["params"])
         self.batch_stats = variables["batch_stats"]
 
@@ -41,13 +44,37 @@ class Problem:
         return self.params, self.batch_stats, self.x, self.labels
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@functools.cache
+def problem_of(dtype="f32"):
+    return Problem(DTYPES[dtype])
+
+
+@each_dtype
+def test_inference(dtype):
+    problem = problem_of(dtype)
+    statistics = jax.tree.map(lambda v: v + 0.1 * jnp.abs(randn(*v.shape, seed=9)), problem.batch_stats)
+
+    def apply(params, statistics, x):
+        return problem.model.apply({"params": params, "batch_stats": statistics}, x, False)
+
+    args = problem.params, statistics, problem.x
+    report = explain(apply, *args)
+    expected = {"conv+bias+relu": 1, "conv+bn+relu": 4, "conv+bn": 1, "conv+bn+add+relu": 2, "conv+bias+relu6": 1, "dense+bias": 1}
+    assert sites(report, "forward") == expected and not report.skipped
+    lines = {site.source for site in report.fused}
+    assert all("layers.py:" in line for line in lines) and len(lines) > 4
+    same_as_unfused(apply, *args, times=5)
+
+
+@each_dtype
 def test_same_sites_and_numbers_as_through_the_loss(dtype):
-    problem = Problem(DTYPES[dtype])
+    problem = problem_of(dtype)
     through_loss = explain(problem.loss, *problem.arguments)
     report = explain(problem.step, *problem.arguments)
-    assert sites(report, "forward") == sites(through_loss, "forward")
     backward, forward = sites(report, "backward"), sites(report, "forward")
+    assert forward == sites(through_loss, "forward") == {
+        "conv": 7, "bn+relu": 4, "bn": 1, "bn+add+relu": 2, "conv+bias+relu": 1, "conv+bias+relu6": 1, "dense+bias": 1}
+    assert not through_loss.skipped
     assert backward.pop("dense_grad+bias_grad") == forward.pop("dense+bias") == 1
     assert backward == forward
     residual = [site for site in report.unfused_steps if site.pattern == "conv+residual gradient"]
@@ -55,22 +82,23 @@ def test_same_sites_and_numbers_as_through_the_loss(dtype):
     assert len(residual) == 3 and all("add_any" in site.reason and site.direction == "backward" for site in residual)
     step = fuse(problem.step)
     if dtype == "f32":  # bf16 gradients of so small a network are noise: see the comparison with float64
-        same(step(*problem.arguments), jax.jit(problem.step)(*problem.arguments), times=DEEP, floor=1e-3)
+        same(step(*problem.arguments), jit(problem.step)(*problem.arguments), times=DEEP, floor=1e-3)
     by_loss = jax.value_and_grad(fuse(problem.loss), has_aux=True)
-    (loss, batch_stats), grads = jax.jit(by_loss)(*problem.arguments)
+    (loss, batch_stats), grads = jit(by_loss)(*problem.arguments)
+    same(loss, jit(problem.loss)(*problem.arguments)[0], narrowest=DTYPES[dtype], times=25)
     # f32: of other orders of sums; bf16: as near as the kinks of relus let it be
     same(step(*problem.arguments), (loss, batch_stats, grads), narrowest=DTYPES[dtype], times=5 if dtype == "f32" else 25, floor=1e-3)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@each_dtype
 def test_as_close_to_float64_as_unfused(dtype):
     """The relative error against float64, root mean square over all arrays: at most a quarter above the unfused step's;
     in bf16, where it is as large as the sign flips of a few relus and 0.06 to 0.19 by the seed, at most twice."""
-    problem = Problem(DTYPES[dtype])
+    problem = problem_of(dtype)
     with jax.enable_x64(True):
         exact = Problem(jnp.float64, SmallNet(jnp.float64))
         wide = jax.tree.map(lambda a: a.astype(jnp.float64) if a.dtype != jnp.int32 else a, problem.arguments)
-        truth = jax.tree.leaves(jax.tree.map(np.asarray, jax.jit(exact.step)(*wide)))
+        truth = jax.tree.leaves(jax.tree.map(np.asarray, jit(exact.step)(*wide)))
 
     def error(step):
         found = [np.asarray(a, np.float64) for a in jax.tree.leaves(step(*problem.arguments))]
@@ -160,7 +188,7 @@ STEPS = {f.__name__: f for f in (with_optax, microbatched, rematerialised, froze
 
 @pytest.mark.parametrize("name", STEPS)
 def test_steps(name):
-    problem = Problem()
+    problem = problem_of()
     step = STEPS[name](problem)
     report = explain(step, *problem.arguments)
     forward, backward = sites(report, "forward"), sites(report, "backward")
@@ -173,7 +201,7 @@ def test_steps(name):
 
 def test_tangents_that_are_the_values():
     """In forward mode along the parameters themselves a tangent is a sum with x in it, and not a cotangent of its own."""
-    problem = Problem()
+    problem = problem_of()
 
     def along_itself(params, x):
         value, linear = jax.linearize(lambda params: problem.loss(params, problem.batch_stats, x, problem.labels)[0], params)

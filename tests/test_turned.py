@@ -20,13 +20,9 @@ def normalised(x, axes):
     return (x - mean) * lax.rsqrt(((x - mean) ** 2).mean(axes, keepdims=True) + 1e-3)
 
 
-def conv(x, b):
-    return lax.conv_general_dilated(x, W[None], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")) + b
-
-
 LAYERS = {
     "dense": lambda x, b: x @ W + b,
-    "conv": conv,
+    "conv": lambda x, b: lax.conv_general_dilated(x, W[None], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")) + b,
     "instance norm": lambda x, b: normalised(x, 1) + b,
     "layer norm": lambda x, b: normalised(x, 2) * b,
     "batch norm": lambda x, b: normalised(x, (0, 1)) * b + b,

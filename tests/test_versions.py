@@ -1,8 +1,6 @@
 """A JAX that is newer than those tested, and JAX's own switches that change how a program is written down."""
 
 import re
-import subprocess
-import sys
 import warnings
 
 import jax
@@ -11,15 +9,13 @@ import numpy as np
 import pytest
 
 import jaxfuse
+import layers
+from compare import jit
 from jaxfuse.patterns.conv import forward as conv
 from jaxfuse.runtime import versions
+from processes import printed_by
 
 OBJECTS = [name for name in ("jax_custom_jvp3", "jax_custom_vjp3", "jax_remat3") if hasattr(jax.config, name)]
-DIMENSIONS = ("NHWC", "HWIO", "NHWC")
-
-
-def convolution(x, w):
-    return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=DIMENSIONS)
 
 
 @jax.custom_vjp
@@ -32,9 +28,9 @@ doubled.defvjp(lambda x: (2 * x, None), lambda _, g: (3 * g,))  # a rule of the 
 
 def network(params, x):
     first, second, third = params
-    x = jax.nn.relu(convolution(x, first))
-    x = jax.checkpoint(lambda x: jax.nn.gelu(convolution(x, second), approximate=False))(x)
-    return jax.nn.silu(convolution(doubled(x), third))
+    x = jax.nn.relu(layers.conv(x, first))
+    x = jax.checkpoint(lambda x: jax.nn.gelu(layers.conv(x, second), approximate=False))(x)
+    return jax.nn.silu(layers.conv(doubled(x), third))
 
 
 def arguments():
@@ -64,8 +60,8 @@ def switches(request):
 ], ids=["forward", "fused gradient", "gradient of fused"])
 def test_custom_rules_and_checkpoints_held_as_objects(switches, make):
     arrays = arguments()
-    fused = jax.jit(make(lambda fn: jaxfuse.fuse(fn, policy="always")))(*arrays)
-    plain = jax.jit(make(lambda fn: fn))(*arrays)
+    fused = jit(make(lambda fn: jaxfuse.fuse(fn, policy="always")))(*arrays)
+    plain = jit(make(lambda fn: fn))(*arrays)
     for value, expected in zip(jax.tree.leaves(fused), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-4 * float(jnp.abs(expected).max()))
 
@@ -104,5 +100,4 @@ def test_a_newer_jax_gives_one_warning_that_says_how_to_go_on(monkeypatch):
 
 
 def test_a_tested_jax_gives_no_warning():
-    code = "import jax, jaxfuse; jaxfuse.fuse(lambda x: x + 1)(1.0)"
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+    printed_by("-W", "error", "-c", "import jax, jaxfuse; jaxfuse.fuse(lambda x: x + 1)(1.0)")

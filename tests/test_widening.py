@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import jaxfuse
-from compare import distance
+from compare import distance, jit
 from layers import GAMMA, B, R, W, X, conv
-from recognition import patterns
+from recognition import fuse, patterns
 
 BF16 = jnp.bfloat16
 XN, WN = X.astype(BF16), W.astype(BF16)
@@ -37,25 +36,27 @@ HITS = {
 }
 
 
+def rounds_nothing(fn, x, w, *rest):
+    """It is as near to the float32 program as the program itself."""
+    made, known = jit(fuse(fn))(x, w, *rest), jit(fn)(x, w, *rest)
+    true = jit(fn)(x.astype(jnp.float32), w.astype(jnp.float32), *rest)
+    assert made.dtype == known.dtype and distance(made, true) <= max(1e-6, 1.1 * distance(known, true))
+
 
 @pytest.mark.parametrize("name", HITS)
 def test_hit(name):
-    fn = HITS[name]
-    assert patterns(fn, XN, WN, B, R) == ([name.split(",")[0]], [])
-    made, known = jax.jit(jaxfuse.fuse(fn, policy="always"))(XN, WN, B, R), jax.jit(fn)(XN, WN, B, R)
-    true = jax.jit(fn)(XN.astype(jnp.float32), WN.astype(jnp.float32), B, R)
-    assert made.dtype == known.dtype and distance(made, true) <= max(1e-6, 1.1 * distance(known, true))
+    assert patterns(HITS[name], XN, WN, B, R) == ([name.split(",")[0]], [])
+    rounds_nothing(HITS[name], XN, WN, B, R)
 
 
 @pytest.mark.parametrize("name", ["conv+bn+add+silu", "conv+bn+add+relu, cast"])
 def test_gradients(name):
-    def loss(fn):
-        return lambda *args: jnp.sum(jnp.sin(fn(*args)))
+    def gradients(fn):
+        return jax.grad(lambda *args: jnp.sum(jnp.sin(fn(*args))), (0, 1, 2, 3))
 
     fn = HITS[name]
-    made, known = (jax.jit(jax.grad(loss(f), (0, 1, 2, 3)))(XN, WN, B, R) for f in (jaxfuse.fuse(fn, policy="always"), fn))
-    step = jaxfuse.fuse(jax.grad(loss(fn), (0, 1, 2, 3)), policy="always")(XN, WN, B, R)
-    true = jax.jit(jax.grad(loss(fn), (0, 1, 2, 3)))(XN.astype(jnp.float32), WN.astype(jnp.float32), B, R)
+    made, step, known = (jit(f)(XN, WN, B, R) for f in (gradients(fuse(fn)), fuse(gradients(fn)), gradients(fn)))
+    true = jit(gradients(fn))(XN.astype(jnp.float32), WN.astype(jnp.float32), B, R)
     for one, other, plain, narrow in zip(made, step, true, known, strict=True):
         assert one.dtype == other.dtype == narrow.dtype
         assert max(distance(one, plain), distance(other, plain)) <= max(2**-7, distance(narrow, plain))  # the cotangent is bfloat16
@@ -89,6 +90,4 @@ def test_dense(spelling):
 
     x, w = X.reshape(-1, 16).astype(BF16), W.reshape(16, 18)[:, :8].astype(BF16)
     assert patterns(fn, x, w, B) == (["dense+bias+gelu_tanh"], [])
-    made, known = jax.jit(jaxfuse.fuse(fn, policy="always"))(x, w, B), jax.jit(fn)(x, w, B)
-    true = jax.jit(fn)(x.astype(jnp.float32), w.astype(jnp.float32), B)
-    assert made.dtype == known.dtype and distance(made, true) <= max(1e-6, 1.1 * distance(known, true))
+    rounds_nothing(fn, x, w, B)

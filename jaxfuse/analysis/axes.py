@@ -40,6 +40,9 @@ class IndexMap:
         """The digits of all axes, in order."""
         return merged(digit for run in self.runs for digit in run)
 
+    def is_same(self, other: "IndexMap") -> bool:
+        return self.shape == other.shape and self.flat == other.flat
+
     def without(self, axes) -> "IndexMap":
         return IndexMap(tuple(run for d, run in enumerate(self.runs) if d not in axes))
 
@@ -100,13 +103,20 @@ class IndexMap:
 
     def merged_with(self, other: "IndexMap") -> "IndexMap | None":
         """That of an elementwise function of two values: each digit that either of them has. None where they disagree."""
-        runs = []
+        runs: list[Run] = []
         for left, right in zip(self.runs, other.runs):
+            if left == right or length(left) == 0:
+                runs.append(left)
+                continue
             cuts = sorted({*_ends(left), *_ends(right)}, key=private.known)  # JAX cannot tell whether 1 < t
-            mine, theirs = _cut(left, cuts), _cut(right, cuts)
-            if mine is None or theirs is None or any(a != b and a[0] and b[0] for a, b in zip(mine, theirs)):
+            if any(high % low for low, high in zip(cuts, cuts[1:])):
                 return None
-            runs.append(tuple(a if a[0] else b for a, b in zip(mine, theirs)))
+            lengths = [high // low for low, high in zip(cuts, cuts[1:])][::-1]
+            mine, theirs = (IndexMap((run,)).reshaped(lengths) for run in (left, right))
+            pairs = [(a, b) for (a,), (b,) in zip(mine.runs, theirs.runs)] if mine and theirs else []
+            if len(pairs) < len(lengths) or any(a != b and a[0] and b[0] for a, b in pairs):
+                return None
+            runs.append(tuple(a if a[0] else b for a, b in pairs))
         return IndexMap(tuple(runs))
 
     def repeated_to(self, shape) -> "IndexMap":
@@ -146,16 +156,3 @@ def _ends(run: Run) -> Iterator[int]:
     for _, own in reversed(run):
         n *= own
         yield n
-
-
-def _cut(run: Run, cuts: list[int]) -> Run | None:
-    """The digits cut at these numbers of elements, each of which must divide the next."""
-    out, n = [], 1
-    for stride, own in reversed(run):
-        inside = [c for c in cuts if n <= c <= n * own]
-        for low, high in zip(inside, inside[1:]):
-            if high % low:
-                return None
-            out.append((stride * (low // n), high // low))
-        n *= own
-    return tuple(out[::-1])

@@ -55,58 +55,33 @@ def _bits(params, x):
     raise KeyError(f"bits of {to}")
 
 
-def _and(params, x, y):
+def _and(x, y):
     if np.asarray(x).dtype.kind == "u":
         return np.bitwise_and(x, np.asarray(y).astype(x.dtype))
     return np.logical_and(x, y)
 
 
+# primitives that have no parameters, or none that matter -> numpy function of the operands
+_PLAIN: dict[str, Callable] = dict(
+    add=np.add, add_any=np.add, sub=np.subtract, mul=np.multiply, div=np.divide, neg=np.negative, abs=np.abs, max=_maximum, min=_minimum,
+    exp=np.exp, exp2=np.exp2, expm1=np.expm1, log=np.log, log1p=np.log1p, tanh=np.tanh, logistic=_logistic, erf=_erf, erfc=_erfc,
+    sqrt=np.sqrt, rsqrt=lambda x: 1 / np.sqrt(x), square=np.square, pow=lambda x, y: np.power(x, np.asarray(y, np.float64)),
+    eq=np.equal, ne=np.not_equal, lt=np.less, le=np.less_equal, gt=np.greater, ge=np.greater_equal, is_finite=np.isfinite,
+    sign=lambda x: np.where(x == 0, x, np.sign(x)),
+    one_minus_square=lambda x: 1 - x * x,
+    polynomial=lambda x, *coefficients: np.polynomial.polynomial.polyval(x, coefficients),
+    clamp=lambda low, x, high: _minimum(_maximum(x, low), high),
+    select_n=lambda which, *cases: np.select([np.equal(which, i) for i in range(len(cases))], cases),
+    broadcast_in_dim=lambda x: x,  # of a number: everything else has one shape
+    copy=lambda x: x, stop_gradient=lambda x: x, pvary=lambda x: x,
+    **{"and": _and, "or": np.logical_or, "not": np.logical_not},
+)
+
 # primitive -> numpy function of (params, *operands)
-RULES: dict[str, Callable] = {
-    "add": lambda p, x, y: x + y,
-    "add_any": lambda p, x, y: x + y,
-    "sub": lambda p, x, y: x - y,
-    "mul": lambda p, x, y: x * y,
-    "div": lambda p, x, y: x / y,
-    "max": lambda p, x, y: _maximum(x, y),
-    "min": lambda p, x, y: _minimum(x, y),
-    "one_minus_square": lambda p, x: 1 - x * x,
-    "neg": lambda p, x: -x,
-    "abs": lambda p, x: np.abs(x),
-    "sign": lambda p, x: np.where(x == 0, x, np.sign(x)),
-    "exp": lambda p, x: np.exp(x),
-    "exp2": lambda p, x: np.exp2(x),
-    "expm1": lambda p, x: np.expm1(x),
-    "log": lambda p, x: np.log(x),
-    "log1p": lambda p, x: np.log1p(x),
-    "tanh": lambda p, x: np.tanh(x),
-    "logistic": lambda p, x: _logistic(x),
-    "erf": lambda p, x: _erf(x),
-    "erfc": lambda p, x: _erfc(x),
-    "sqrt": lambda p, x: np.sqrt(x),
-    "rsqrt": lambda p, x: 1 / np.sqrt(x),
-    "square": lambda p, x: x * x,
-    "integer_pow": lambda p, x: np.power(x, float(p["y"])),
-    "pow": lambda p, x, y: np.power(x, np.asarray(y, np.float64)),
-    "clamp": lambda p, low, x, high: _minimum(_maximum(x, low), high),
-    "select_n": lambda p, which, *cases: np.select([np.equal(which, i) for i in range(len(cases))], cases),
-    "eq": lambda p, x, y: x == y,
-    "ne": lambda p, x, y: x != y,
-    "lt": lambda p, x, y: x < y,
-    "le": lambda p, x, y: x <= y,
-    "gt": lambda p, x, y: x > y,
-    "ge": lambda p, x, y: x >= y,
-    "and": _and,
+RULES: dict[str, Callable] = {name: lambda params, *xs, function=function: function(*xs) for name, function in _PLAIN.items()} | {
+    "integer_pow": lambda params, x: np.power(x, float(params["y"])),
     "bitcast_convert_type": _bits,
-    "polynomial": lambda p, x, *coefficients: np.polynomial.polynomial.polyval(x, coefficients),
-    "or": lambda p, x, y: np.logical_or(x, y),
-    "not": lambda p, x: np.logical_not(x),
-    "is_finite": lambda p, x: np.isfinite(x),
     "convert_element_type": _cast,
-    "broadcast_in_dim": lambda p, x: x,  # of a number: everything else has one shape
-    "copy": lambda p, x: x,
-    "stop_gradient": lambda p, x: x,
-    "pvary": lambda p, x: x,
 }
 
 
@@ -137,20 +112,16 @@ def table_of(function, like, points: np.ndarray = POINTS) -> np.ndarray | None:
     def value_and_slope(x):
         return jax.jvp(function, (x,), (jnp.ones_like(x),))
 
-    table = values_of(value_and_slope, like, points)
-    if points is POINTS and table is not None:
-        far = slice(len(FINITE), len(FINITE) + 2)
-        reverse = values_of(_reverse_slope(function), like, POINTS[far])
-        table[1, far] = table[1, far] if reverse is None else reverse[0]
-    return table
-
-
-def _reverse_slope(function):
-    def slope(x):
+    def reverse_slope(x):
         y, pullback = jax.vjp(function, x)
         return pullback(jnp.ones_like(y))  # the function may round: y's type is its own
 
-    return slope
+    table = values_of(value_and_slope, like, points)
+    if points is POINTS and table is not None:
+        far = slice(len(FINITE), len(FINITE) + 2)
+        reverse = values_of(reverse_slope, like, POINTS[far])
+        table[1, far] = table[1, far] if reverse is None else reverse[0]
+    return table
 
 
 def values_of(function, like, points: np.ndarray) -> np.ndarray | None:

@@ -7,6 +7,7 @@ are compared whatever the order of their additions, and whichever equal nodes of
 
 import collections
 import heapq
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -53,119 +54,116 @@ def gradients(graph: Graph, nodes: list[Node], inputs: list[Value], end: Value, 
     constants = dict.fromkeys(v for n in nodes for v in n.inputs if v.producer is not None and constant(v) is not None)
     numbers = [*fixed, *constants]
     nodes = [n for n in nodes if n.out not in numbers]
-    target = _Target(graph, _traced(nodes, inputs, numbers, end), [*inputs, *numbers])
-    return [_search(target, dy, backward) for dy in target.cotangents(end, backward)]
+    return _Target(graph, _traced(nodes, inputs, numbers, end), [*inputs, *numbers]).gradients(end, backward)
 
 
 def gradients_of(graph: Graph, node: Node, backward: frozenset[int]) -> list[Gradient]:
     """The same for the operands of one node: a value that it reads twice, as x·xᵀ does, has two gradients."""
     apart = [Value(v.aval) for v in node.inputs]
     alone = node.reading(apart)
-    target = _Target(graph, _traced([alone], apart, [], alone.out), node.inputs)
-    return [_search(target, dy, backward) for dy in target.cotangents(node.out, backward)]
-
-
-class _Paths:
-    """Numbers for paths, which are known by their last step and the path before it."""
-
-    def __init__(self):
-        self.numbers: dict[tuple, int] = {}
-        self.complete = False
-
-    def step(self, form: Form, step: tuple) -> Form | None:
-        """The form after one more step; None if that is on no path that is looked for."""
-        after: Form = Form()
-        for path, times in form.items():
-            if self.complete and (step, path) not in self.numbers:
-                return None
-            after[self.numbers.setdefault((step, path), len(self.numbers) + 1)] += times
-        return after
+    return _Target(graph, _traced([alone], apart, [], alone.out), node.inputs).gradients(node.out, backward)
 
 
 class _Target:
-    """What is looked for: `forms` of the gradients, as the traced gradient computes them from the graph's own values."""
+    """What is looked for: the forms of the gradients, as the traced gradient computes them from the graph's own values. A path is a
+    number, known by its last step and the path before it."""
 
     def __init__(self, graph: Graph, traced: Graph, inputs: list[Value]):
-        self.paths = _Paths()
-        self._firsts: list[tuple] = []
+        self._numbers: dict[tuple, int] = {}
+        self._is_complete = False
+        self._firsts: list[tuple[str, Value]] = []  # what combines dy with another value of the program
         own: dict[Value, Value | Form | None] = dict(zip(traced.inputs, (Form({0: 1}), *inputs)))
-        unary = {0: ()}  # paths without other operands
+        unary = {0}  # paths without other operands
 
         def read(value: Value):
             return value if value.literal is not None else own.get(value)
 
         for node in traced.nodes:
             operands = [read(v) for v in node.inputs]
-            if any(isinstance(v, Form) for v in operands):
-                made = _step(node, operands, self.paths) if None not in operands else None
-                own[node.out] = made
-                self._note(node, operands, made, unary)
-            else:
+            forms = [v for v in operands if isinstance(v, Form)]
+            if not forms:
                 known = graph.known(node.eqn, operands) if None not in operands else None
                 own |= zip(node.outputs, known.outputs if known else [None] * len(node.outputs))
-        self.paths.complete = True
-        self.forms = [form if isinstance(form := read(v), Form) else None for v in traced.outputs]
+                continue
+            own[node.out] = made = self._step(node, operands) if None not in operands else None
+            if made and len(forms[0]) == 1 and unary >= set(forms[0]):
+                if len(operands) == 1:
+                    unary |= set(made)
+                contracts = node.primitive in CONTRACTIONS
+                self._firsts += [(node.primitive, v) for v in operands if isinstance(v, Value) and (contracts or constant(v) is None)]
+        self._is_complete = True
+        self._forms = [form if isinstance(form := read(v), Form) else None for v in traced.outputs]
 
-    def _note(self, node: Node, operands: list, made: Form | None, unary: dict[int, tuple]):
-        """The first steps that combine dy with another value of the program."""
-        position = next(i for i, v in enumerate(operands) if isinstance(v, Form))
-        path = next(iter(operands[position]), None)
-        if made is None or len(operands[position]) != 1 or path not in unary:
-            return
-        if len(operands) == 1:
-            unary[next(iter(made))] = (*unary[path], node)
-        else:
-            contracts = node.primitive in CONTRACTIONS
-            others = [v for v in operands if isinstance(v, Value) and (contracts or constant(v) is None)]
-            self._firsts += [(node.primitive, position, other, unary[path]) for other in others]
-
-    def cotangents(self, end: Value, backward: frozenset[int]) -> list[Value]:
+    def gradients(self, end: Value, backward: frozenset[int]) -> list[Gradient]:
         found: dict[Value, None] = {}
-        for primitive, position, other, steps in self._firsts:
+        for primitive, other in self._firsts:
             for node in other.users:
                 if node.index in backward and node.primitive == primitive:
-                    dy = _undone(node.inputs[position], steps)
-                    if dy is not None and (dy.shape, dy.dtype) == (end.shape, end.dtype):
-                        found[dy] = None
-        return list(found)
+                    found |= dict.fromkeys(v for value in node.inputs if value is not other for v in _before_unary(value))
+        return [self._search(dy, backward) for dy in found if (dy.shape, dy.dtype) == (end.shape, end.dtype)]
 
+    def _search(self, dy: Value, backward: frozenset[int]) -> Gradient:
+        """Goes forward from dy along the paths of the gradients."""
+        forms: dict[Value, Form] = {dy: Form({0: 1})}
+        added: dict[Value, tuple[Value, ...]] = {dy: ()}
+        gradient = Gradient(dy, [None] * len(self._forms), [()] * len(self._forms))
+        pending = {n.index: n for n in dy.users}
+        heap = sorted(pending)
+        while heap:
+            node = pending[heapq.heappop(heap)]
+            if node.index not in backward or len(node.outputs) != 1:
+                continue
+            form, rest = _sum(node, forms, added) if node.primitive in ADD else (None, ())
+            if form is None and not any(added.get(v) for v in node.inputs):
+                form = self._step(node, [forms.get(v, v) for v in node.inputs])
+            if form is None:
+                continue
+            forms[node.out], added[node.out] = form, rest
+            for i, wanted in enumerate(self._forms):
+                left = _combined(form, wanted, -1) if wanted and gradient.found[i] is None else None
+                if left in ({}, {0: 1}):  # dy itself may be added too, as by a skip connection
+                    gradient.found[i], gradient.added[i] = node.out, (*rest, *[dy] * len(left))
+            for user in node.out.users:
+                if user.index not in pending:
+                    pending[user.index] = user
+                    heapq.heappush(heap, user.index)
+        return gradient
 
-def _undone(value: Value, steps: tuple[Node, ...]) -> Value | None:
-    """What the value was before these steps."""
-    for step in reversed(steps):
-        node = value.producer
-        if node is None or (node.primitive, node.params) != (step.primitive, step.params):
+    def _step(self, node: Node, operands: list) -> Form | None:
+        """The form of what a linear node computes of its operands, forms and values; None if it is not one that is looked at."""
+        name, linear = node.primitive, [i for i, v in enumerate(operands) if isinstance(v, Form)]
+        if name in (*ADD, "sub") and len(linear) == 2:
+            return _combined(operands[0], operands[1], -1 if name == "sub" else 1)
+        if len(linear) != 1:
             return None
-        value = node.inputs[0]
-    return value
+        position, others = linear[0], [v for v in operands if isinstance(v, Value)]
+        form, known = operands[position], tuple(others if name in CONTRACTIONS else map(_token, others))
+        if name == "neg":
+            return _combined(Form(), form, -1)
+        if name == "mul" or name == "div" and position == 0:
+            return self._after(form, (name, *known))
+        if name == "select_n" and position > 0 and all(constant(v) == 0 for v in others[1:]):
+            return self._after(form, (name, position, known[0]))
+        if name in CONTRACTIONS or name in UNARY and not others:
+            return self._after(form, (name, position, *known, *_plain_params(node)))
+        return None
+
+    def _after(self, form: Form, step: tuple) -> Form | None:
+        """The form after one more step; None if that is on no path that is looked for."""
+        after: Form = Form()
+        for path, times in form.items():
+            if self._is_complete and (step, path) not in self._numbers:
+                return None
+            after[self._numbers.setdefault((step, path), len(self._numbers) + 1)] += times
+        return after
 
 
-def _search(target: _Target, dy: Value, backward: frozenset[int]) -> Gradient:
-    """Goes forward from dy along the paths of the target."""
-    forms: dict[Value, Form] = {dy: Form({0: 1})}
-    added: dict[Value, tuple[Value, ...]] = {dy: ()}
-    gradient = Gradient(dy, [None] * len(target.forms), [()] * len(target.forms))
-    pending = {n.index: n for n in dy.users}
-    heap = sorted(pending)
-    while heap:
-        node = pending[heapq.heappop(heap)]
-        if node.index not in backward or len(node.outputs) != 1:
-            continue
-        form, rest = _sum(node, forms, added) if node.primitive in ADD else (None, ())
-        if form is None and not any(added.get(v) for v in node.inputs):
-            form = _step(node, [forms.get(v, v) for v in node.inputs], target.paths)
-        if form is None:
-            continue
-        forms[node.out], added[node.out] = form, rest
-        for i, wanted in enumerate(target.forms):
-            left = _combined(form, wanted, -1) if wanted and gradient.found[i] is None else None
-            if left in ({}, {0: 1}):  # dy itself may be added too, as by a skip connection
-                gradient.found[i], gradient.added[i] = node.out, (*rest, *[dy] * len(left))
-        for user in node.out.users:
-            if user.index not in pending:
-                pending[user.index] = user
-                heapq.heappush(heap, user.index)
-    return gradient
+def _before_unary(value: Value) -> Iterator[Value]:
+    """The value, and what unary steps have made it of."""
+    yield value
+    while value.producer is not None and value.producer.primitive in UNARY:
+        value = value.producer.inputs[0]
+        yield value
 
 
 def _sum(node: Node, forms: dict[Value, Form], added: dict[Value, tuple[Value, ...]]) -> tuple[Form, tuple[Value, ...]]:
@@ -176,28 +174,6 @@ def _sum(node: Node, forms: dict[Value, Form], added: dict[Value, tuple[Value, .
         form = _combined(form, forms.get(value, Form()), 1)
         rest = (*rest, *(added[value] if value in forms else (value,)))
     return form, rest
-
-
-def _step(node: Node, operands: list, paths: _Paths) -> Form | None:
-    """The form of what a linear node computes of its operands, forms and values; None if it is not one that is looked at."""
-    name, linear = node.primitive, [i for i, v in enumerate(operands) if isinstance(v, Form)]
-    if name in (*ADD, "sub") and len(linear) == 2:
-        return _combined(operands[0], operands[1], -1 if name == "sub" else 1)
-    if len(linear) != 1:
-        return None
-    position, others = linear[0], [v for v in operands if isinstance(v, Value)]
-    form, known = operands[position], tuple(others if name in CONTRACTIONS else map(_token, others))
-    if name == "neg":
-        return _combined(Form(), form, -1)
-    if name == "mul" or name == "div" and position == 0:
-        return paths.step(form, (name, *known))
-    if name == "select_n" and position > 0 and all(constant(v) == 0 for v in others[1:]):
-        return paths.step(form, (name, position, known[0]))
-    if name in CONTRACTIONS:
-        return paths.step(form, (name, position, *known, *_plain_params(node)))
-    if name in UNARY and not others:
-        return paths.step(form, (name, *_plain_params(node)))
-    return None
 
 
 def _combined(left: Form, right: Form, sign: int) -> Form:
@@ -240,9 +216,7 @@ def _plain_params(node: Node) -> list[tuple[str, str]]:
     """Parameters as something that can be compared: axes may be NumPy's integers."""
 
     def plain(param):
-        if isinstance(param, tuple):
-            return tuple(map(plain, param))
-        return int(param) if hasattr(param, "__index__") else param
+        return tuple(map(plain, param)) if isinstance(param, tuple) else int(param) if hasattr(param, "__index__") else param
 
     return sorted((key, str(plain(value))) for key, value in node.params.items())
 
@@ -275,7 +249,7 @@ def _traced(nodes: list[Node], inputs: list[Value], numbers: list[Value], end: V
 
         def gradient(dy, *arrays):
             fixed = arrays[len(inputs) :]
-            return jax.vjp(lambda *moving: value(*moving, *fixed), *arrays[: len(inputs)])[1](dy)
+            return jax.vjp(lambda *differentiated: value(*differentiated, *fixed), *arrays[: len(inputs)])[1](dy)
 
         _gradients[key] = Graph(jax.make_jaxpr(gradient)(end.aval, *[v.aval for v in given]))
     return _gradients[key]

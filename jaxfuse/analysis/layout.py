@@ -45,10 +45,12 @@ class Layout:
         return self.places.shape
 
     def then(self, node: Node) -> "Layout | None":
-        """The layout of the node's output, if the node only moves elements and the result can be told in this form."""
-        moved = self.places.then(node) if node.primitive == "transpose" or is_reshape(node) else None
+        """The layout of the node's output, if the node only moves elements and the result can be told in this form: no digit may end
+        inside a part of an axis, as [6] of [2, 3] does where it is [3, 2]."""
+        moved = self.places.then(node) if moves(node) else None
         layout = None if moved is None else Layout(self.origin, moved)
-        return layout if layout and layout._is_whole else None
+        lengths = [math.prod(piece.length for piece in pieces) for pieces in layout._pieces] if layout else None
+        return layout if layout and lengths == [*layout.shape] else None
 
     @functools.cached_property
     def _pieces(self) -> list[list[Piece]]:
@@ -69,55 +71,47 @@ class Layout:
 
         return [[piece for digit in run for piece in cut(*digit)] for run in self.places.runs]
 
-    @property
-    def _is_whole(self) -> bool:
-        """Whether no digit ends inside a part of an axis, as [6] of [2, 3] does where it is [3, 2]."""
-        return all(math.prod(piece.length for piece in pieces) == n for pieces, n in zip(self._pieces, self.shape))
-
     @functools.cached_property
-    def permutation(self) -> tuple[int, ...] | None:
-        """Of the origin's axes, though some may be merged; None if one was split. Those of length 1 that a reshape left out stay
-        where they were."""
+    def axis_order(self) -> tuple[int, ...]:
+        """The order in which the origin's axes lie in `shape`, though some may be merged; as they were where one is split. Those of
+        length 1 that a reshape left out stay where they were."""
         order = [piece.axis for pieces in self._pieces for piece in pieces]
         for axis in range(len(self.origin)):
             if axis not in order:
                 order.insert(next((i for i, other in enumerate(order) if other > axis), len(order)), axis)
-        return tuple(order) if len(order) == len(self.origin) else None
-
-    @property
-    def axis_order(self) -> tuple[int, ...]:
-        """The order in which the origin's axes lie in `shape`, as far as an op can write them so."""
-        return tuple(range(len(self.origin))) if self.permutation is None else self.permutation
+        return tuple(order if len(order) == len(self.origin) else range(len(self.origin)))
 
     @property
     def is_permutation(self) -> bool:
         """Whether it is the origin with its axes in another order, or in the same."""
-        return self.permutation is not None and self.shape == tuple(self.origin[d] for d in self.permutation)
+        axes = [piece.axis for pieces in self._pieces for piece in pieces]
+        return len(set(axes)) == len(axes) and self.shape == tuple(self.origin[d] for d in self.axis_order)
 
     @property
     def is_identity(self) -> bool:
         return self.is_permutation and self.axis_order == tuple(range(len(self.origin)))
 
-    def axes(self, axis: int) -> tuple[int, ...] | None:
-        """The axes of `shape` that together are the origin's `axis`, in order; None if others are merged with it."""
+    def axes(self, *axes: int) -> tuple[int, ...] | None:
+        """The axes of `shape` that together are these of the origin, in their order; None if others are merged with them."""
         if self.is_permutation:
-            return (self.axis_order.index(axis),)
-        found = [d for d, pieces in enumerate(self._pieces) if any(p.axis == axis and is_long(p.length) for p in pieces)]
-        pieces = [piece for d in found for piece in self._pieces[d]]
-        strides = [private.known(piece.stride) for piece in pieces]
-        alone = all(piece.axis == axis for piece in pieces) and strides == sorted(strides, reverse=True)
-        return tuple(found) if alone else None
+            found = tuple(self.axis_order.index(axis) for axis in axes)
+            return found if found == tuple(sorted(found)) else None
+        of_axes = [d for d, pieces in enumerate(self._pieces) if any(p.axis in axes and is_long(p.length) for p in pieces)]
+        pieces = [piece for d in of_axes for piece in self._pieces[d]]
+        if any(piece.axis not in axes for piece in pieces):
+            return None
+        order = [(axes.index(piece.axis), -private.known(piece.stride)) for piece in pieces]
+        return tuple(of_axes) if order == sorted(order) else None
 
     def place(self, array, order=None):
         """The array in this layout; it is given as the origin with its axes in that order."""
         given, placed = self._given_and_placed(order or range(len(self.origin)))
-        return _permute(array.reshape([piece.length for piece in given]), given, placed).reshape(self.shape)
+        return _permuted(array, given, placed).reshape(self.shape)
 
     def undo(self, array, order):
         """`place` backwards."""
         given, placed = self._given_and_placed(order)
-        pieces = _permute(array.reshape([piece.length for piece in placed]), placed, given)
-        return pieces.reshape([self.origin[d] for d in order])
+        return _permuted(array, placed, given).reshape([self.origin[d] for d in order])
 
     def _given_and_placed(self, order) -> tuple[list[Piece], list[Piece]]:
         """All pieces as they lie in the origin with its axes in that order, and as they lie here."""
@@ -125,9 +119,9 @@ class Layout:
         return sorted(placed, key=lambda piece: (list(order).index(piece.axis), -private.known(piece.stride))), placed
 
 
-def _permute(array, given, wanted):
-    order = [list(given).index(d) for d in wanted]
-    return array if order == sorted(order) else lax.transpose(array, order)
+def _permuted(array, given: list[Piece], wanted: list[Piece]):
+    pieces, order = array.reshape([piece.length for piece in given]), [given.index(piece) for piece in wanted]
+    return pieces if order == sorted(order) else lax.transpose(pieces, order)
 
 
 def is_reshape(node: Node) -> bool:
@@ -138,11 +132,16 @@ def is_reshape(node: Node) -> bool:
     return plain and node.params.get("sharding") is None and math.prod(node.inputs[0].shape) == math.prod(node.out.shape)
 
 
+def moves(node: Node) -> bool:
+    """Same elements in another order, or under another shape."""
+    return node.primitive == "transpose" or is_reshape(node)
+
+
 def only_moved(value: Value) -> tuple[Value, tuple[int, ...]]:
     """(source, permutation): the furthest value that `value` is a mere transpose of, reshapes undone."""
     path: list[Node] = []
     best = value, tuple(range(value.ndim))
-    while value.producer is not None and (is_reshape(value.producer) or value.producer.primitive == "transpose"):
+    while value.producer is not None and moves(value.producer):
         path.insert(0, value.producer)
         value = value.producer.inputs[0]
         layout: Layout | None = Layout.of(value.shape)

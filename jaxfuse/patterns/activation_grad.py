@@ -3,8 +3,7 @@
 Autodiff writes it as many nodes. They are found from z, the activation's input, and named by what they compute at dy = 1.
 """
 
-import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -19,6 +18,9 @@ from jaxfuse.program.graph import Graph, Node, Value
 from jaxfuse.program.site import Refusal
 from jaxfuse.runtime.reasons import no_kernel
 
+LARGEST = 80  # nodes: the activation, its derivative, and their product with dy
+LINEAR = (*ADD, "sub", "neg", "mul", "div", "select_n", CAST)
+
 
 class ActivationGrad(NamedTuple):
     """dz = dy·act'(z) for some function act, as computed by functions of z and products with these."""
@@ -30,112 +32,96 @@ class ActivationGrad(NamedTuple):
     products: list[Node]
 
     def is_of(self, activated: Activation) -> bool:
-        return _is_slope(self.z, self.dy, [*self.functions, *self.products], self.dz.node, activated)
+        """Whether dz is act'(z) where dy is 1."""
+        steps = sorted({n for n in (*self.functions, *self.products) if n.index <= self.dz.node.index}, key=lambda n: n.index)
+
+        def function(x):
+            made = {self.z: x, self.dy: filled(self.dy, 1)}
+            for node in steps:
+                (made[node.out],) = node.replay([made[v] if v in made else held(v) for v in node.inputs])
+            return [made[self.dz]]
+
+        points = np.concatenate([FINITE, activated.ties])
+        slope = values_of(function, self.z.aval, points)
+        tolerance = 2e-2 if jnp.finfo(self.z.dtype).bits < 32 else 1e-4
+        return slope is not None and np.allclose(slope[0], derivatives(activated, points), rtol=tolerance, atol=tolerance)
 
 
-LARGEST = 80  # nodes: the activation, its derivative, and their product with dy
-LINEAR = (*ADD, "sub", "neg", "mul", "div", "select_n", CAST)
-
-
-def activation_grad(graph: Graph, preactivation: Value, activated: Activation):
-    """Yields the row of the gradient through `activated`, if the backward pass is in this graph."""
-    back = backward(graph)
-    if not back or preactivation.producer is None:
+def activation_grad(graph: Graph, z: Value, activated: Activation) -> Iterator[Refusal]:
+    """The row of the gradient through the activation of z, if the backward pass is in this graph."""
+    if not backward(graph) or z.producer is None:
         return
-    producer = preactivation.producer  # of the graph's forward part: the graph's own node has the same index
-    z = graph.nodes[producer.index].outputs[producer.outputs.index(preactivation)]
     functions = _functions_of(z)
-    values = {z, *[n.out for n in functions]}
-    for dy in _cotangents(functions, z, values, back):
-        products = _products(dy, values, back)
-        made = {n.out for n in products}
+    for dy in _cotangents(graph, z, functions):
+        products = _products(graph, dy, z, functions)
+        inside = {n.index for n in products}
         for last in products[::-1]:
-            outside = [n for n in last.out.users if made.isdisjoint(n.outputs)]
-            if outside and last.index not in graph.fused_away and _is_slope(z, dy, [*functions, *products], last, activated):
-                yield _row(z, dy, products, last, outside, activated.name)
+            outside = [n for n in last.out.users if n.index not in inside]
+            found = ActivationGrad(z, dy, last.out, functions, products)
+            if outside and last.index not in graph.fused_away and found.is_of(activated):
+                sums = [n for n in outside if n.primitive == "reduce_sum" and n.out.ndim < last.out.ndim]
+                pattern = f"{activated.name}_grad+bias_grad" if sums else f"{activated.name}_grad"
+                yield Refusal(pattern, last, (dy, z), no_kernel(), "backward", (*products, *sums))
                 return
 
 
-def activation_grad_of(graph: Graph, z: Value, dz: Value, activated: Activation, fits: Callable[[Value], bool]) -> ActivationGrad | None:
-    """How dz comes from a cotangent of act(z) that `fits`."""
-    return next((way for way in activation_grads_at(graph, z, dz) if fits(way.dy) and way.is_of(activated)), None)
-
-
 def activation_grads_at(graph: Graph, z: Value, dz: Value) -> Iterator[ActivationGrad]:
-    """The ways in which dz comes from a cotangent and functions of z: through the most of them first."""
-    back, functions = backward(graph), _functions_of(z)
-    values = {z, *[n.out for n in functions]}
-    combined = _cotangents(functions, z, values, back)
+    """The ways in which dz comes from a cotangent and functions of z: through the most of them first. Where a loss reads nothing but
+    the activation's value y, dy is a function of z too, as that of Σy², or a number, that of Σy."""
+    functions = _functions_of(z)
+    combined = _cotangents(graph, z, functions)
     unscaled = [known[0] for v in combined if v.producer and (known := scaled(v.producer))]  # of selu, of hard_sigmoid
-    for dy in _in_order((*unscaled, *combined)):
-        products = _products(dy, values, back)
+    ways = [(dy, functions) for dy in _in_order((*unscaled, *combined))]
+    if dz.producer in functions:
+        behind = [n for n in functions if n.index in backward(graph)]
+        numbers = [v for n in behind if n.primitive in LINEAR for v in n.inputs if v.literal is None and constant(v) is not None]
+        alike = [v for v in dict.fromkeys((*numbers, *[n.out for n in behind])) if (v.shape, v.dtype) == (dz.shape, dz.dtype)]
+        ways += [(dy, _functions_of(z, dy)) for dy in _in_order(alike)]
+    for dy, functions in ways:
+        products = _products(graph, dy, z, functions)
         if dy is not dz and dz.producer in products:
             yield ActivationGrad(z, dy, dz, functions, products)
-    yield from _slopes_of_a_loss(z, dz, functions, back)
 
 
-def _slopes_of_a_loss(z: Value, dz: Value, functions: list[Node], back) -> Iterator[ActivationGrad]:
-    """Where a loss reads nothing but the activation's value y, dy is a function of z too, as that of Σy², or a number, that of Σy."""
-    if dz.producer not in functions:
-        return
-    behind = [n for n in functions if n.index in back]
-    numbers = [v for n in behind if n.primitive in LINEAR for v in n.inputs if v.literal is None and constant(v) is not None]
-    values = dict.fromkeys((*numbers, *[n.out for n in behind]))
-    for dy in _in_order(v for v in values if (v.shape, v.dtype) == (dz.shape, dz.dtype)):
-        others = _functions_of(z, dy)
-        products = _products(dy, {z, *[n.out for n in others]}, back)
-        if dy is not dz and dz.producer in products:
-            yield ActivationGrad(z, dy, dz, others, products)
-
-
-def _in_order(values) -> list[Value]:
+def _in_order(values: Iterable[Value]) -> list[Value]:
     return sorted(values, key=lambda v: v.producer.index if v.producer else -1)
 
 
-def _row(z: Value, dy: Value, products: list[Node], last: Node, outside: list[Node], name: str) -> Refusal:
-    sums = [n for n in outside if n.primitive == "reduce_sum" and n.out.ndim < n.inputs[0].ndim]
-    pattern = f"{name}_grad+bias_grad" if sums else f"{name}_grad"
-    return Refusal(pattern, last, (dy, z), no_kernel(), "backward", (*products, *sums))
-
-
-def _functions_of(z: Value, but: Value | None = None) -> list[Node]:
-    """Elementwise nodes computed from z alone, and not from the value `but`."""
-    readers = {n.index: n for n in z.users}
-    values, heap, seen = {z}, list(readers.items()), set(readers)
+def _reached(value: Value, takes: Callable[[Node, set[Value]], bool]) -> list[Node]:
+    """Elementwise nodes that are computed from the value and that the function takes, told which values were made so far."""
+    made, frontier = {value}, {n.index: n for n in value.users}
     found: list[Node] = []
-    heapq.heapify(heap)
-    while heap and len(found) < LARGEST:
-        _, node = heapq.heappop(heap)
-        known = all(v in values or constant(v) is not None for v in node.inputs)
-        if is_elementwise(node) and node.out is not but and known:
+    while frontier and len(found) < LARGEST:
+        node = frontier.pop(min(frontier))
+        if is_elementwise(node) and takes(node, made):
             found.append(node)
-            values.add(node.out)
-            for user in node.out.users:
-                if user.index not in seen:
-                    seen.add(user.index)
-                    heapq.heappush(heap, (user.index, user))
+            made.add(node.out)
+            frontier |= {n.index: n for n in node.out.users}
     return found
 
 
-def _cotangents(functions: list[Node], z: Value, values: set[Value], back) -> list[Value]:
+def _functions_of(z: Value, but: Value | None = None) -> list[Node]:
+    """What is computed from z alone, and not from the value `but`."""
+    return _reached(z, lambda node, made: node.out is not but and all(v in made or constant(v) is not None for v in node.inputs))
+
+
+def _cotangents(graph: Graph, z: Value, functions: list[Node]) -> list[Value]:
     """What transposed nodes combine with z or a function of it."""
+    values, back = {z, *[n.out for n in functions]}, backward(graph)
     readers = [n for value in (z, *[n.out for n in functions]) for n in value.users if n.index in back and n.primitive in LINEAR]
     others = dict.fromkeys(v for n in readers for v in n.inputs if v not in values and v.shape == z.shape)
     return [v for v in others if constant(v) is None]
 
 
-def _products(dy: Value, values: set[Value], back) -> list[Node]:
+def _products(graph: Graph, dy: Value, z: Value, functions: list[Node]) -> list[Node]:
     """Nodes that are linear in dy, with functions of z as factors."""
-    made, frontier = {dy}, {n.index: n for n in dy.users}
-    found: list[Node] = []
-    while frontier and len(found) < LARGEST:
-        node = frontier.pop(min(frontier))
-        known_inputs = all(v in made or v in values or constant(v) is not None for v in node.inputs)
-        if node.index in back and is_elementwise(node) and known_inputs and _is_linear(node, made):
-            found.append(node)
-            made.add(node.out)
-            frontier |= {n.index: n for n in node.out.users}
-    return found
+    values, back = {z, *[n.out for n in functions]}, backward(graph)
+
+    def takes(node: Node, made: set[Value]) -> bool:
+        known = all(v in made or v in values or constant(v) is not None for v in node.inputs)
+        return node.index in back and known and _is_linear(node, made)
+
+    return _reached(dy, takes)
 
 
 def _is_linear(node: Node, made: set[Value]) -> bool:
@@ -150,20 +136,3 @@ def _is_linear(node: Node, made: set[Value]) -> bool:
             return not of_dy[0] and all(linear or constant(v) == 0 for v, linear in zip(node.inputs[1:], of_dy[1:]))
         case _:
             return node.primitive in LINEAR and all(linear or constant(v) == 0 for v, linear in zip(node.inputs, of_dy))
-
-
-def _is_slope(z: Value, dy: Value, nodes: list[Node], last: Node, activated: Activation) -> bool:
-    """Whether `last` computes act'(z) where dy is 1."""
-    steps = sorted((n for n in nodes if n.index <= last.index), key=lambda n: n.index)
-
-    def function(x):
-        made = {z: x, dy: filled(dy, 1)}
-        for node in steps:
-            (made[node.out],) = node.replay([made[v] if v in made else held(v) for v in node.inputs])
-        return [made[last.out]]
-
-    points = np.concatenate([FINITE, activated.ties])
-    slope = values_of(function, z.aval, points)
-    tolerance = 2e-2 if jnp.finfo(z.dtype).bits < 32 else 1e-4
-    expected = derivatives(activated, points)
-    return slope is not None and np.allclose(slope[0], expected, rtol=tolerance, atol=tolerance)

@@ -2,77 +2,44 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Self
 
-from jaxfuse.analysis.canonical import Region
+from jaxfuse.analysis.canonical import Region, constant
 from jaxfuse.analysis.layout import Layout
+from jaxfuse.ops.activations import Activation
 from jaxfuse.program.graph import Node, Value
-
-
-class Named(Protocol):
-    """What `name_activation` finds: `jaxfuse.ops.activations.Activation`."""
-
-    @property
-    def name(self) -> str: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Activated:
-    """The activation of a chain: the nodes that compute it, and how its argument lay."""
-
-    activation: Any  # Named
-    region: Region
-    layout: Layout
-
-
-@dataclasses.dataclass(frozen=True)
-class Added:
-    """The residual of a chain, how the value lay that it was added to, and whether that was the activation's."""
-
-    residual: Value
-    layout: Layout
-    last: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
     """act((value₀ - center)·scale + offset + residual), or act(…) + residual, as a list of steps from the anchor's value to
-    `end`.
-
-    `layout` is how `end` lies compared with the anchor's value.
-    """
+    `end`. Each `layout` is how a value lies compared with the anchor's: the end, what the residual was added to, the activation's
+    argument."""
 
     end: Value
     layout: Layout
     nodes: tuple[Node, ...] = ()
     affine: tuple[tuple[str, Value], ...] = ()  # ("add" | "sub" | "mul" | "div", one number for each channel)
-    added: Added | None = None
-    activated: Activated | None = None
+    residual: Value | None = None
+    residual_layout: Layout | None = None
+    residual_last: bool = False  # added to the activation's value
+    activation: Activation | None = None
+    region: Region | None = None  # the nodes that compute the activation
+    region_layout: Layout | None = None
 
-    @property
-    def residual(self) -> Value | None:
-        return self.added.residual if self.added else None
-
-    residual_layout = property(lambda self: self.added and self.added.layout)
-    residual_last = property(lambda self: self.added is not None and self.added.last)
-    activation = property(lambda self: self.activated and self.activated.activation)
-    region = property(lambda self: self.activated and self.activated.region)
-    region_layout = property(lambda self: self.activated and self.activated.layout)
+    def then(self, node: Node, **changes) -> Self:
+        """With one more node at its end."""
+        return dataclasses.replace(self, end=node.out, nodes=(*self.nodes, node), **changes)
 
     @property
     def masks(self) -> tuple[Value, ...]:
         """Comparisons of the activation's argument, which autodiff keeps."""
-        return self.activated.region.masks if self.activated else ()
+        return self.region.masks if self.region else ()
 
     def masks_from(self, y) -> Iterator[tuple[Value, object]]:
         """The masks, computed from the activation's value `y`."""
-        if self.activated and self.masks:
-            yield from zip(self.masks, self.activated.region.replay(y, self.masks))
-
-    def as_activated(self, array):
-        """`array`, which lies as `end` does, as the activation's argument and value lay: `end` may be turned after it."""
-        before = self.activated.layout if self.activated else self.layout
-        return before.place(self.layout.undo(array, tuple(range(len(self.layout.origin)))))
+        if self.region and self.masks:
+            yield from zip(self.masks, self.region.replay(y, self.masks))
 
     @property
     def affine_steps(self) -> tuple[str, ...]:
@@ -83,15 +50,15 @@ class Chain:
         """Like "conv+bias+add+relu". Factors with a mean before them, or a shift after them, are a normalisation. A number, or
         factors after a bias as in ConvNeXt, are a scale."""
         steps = self.affine_steps
-        factors = any(kind in ("mul", "div") and value.literal is None for kind, value in self.affine)
+        factors = any(kind in ("mul", "div") and constant(value) is None for kind, value in self.affine)
         centered = any(kind == "sub" for kind, _ in self.affine) or bool(self.affine) and self.affine[-1][0] == "add"
         return "+".join([anchor, *(["bn"] if factors and centered and len(steps) == 2 else steps), *self.after_affine])
 
     @property
     def after_affine(self) -> tuple[str, ...]:
         """The steps after those per channel, in their order: "add", and the activation's name."""
-        added = ("add",) if self.added else ()
-        activated = (self.activated.activation.name,) if self.activated else ()
+        added = ("add",) if self.residual is not None else ()
+        activated = (self.activation.name,) if self.activation else ()
         return activated + added if self.residual_last else added + activated
 
     def coefficients(self, vector: Callable[[Value], Any]):
@@ -109,3 +76,7 @@ class Chain:
                 scale = factor if scale is None else scale * factor
                 offset = offset if offset is None else offset * factor
         return center, scale, offset
+
+    @property
+    def has_scale(self) -> bool:
+        return any(kind in ("mul", "div") for kind, _ in self.affine)

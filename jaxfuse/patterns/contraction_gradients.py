@@ -5,8 +5,9 @@ Where they are, `analysis/gradients.py` finds. How an op computes them is said i
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,12 @@ import numpy as np
 
 from jaxfuse.analysis.canonical import size
 from jaxfuse.analysis.gradients import CONTRACTIONS, gradients_of
-from jaxfuse.ops.activations import NO_ACTIVATION, Activation
+from jaxfuse.analysis.layout import inverse, transposed
+from jaxfuse.ops.activations import NO_ACTIVATION, Activation, named
 from jaxfuse.ops.op import FusedOp, Linear
-from jaxfuse.patterns.activation_grad import activation_grad_of
-from jaxfuse.patterns.kernel import require
+from jaxfuse.patterns.activation_grad import activation_grads_at
+from jaxfuse.patterns.contraction import Axes
+from jaxfuse.patterns.kernel import require, types_of
 from jaxfuse.patterns.walk import Chain, depends_on
 from jaxfuse.program.autodiff import backward, forward
 from jaxfuse.program.graph import Emission, Graph, Node, Value
@@ -25,68 +28,81 @@ from jaxfuse.program.liveness import dead_after
 from jaxfuse.program.site import Match, Unfit
 
 
-@dataclasses.dataclass(frozen=True)
-class Activated:
-    """The cotangent is dy·act'(z). `saved` tells the derivative: the activation's value, or z where the value does not tell it."""
-
-    dy: Value
-    saved: Value
-    activation: Activation
-    nodes: tuple[Node, ...] = ()  # that multiply by the derivative
-    placed: Callable | None = None  # what lays the value at a chain's end as z lies
+SAME_VALUES = {named("maximum0"): named("relu"), named("clip6"): named("relu6")}  # and at ties another derivative
 
 
 @dataclasses.dataclass(frozen=True)
 class Gradients:
-    """Of the operands of `node`, and of the bias added to what it gives, for the cotangent `dz` of that; None: not in the program."""
+    """Of the operands of `node`, and of the bias added to what it gives, for the cotangent `dz` of that; None: not in the program.
+
+    Behind an activation the cotangent is dy·act'(z), by the nodes `products`, and `saved` tells the derivative: the activation's
+    value, or z where the value does not tell it. Else dy is dz. `sums` are values that are computed along with the gradients,
+    `parameters` what else is read for these."""
 
     node: Node
     dz: Value
+    dy: Value
     dx: Value | None
     dw: Value | None
     db: Value | None = None
-    through: Activated | None = None
+    activation: Activation = NO_ACTIVATION
+    saved: tuple[Value, ...] = ()
+    products: tuple[Node, ...] = ()
+    sums: tuple[Value, ...] = ()
+    parameters: tuple[Value, ...] = ()
+
+    def label(self, with_dz: bool = False) -> str:
+        """`with_dz`: the cotangent behind the activation is computed too."""
+        raise NotImplementedError
+
+    def computed(self, made: tuple[Value, ...], backward: Callable, read: Callable[[Value], Any],
+                 operands: list) -> Iterable[tuple[Value, Any]]:
+        """The values `made`, as the op's `backward` gives them for these operands, and the sums."""
+        return zip(made, backward(*operands))
 
     @property
     def wanted(self) -> tuple[Value, ...]:
         return tuple(v for v in (self.dx, self.dw, self.db) if v is not None)
 
     @property
-    def activation(self) -> Activation:
-        return self.through.activation if self.through else NO_ACTIVATION
-
-    @property
-    def dy(self) -> Value:
-        return self.through.dy if self.through else self.dz
-
-    @property
-    def has_bias(self) -> bool:
-        return self.db is not None
-
-    @property
-    def saved(self) -> tuple[Value, ...]:
-        return (self.through.saved,) if self.through else ()
+    def bias_type(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return types_of(self.db) if self.db is not None else ()
 
     @property
     def nodes(self) -> tuple[Node, ...]:
         """What computes them, from the cotangent of the activation's value on."""
-        nodes = list(self.through.nodes) if self.through else []
+        nodes = list(self.products)
         for value in self.wanted:
             nodes.append(value.node)
             while nodes[-1].primitive not in (*CONTRACTIONS, "reduce_sum"):
                 nodes.append(nodes[-1].inputs[0].node)
         return tuple(nodes)
 
-    def with_bias(self, axes: tuple[int, ...]):
+    def with_bias(self, axes: Axes) -> Self:
         """With the cotangent's sum over these axes, where the program takes it."""
         sums = [n.out for n in self.dz.users if n.primitive == "reduce_sum" and tuple(sorted(n.params["axes"])) == axes]
         return dataclasses.replace(self, db=sums[0]) if sums and axes else self
 
+    def through_activation(self, graph: Graph, chains: list[Chain]) -> Self | None:
+        """The same for the cotangent of the activation in one of these chains of the forward pass, if there is one: of the longest
+        first, as of hard_sigmoid relu6 is a part. max(z, 0) with the derivative of relu is a relu."""
+        original = forward(graph).original
+        for activation, region in [(c.activation, c.region) for c in reversed(chains)]:
+            if activation is None or region is None or region.start.dtype != self.dz.dtype:
+                continue
+            z = original(region.start)
+            slopes = [slope for slope in activation_grads_at(graph, z, self.dz) if slope.dy.aval == self.dz.aval]
+            for known in dict.fromkeys((activation, SAME_VALUES.get(activation, activation))):
+                if slope := next((slope for slope in slopes if slope.is_of(known)), None):
+                    saved = original(region.end) if known.derivative_from_y else z
+                    return dataclasses.replace(self, dy=slope.dy, activation=known, saved=(saved,), products=tuple(slope.products))
+        return None
 
-Types = tuple[jax.ShapeDtypeStruct, ...]
+
+Kind = TypeVar("Kind", bound=Gradients)
 
 
-def found(graph: Graph, node: Node, claimed: set[int], may_be_alone: Callable[[Gradients], bool]) -> list[Gradients]:
+def found(kind: type[Kind], graph: Graph, node: Node, claimed: set[int], may_be_alone: Callable[[Kind], bool]) -> list[Kind]:
     """The gradients of both operands, for each cotangent that has them. Where none has, those of one of them: operands may be
     shared with other contractions, and a gradient be one of a pair of theirs, which `may_be_alone` is asked."""
     x, w = node.inputs
@@ -96,46 +112,41 @@ def found(graph: Graph, node: Node, claimed: set[int], may_be_alone: Callable[[G
     for gradient in gradients_of(graph, node, backward(graph)):
         dx, dw = (None if v is None or v.node.index in claimed else v for v in gradient.found)
         if gradient.dy not in node.inputs and (dx or dw):
-            ways.append(Gradients(node, gradient.dy, dx, dw))
+            ways.append(kind(node, gradient.dy, gradient.dy, dx, dw))
     pairs = [way for way in ways if way.dx and way.dw]
     return pairs or sorted(filter(may_be_alone, ways), key=lambda way: way.dx is None)
 
 
-def through_activation(graph: Graph, dz: Value, chains: list[Chain], value: Callable[[Chain], Value],
-                       fits: Callable[[Value], bool]) -> Activated | None:
-    """Looks through dy·act'(z), of the activation in one of these chains of the forward pass, to a dy that `fits`: the longest
-    first, as of hard_sigmoid relu6 is a part. `value` is what is kept of a chain where its activation's value tells the derivative."""
-    part = forward(graph)
-    for chain in reversed(chains):
-        z = part.original(chain.region.start)
-        slope = activation_grad_of(graph, z, dz, chain.activation, fits)
-        if slope and chain.activation.derivative_from_y:
-            return Activated(slope.dy, part.original(value(chain)), chain.activation, tuple(slope.products), chain.as_activated)
-        if slope:
-            return Activated(slope.dy, z, chain.activation, tuple(slope.products))
-    return None
+def fused(graph: Graph, op: FusedOp, config: Any, gradients: Gradients, unprofitable, orders: dict[Value, Axes] | None = None) -> Match:
+    """One call of the op's backward stage, which reads x, w, what is saved of the activation, and dy; values in `orders` it reads and
+    gives with their axes in that order, as `config` has it. Raises `Unfit` where no kernel takes it."""
+    node, dz, orders = gradients.node, gradients.dz, orders or {}
+    fused_away = dead_after(graph, (*gradients.wanted, *gradients.sums))
+    with_dz = bool(gradients.saved) and (graph.is_returned(dz) or any(n.index not in fused_away for n in dz.users))  # others read it
+    made = (*gradients.wanted, dz) if with_dz else gradients.wanted
+    has_bias = bool(gradients.bias_type)
+    config = op.for_autodiff(dataclasses.replace(config, has_bias=has_bias, has_residual=with_dz, activation=gradients.activation))
 
+    def ordered(value: Value) -> Value:
+        return transposed(graph, value, orders[value]) if value in orders else value
 
-def is_read_elsewhere(graph: Graph, dz: Value, defined: Iterable[Value]) -> bool:
-    """Whether others than what makes the values `defined` read the cotangent."""
-    fused_away = dead_after(graph, tuple(defined))
-    return graph.is_returned(dz) or any(n.index not in fused_away for n in dz.users)
-
-
-def backward_call(op: FusedOp, gradients: Gradients, config: Any, types: Types, read: Types, unprofitable) -> Linear:
-    """The op's backward stage for operands of these `types`; it reads x, w, what is saved of the activation, and dy. Raises
-    `Unfit` where no kernel takes it."""
-    wanted = [gradients.dx is not None, gradients.dw is not None]
-    wanted += [True for has in (config.has_bias, config.has_residual) if has]
+    read = tuple(map(ordered, (*node.inputs, *gradients.saved, gradients.dy)))
+    types = (*types_of(*read[:2]), *gradients.bias_type, *(types_of(ordered(dz)) if with_dz else ()))
+    wanted = [gradients.dx is not None, gradients.dw is not None, *[True for has in (has_bias, with_dz) if has]]
     linear = Linear(config, tuple(wanted), types, len(read) - 1)
-    require(op.backward, linear, read, unprofitable, op.name, config, types, "backward")
-    return linear
+    require(op.backward, linear, types_of(*read), unprofitable, op.name, config, types, "backward")
 
+    def run(reading):
+        operands = [*map(reading, read)]
+        for value, array in gradients.computed(made, functools.partial(op.backward, linear), reading, operands):
+            if value in orders:
+                yield ordered(value), array
+                array = jnp.transpose(array, inverse(orders[value]))
+            yield value, array
 
-def match(gradients: Gradients, label: str, needs: tuple[Value, ...], defines: tuple[Value, ...], run) -> Match:
-    """Raises `Unfit` where what is needed is computed from what is defined."""
-    node, dz = gradients.node, gradients.dz
+    needs = (*read, *gradients.parameters)
+    defines = tuple(dict.fromkeys(v for value in (*made, *gradients.sums) for v in (ordered(value), value)))
     if depends_on(list(needs), set(map(id, defines)), min(v.node.index for v in defines if v.node.index >= 0)):
         raise Unfit("the gradients depend on each other")
-    saved = np.dtype(dz.dtype).itemsize * size(dz) * (gradients.has_bias + 2 * len(gradients.saved))
-    return Match(label, node, (), (Emission(needs, defines, run),), (gradients.dy, *node.inputs), saved, "backward")
+    saved = np.dtype(dz.dtype).itemsize * size(dz) * (has_bias + 2 * len(gradients.saved))
+    return Match(gradients.label(with_dz), node, (), (Emission(needs, defines, run),), (gradients.dy, *node.inputs), saved, "backward")

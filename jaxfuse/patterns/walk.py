@@ -6,6 +6,7 @@ a report can say what was almost fused.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Set as AbstractSet
 from typing import NamedTuple, TypeVar
 
@@ -15,7 +16,7 @@ import numpy as np
 from jaxfuse.analysis.canonical import ADD, NotPerChannel, Region, constant, is_float_cast, per_channel, regions, repeats, unwidened
 from jaxfuse.analysis.elementwise import is_elementwise
 from jaxfuse.analysis.layout import Layout
-from jaxfuse.patterns.chain import Activated, Added, Chain
+from jaxfuse.patterns.chain import Chain
 from jaxfuse.program.graph import Node, Value
 from jaxfuse.program.site import Unfit
 from jaxfuse.runtime.reasons import no_kernel
@@ -29,16 +30,17 @@ class WalkEnd(NamedTuple):
 
 
 class Walk:
-    """How to walk: over which graph, along which channel axis, and what not to touch.
+    """How to walk: over which graph, along which channel axes of the first value, and what not to touch.
 
     `claimed` are indices of nodes that belong to other matches; `ignored` those of nodes that may read inner values because
     the match serves them (batch statistics). `name_activation(region)` names an elementwise region, or says why not.
     `adds_last`: a residual may come after the activation.
     """
 
-    def __init__(self, graph, axis: int, claimed: set[int], name_activation, ignored: frozenset[int] = frozenset(),
+    def __init__(self, graph, axes: int | tuple[int, ...], claimed: set[int], name_activation, ignored: frozenset[int] = frozenset(),
                  adds_last: bool = False):
-        self.graph, self.axis, self.claimed, self.name_activation = graph, axis, claimed, name_activation
+        self.graph, self.claimed, self.name_activation = graph, claimed, name_activation
+        self.axes = (axes,) if isinstance(axes, int) else axes
         self.ignored, self.adds_last = ignored, adds_last
 
     def chains(self, start: Value, first: Node | None = None) -> tuple[list[Chain], WalkEnd]:
@@ -52,12 +54,9 @@ class Walk:
             if isinstance(step, WalkEnd):
                 return found or [chain], step
             steps = step if isinstance(step, list) else [step]
-            found += [step for step in steps if not self._is_mere_reshape(chain, step)]
+            # a mere reshape gains nothing: at a chain's end it is left where it is
+            found += [s for s in steps if s.layout == chain.layout or s.layout.axis_order != chain.layout.axis_order]
             chain = steps[-1]
-
-    def _is_mere_reshape(self, before: Chain, after: Chain) -> bool:
-        """It gains nothing: at a chain's end it is left where it is."""
-        return after.layout != before.layout and after.layout.axis_order == before.layout.axis_order
 
     def _step(self, chain: Chain) -> Chain | list[Chain] | WalkEnd:
         """The next step; several where it is an activation of which a part is one too (relu6 and its relu)."""
@@ -65,42 +64,41 @@ class Walk:
         users = [n for n in value.users if n.index not in self.ignored]
         if not users:
             return WalkEnd("nothing reads it")
-        if self.graph.is_returned(value):
-            return WalkEnd(f"{value!r} is returned by the program", self._missed(chain, users))
-        if chain.activated is None:
+        elsewhere = read_elsewhere(self.graph, value, users)
+        if chain.activation is None and not self.graph.is_returned(value):
             activated = self._activations(chain)
             if isinstance(activated, list) or activated and activated.unfused:
                 return activated
-        if len(users) > 1:
-            readers = " and ".join(map(str, users[:3]))
-            return WalkEnd(f"{value!r} is read {len(users)} times: by {readers}", self._missed(chain, users))
+        if elsewhere:
+            return WalkEnd(elsewhere, self._missed(chain, users))
         (node,) = users
         if node.index < 0 or node.index in self.claimed:
             return WalkEnd(f"{node} belongs to another fused site")
         if is_float_cast(node) and not chain.masks:
-            return dataclasses.replace(chain, end=node.out, nodes=(*chain.nodes, node))
+            return chain.then(node)
         layout = None if chain.masks else chain.layout.then(node)
         if layout:
-            if layout.axes(self.axis) is None:
+            if layout.axes(*self.axes) is None:
                 return WalkEnd(f"{node} merges the channel axis with another")
-            return dataclasses.replace(chain, end=node.out, nodes=(*chain.nodes, node), layout=layout)
-        if chain.activated is not None:
+            return chain.then(node, layout=layout)
+        if chain.activation is not None:
             return self._after_activation(chain, node)
         return self._affine(chain, node)
 
     def _after_activation(self, chain: Chain, node: Node) -> Chain | WalkEnd:
         full_size = [v for v in node.inputs if v.shape == chain.end.shape and not repeats(v)]
-        if node.primitive not in ADD or len(full_size) != 2 or full_size[0] is full_size[1]:
+        if node.primitive not in ADD or len(set(full_size)) != 2:
             return WalkEnd("the activation ends it")
         if not self.adds_last:
             return WalkEnd(no_kernel(f"{node} adds after the activation"), "add")
-        if chain.added is not None:
-            return WalkEnd(f"{node} adds a second full-size value", "add")
         if chain.masks:  # the sum would not tell them
             return WalkEnd(f"{node} adds to a value that {chain.masks[0].producer} is told by", "add")
-        other = full_size[full_size[0] is chain.end]
-        return dataclasses.replace(chain, end=node.out, nodes=(*chain.nodes, node),
-                                   added=Added(unwidened(other), chain.layout, last=True))
+        return self._added(chain, node, full_size[full_size[0] is chain.end])
+
+    def _added(self, chain: Chain, node: Node, other: Value) -> Chain | WalkEnd:
+        if chain.residual is not None:
+            return WalkEnd(f"{node} adds a second full-size value", "add")
+        return chain.then(node, residual=unwidened(other), residual_layout=chain.layout, residual_last=chain.activation is not None)
 
     def _activations(self, chain: Chain) -> list[Chain] | WalkEnd | None:
         """The elementwise regions from here that have a name, shortest first; else why the longest has none."""
@@ -111,8 +109,8 @@ class Walk:
                 continue
             name = self.name_activation(region)
             if not isinstance(name, WalkEnd):
-                nodes = (*chain.nodes, *region.nodes)
-                named.append(dataclasses.replace(chain, end=region.end, nodes=nodes, activated=Activated(name, region, chain.layout)))
+                named.append(dataclasses.replace(chain, end=region.end, nodes=(*chain.nodes, *region.nodes), activation=name,
+                                                 region=region, region_layout=chain.layout))
             else:
                 stop = name
         return named or stop
@@ -129,30 +127,29 @@ class Walk:
         if other is left and kind == "div":
             return WalkEnd(f"{node} has the value on its right side")
         if other is left and kind == "sub":  # other + (-1)·value
-            if chain.added is not None:
+            if chain.residual is not None:
                 return WalkEnd(f"{node} scales the sum with the residual", "scale")
             minus_one = Value(node.out.aval.update(shape=()), literal=np.asarray(-1, node.out.dtype))
             kind, chain = "add", dataclasses.replace(chain, affine=(*chain.affine, ("mul", minus_one)))
-        channel_axes = chain.layout.axes(self.axis)
+        channel_axes = chain.layout.axes(*self.axes)
         assert channel_axes is not None, "no step that merges the channel axis with another is taken"
         small = per_channel(other, chain.end, channel_axes)
-        extended = dataclasses.replace(chain, end=node.out, nodes=(*chain.nodes, node))
         if not isinstance(small, NotPerChannel):
-            if chain.added is not None and kind in ("mul", "div"):
+            if chain.residual is not None and kind in ("mul", "div"):
                 return WalkEnd(f"{node} scales the sum with the residual", "scale")
-            return dataclasses.replace(extended, affine=(*chain.affine, (kind, small)))
+            return chain.then(node, affine=(*chain.affine, (kind, small)))
         full_size = other.shape == chain.end.shape and not repeats(other)
         if kind == "sub" and full_size:
             return WalkEnd(f"{node} subtracts a full-size value: it would be one more pass to change its sign", "sub")
+        if kind == "mul" and full_size:  # a gate, a mask: not a missed scale
+            return WalkEnd(f"{node} multiplies by another full-size value")
         if kind != "add" or not full_size:
             return WalkEnd(small.reason, dict(add="bias", sub="bias").get(kind, "scale"))
-        if chain.added is not None:
-            return WalkEnd(f"{node} adds a second full-size value", "add")
-        return dataclasses.replace(extended, added=Added(unwidened(other), chain.layout))
+        return self._added(chain, node, other)
 
     def _missed(self, chain: Chain, users: list[Node]) -> str | None:
         """What the walk would have taken next, had the value no other reader."""
-        if chain.activated is not None:
+        if chain.activation is not None:
             return None
         users = [node for node in users if len(node.outputs) == 1]
         for node in users:
@@ -163,9 +160,16 @@ class Walk:
                     return named.name
         for node in users:
             taken = self._affine(chain, node) if len(node.inputs) == 2 else None
-            if isinstance(taken, Chain) and (taken.added is not chain.added or len(users) == 1):
-                return "add" if taken.added is not None else dict(add="bias", sub="bias").get(taken.affine[-1][0], "scale")
+            if isinstance(taken, Chain) and (taken.residual is not chain.residual or len(users) == 1):
+                return "add" if taken.residual is not None else dict(add="bias", sub="bias").get(taken.affine[-1][0], "scale")
         return None
+
+
+def read_elsewhere(graph, value: Value, users: list[Node]) -> str:
+    """Why no step can take the value in, of which these are the readers: it is returned, or read more than once."""
+    if graph.is_returned(value):
+        return f"{value!r} is returned by the program"
+    return f"{value!r} is read {len(users)} times: by {' and '.join(map(str, users[:3]))}" if len(users) > 1 else ""
 
 
 Found = TypeVar("Found")
@@ -187,22 +191,11 @@ def longest(chains: list[Chain], dtype, attempt: Callable[[Chain], Found],
     return None, chain, refused or (chain, Unfit(f"the result is {chain.end.dtype}: the kernel takes and gives {dtype}"))
 
 
-NARROW = (jnp.bfloat16, jnp.float16)
-
-
-def ends_wide(graph, node: Node, chain: Chain) -> bool:
-    """Whether the chain of a narrow product, cast and computed with in float32, ends in what has to be written in float32. A
-    cast alone, or a value on its way to another step, XLA widens while it reads it: written wide, it would be twice the bytes."""
-    if node.out.dtype not in NARROW or chain.end.dtype != jnp.float32 or is_float_cast(chain.nodes[-1]):
-        return False
-    return bool(chain.activated or chain.added or chain.affine and graph.is_returned(chain.end))
-
-
-def as_vector(array, channels: int):
-    """A per-channel operand as `[channels]`, at least float32."""
+def as_vector(array, shape: tuple[int, ...]):
+    """A per-channel operand in the shape of the channels, at least float32."""
     array = jnp.asarray(array)
     array = array.astype(jnp.promote_types(array.dtype, jnp.float32)).reshape(-1)
-    return jnp.broadcast_to(array, (channels,))
+    return jnp.broadcast_to(array, (math.prod(shape),)).reshape(shape)
 
 
 def require_batch_sharding(values: Iterable[Value]) -> None:
@@ -210,13 +203,6 @@ def require_batch_sharding(values: Iterable[Value]) -> None:
     found = next((v for v in values if any(v.spec[1:])), None)
     if found is not None:
         raise Unfit(f"{found!r} is sharded along an explicit axis of the mesh, and not along its first dimension")
-
-
-def require_no_sharding(node: Node) -> None:
-    """A contraction that was told how its result is to be sharded stays as it is. Raises `Unfit`."""
-    sharding = node.params.get("out_sharding")
-    if sharding is not None:
-        raise Unfit(f"out_sharding {sharding}: no kernel follows it")
 
 
 def depends_on(values: list[Value], targets: set[int], since: int, behind: AbstractSet[int] = frozenset()) -> bool:

@@ -1,9 +1,5 @@
 """Activations as `jax.nn`, Flax and Keras spell them."""
 
-import os
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp

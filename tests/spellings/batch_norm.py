@@ -8,6 +8,7 @@ from jax import lax
 
 from layers import BETA, GAMMA, ZR, Z, batch_norm, fast_moments, slow_moments
 from spellings import Miss, hits, misses
+from spellings.layouts import first
 
 ARGS = Z, GAMMA, BETA, ZR
 OVER = (0, 1, 2)
@@ -16,6 +17,10 @@ OVER = (0, 1, 2)
 def centered(x, g, b, r):
     xc = x - x.mean(OVER)
     return jax.nn.relu(xc * lax.rsqrt((xc**2).mean(OVER) + 1e-5) * g + b + r)
+
+
+def normalised(x, mean, var, gamma, beta):
+    return jax.nn.relu((x - mean) * lax.rsqrt(var + 1e-5) * gamma + beta)
 
 
 def spelled(moments, normalize):
@@ -28,8 +33,7 @@ def spelled(moments, normalize):
 
 def running_average(x, g, b, r):
     mean, var = fast_moments(x)
-    y = jax.nn.relu((x - mean) * lax.rsqrt(var + 1e-5) * g + b)
-    return y, 0.9 * g + 0.1 * mean, 0.9 * b + 0.1 * var * 144 / 143
+    return normalised(x, mean, var, g, b), 0.9 * g + 0.1 * mean, 0.9 * b + 0.1 * var * 144 / 143
 
 
 def self_residual(x, g, b, r):
@@ -44,7 +48,7 @@ HITS = hits(ARGS, {
         r + (x - m) / jnp.sqrt(v + 1e-5) * g + b)),
     "bn+add+relu, folded": spelled(fast_moments, lambda x, m, v, g, b, r: jax.nn.relu(
         x * (g * lax.rsqrt(v + 1e-5)) + (b - m * g * lax.rsqrt(v + 1e-5)) + r)),
-    "bn+relu": spelled(fast_moments, lambda x, m, v, g, b, r: jax.nn.relu((x - m) * lax.rsqrt(v + 1e-5) * g + b)),
+    "bn+relu": spelled(fast_moments, lambda x, m, v, g, b, r: normalised(x, m, v, g, b)),
     "bn+relu6": spelled(slow_moments, lambda x, m, v, g, b, r: jax.nn.relu6((x - m) * lax.rsqrt(v + 1e-5) * g + b)),
     "bn+maximum0": spelled(slow_moments, lambda x, m, v, g, b, r: jnp.maximum((x - m) * lax.rsqrt(v + 1e-5) * g + b, 0)),
     "bn": spelled(fast_moments, lambda x, m, v, g, b, r: (x - m) * lax.rsqrt(v + 1e-5)),
@@ -121,10 +125,6 @@ MISSES |= misses(ARGS, {
 # --- channels that are not last, and statistics under vmap ---------------------------------------------------------
 
 
-def first(x):
-    return x.transpose(0, 3, 1, 2)
-
-
 def norm(x, axes, g, b, r):
     mean, var = x.mean(axes, keepdims=True), x.var(axes, keepdims=True)
     return jax.nn.relu((x - mean) * lax.rsqrt(var + 1e-5) * g + b + r), mean, var
@@ -175,10 +175,6 @@ HITS |= hits(ARGS, {
 })
 
 # --- with a mask: one of ones, which the program fixes, masks nothing; one that is data is left alone -----------------
-
-
-def normalised(x, mean, var, gamma, beta):
-    return jax.nn.relu((x - mean) * lax.rsqrt(var + 1e-5) * gamma + beta)
 
 
 def masked(mask):

@@ -32,6 +32,9 @@ HITS = hits(ARGS, {
         jnp.einsum("kbt,kn->btn", x.transpose(2, 0, 1) * 2, w) + b),
     "dense+bias+relu, weight first": lambda x, w, v, b, r: jax.nn.relu(jax.vmap(jax.vmap(lambda x: w.T @ x))(x) + b),
     "dense+bias, heads": lambda x, w, v, b, r: jnp.einsum("btk,knh->btnh", x, w.reshape(8, 2, 8)) + b.reshape(2, 8),
+    "dense+bias+relu, heads merged before": lambda x, w, v, b, r: jax.nn.relu(
+        jnp.einsum("btk,knh->btnh", x, w.reshape(8, 2, 8)).reshape(2, 5, 16) + b),
+    "dense+bias+relu, columns transposed at the end": lambda x, w, v, b, r: jax.nn.relu(w.T @ x[0].T + b[:, None]).T,
     "dense+bias, several contracted axes": lambda x, w, v, b, r: (
         jnp.einsum("btnk,nkm->btm", x.reshape(2, 5, 2, 4), w.reshape(2, 4, 16)) + b),
     "dense+bias+tanh, bf16 in, f32 out": lambda x, w, v, b, r: jnp.tanh(
@@ -59,6 +62,9 @@ MISSES = {name: Miss(function, ARGS, left, fused, "bf16-math" not in name) for n
     "bias along another axis": (
         lambda x, w, v, b, r: x @ w + r[:1, :, :1], ["dense"],
         ("dense+bias", "operand float32[1, 5, 1] varies along axis 1, the channel axis is 2")),
+    "bias along the last axis of heads": (
+        lambda x, w, v, b, r: jnp.einsum("btk,knh->btnh", x, w.reshape(8, 2, 8)) + b[:8], ["dense"],
+        ("dense+bias", "operand float32[1, 1, 1, 8] is not one number for each of the 16 channels")),
     "inner value returned": (
         lambda x, w, v, b, r: (lambda y: (y, y + b))(x @ w), ["dense"], ("dense+bias", "float32[2, 5, 16] is returned by the program")),
     "sum read twice": (
@@ -97,10 +103,6 @@ def scores_and_values(x, w):
     return attention(x, w, lambda p: jnp.where(jnp.tril(jnp.ones((5, 5), bool)), p, 0.1))  # no dropout
 
 
-def two_layers(x, w, b, r, u):
-    return jax.nn.relu(jax.nn.gelu(x @ w + b, approximate=False) @ u + x)
-
-
 # the program, its arguments, and what must be fused: forward, and of its gradient
 PROGRAMS = {
     "alone": (lambda x, w: x @ w, (X, W), ["dense"], ["dense_grad"]),
@@ -109,8 +111,10 @@ PROGRAMS = {
         lambda x, w, b, r: r + (x @ w + b), (X, W, B, R), ["dense+bias+add"], ["dense_grad+bias_grad"]),
     "bias, residual, tanh": (
         lambda x, w, b, r: jnp.tanh(x @ w + b + r), (X, W, B, R), ["dense+bias+add+tanh"], ["tanh_grad+dense_grad+bias_grad"]),
-    "two layers": (two_layers, (X, W, B, R, U), ["dense+bias+gelu", "dense+add+relu"],
-                   ["gelu_grad+dense_grad+bias_grad", "relu_grad+dense_grad"]),
+    "two layers": (
+        lambda x, w, b, r, u: jax.nn.relu(jax.nn.gelu(x @ w + b, approximate=False) @ u + x),
+        (X, W, B, R, U), ["dense+bias+gelu", "dense+add+relu"],
+        ["gelu_grad+dense_grad+bias_grad", "relu_grad+dense_grad"]),
     "bias twice": (lambda x, w, b: jax.nn.silu(x @ w + b - 2 * b), (X, W, B), ["dense+bias+silu"], ["silu_grad+dense_grad+bias_grad"]),
     "weight first": (
         lambda x, w, b: jax.vmap(jax.vmap(lambda x: w.T @ x + b))(x), (X, W, B), ["dense+bias"], ["dense_grad"]),

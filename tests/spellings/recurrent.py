@@ -22,7 +22,8 @@ def lstm(x, h, c, w, u, sigmoid=jax.nn.sigmoid, tanh=jnp.tanh, squash=jnp.tanh):
 
 
 def gru(x, h, w, u, tanh=jnp.tanh, reset=jax.nn.sigmoid):
-    (rx, zx, nx), (rh, zh, nh) = jnp.split(x @ w[:, :9], 3, -1), jnp.split(h @ u[:, :9], 3, -1)
+    n = 3 * h.shape[-1]
+    (rx, zx, nx), (rh, zh, nh) = jnp.split(x @ w[:, :n], 3, -1), jnp.split(h @ u[:, :n], 3, -1)
     z = jax.nn.sigmoid(zx + zh)
     return (1 - z) * tanh(nx + reset(rx + rh) * nh) + z * h
 

@@ -19,8 +19,7 @@ from jaxfuse.ops.dense import refused_precision
 from jaxfuse.ops.op import Linear, type_of
 from jaxfuse.patterns.attention.axes import Operand
 from jaxfuse.patterns.attention.form import Form, read_form
-from jaxfuse.patterns.dense.forward import batch_axes, is_product
-from jaxfuse.patterns.dense.site import config_of
+from jaxfuse.patterns.dense.site import batch_axes, config_of, is_product
 from jaxfuse.patterns.kernel import require
 from jaxfuse.patterns.walk import depends_on, require_batch_sharding
 from jaxfuse.program.autodiff import backward, forward

@@ -119,7 +119,7 @@ def mask_of(gradient: Gradient, chain: Chain) -> Value | None:
     if node is None or node.primitive != "select_n" or len(node.inputs) != 3 or constant(node.inputs[1]) != 0:
         return None
     mask = node.inputs[0]
-    known = chain.region is not None and mask in chain.masks and is_derivative(chain.region, mask, chain.activation)
+    known = chain.region and chain.activation and mask in chain.masks and is_derivative(chain.region, mask, chain.activation)
     return mask if known else None
 
 

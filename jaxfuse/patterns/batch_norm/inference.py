@@ -3,7 +3,7 @@
 from jaxfuse.analysis.canonical import ADD, CAST, NotPerChannel, constant, is_long, per_channel, size
 from jaxfuse.analysis.layout import RESHAPES
 from jaxfuse.patterns.activations import name_activation
-from jaxfuse.patterns.dense.forward import is_parameter
+from jaxfuse.patterns.dense.site import is_parameter
 from jaxfuse.patterns.walk import Walk
 from jaxfuse.program.autodiff import forward
 from jaxfuse.program.graph import Node, Value

@@ -77,7 +77,7 @@ def cut_out(statistics: Statistics, chain: Chain):
 
         for node in order:
             made |= zip(node.outputs, node.replay([read(v) for v in node.inputs]))
-        center, scale, offset = chain.coefficients(lambda value: as_vector(read(value), channels))
+        center, scale, offset = chain.coefficients(lambda value: as_vector(read(value), (channels,)))
         zero = jnp.zeros((channels,), jnp.float32)
         return zero if center is None else center, zero + 1 if scale is None else scale, zero if offset is None else offset
 

@@ -98,7 +98,7 @@ class Site:
     def begins_behind(self, chain: Chain) -> bool:
         """Whether the gradient is that of the chain's activation too, by a function of the activation's argument."""
         slope = self.gradient and self.gradient.slope
-        return bool(slope and chain.region and chain.region.start is slope.z and slope.is_of(chain.activation))
+        return bool(slope and chain.region and chain.activation and chain.region.start is slope.z and slope.is_of(chain.activation))
 
     def _derivative(self, chain: Chain) -> GradientConfig | None:
         """How the passes of the gradient are told the activation's derivative, if they can begin before the activation."""

@@ -5,22 +5,20 @@ import functools
 import math
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from jaxfuse.analysis.canonical import constant, size, varying_axes
-from jaxfuse.analysis.layout import channels_last, inverse, is_transposed, only_moved, to_layout, transposed
-from jaxfuse.ops.activations import NO_ACTIVATION
+from jaxfuse.analysis.canonical import constant, varying_axes
+from jaxfuse.analysis.layout import channels_last, is_transposed, only_moved, transposed
 from jaxfuse.ops.conv.config import batch_groups_as_features
 from jaxfuse.ops.conv.conv import OP, ConvConfig
+from jaxfuse.ops.op import Kernel
 from jaxfuse.patterns.activations import name_activation
+from jaxfuse.patterns.contraction import NARROW, Axes, Contraction, require_no_sharding
 from jaxfuse.patterns.conv import space_to_batch
-from jaxfuse.patterns.kernel import require
-from jaxfuse.patterns.walk import NARROW, Chain, Walk, as_vector, ends_wide, longest, require_no_sharding
+from jaxfuse.patterns.walk import Chain, Walk
 from jaxfuse.program.autodiff import backward
-from jaxfuse.program.graph import Emission, Node, Value
+from jaxfuse.program.graph import Node, Value
 from jaxfuse.program.liveness import reader_index
 from jaxfuse.program.site import Match, Refusal, Unfit, UnfusedStep
 from jaxfuse.runtime.reasons import no_kernel
@@ -35,56 +33,56 @@ def anchors(graph):
 
 def match(graph, node: Node, claimed: set[int], unprofitable):
     """Yields one Match or Refusal for the convolution, and a Refusal for the step that its epilogue could not take, or for
-    the padding that it could not take in. One of blocks in its batch is taken for the dilated one that it is, if it can be."""
+    the padding that it could not take in. A space-to-batch convolution is matched as the dilated one that it is, if it can be."""
     try:
-        config = config_of(node)
-        if is_weight_gradient(node, node.index in backward(graph)):
-            raise _as_weight_gradient(config)
+        config = config_of(node, node.index in backward(graph))
     except Unfit as unfit:
         yield Refusal("conv", node, tuple(node.inputs), unfit.reason)
         return
+    x, w = node.inputs
+    heads = [_head(graph, config, x, w, node.out)]
     try:
-        spread = space_to_batch.dilated(graph, node, config) if not _batch_moved(config) else None
+        if not _batch_moved(config) and (dilated := space_to_batch.dilated(graph, node, config)):
+            heads.insert(0, _without_blocks(graph, node, dilated))
     except Unfit as unfit:
         yield Refusal(BLOCKS, node, tuple(node.inputs), unfit.reason)
-        spread = None
-    if spread:
-        rows = list(_rows(graph, node, _without_blocks(graph, node, spread), claimed, unprofitable))
+    for head in heads:
+        rows = list(_rows(graph, node, head, claimed, unprofitable))
         yield from rows
         if any(isinstance(row, Match) for row in rows):
             return
-    x, w = node.inputs
-    yield from _rows(graph, node, _head(graph, config, x, w, node.out), claimed, unprofitable)
 
 
 def _rows(graph, node: Node, head: "Head", claimed: set[int], unprofitable):
-    walk = Walk(graph, head.config.out_spec[1], claimed, name_activation, frozenset({reader_index(node)}), adds_last=True)
-    chains, stop = walk.chains(head.out)
-    attempt = functools.partial(_fused, graph, node, head, unprofitable=unprofitable)
-    found, chain, refused = longest(chains, node.out.dtype, attempt, also=lambda chain: ends_wide(graph, node, chain))
-    if found:
-        yield found
+    (x, w), channels = head.operands, head.config.out_spec[1]
+    walk = Walk(graph, channels, claimed, name_activation, frozenset({reader_index(node)}), adds_last=True)
+    groups = node.params["batch_group_count"]
+    regrouped = functools.partial(batch_groups_as_features, groups=groups, spec=head.config.lhs_spec) if groups > 1 else None
+    conv = Convolution(graph, graph, node, x, w, head.out, (channels,), *walk.chains(head.out), head.nodes, regrouped, head)
+    emission, chain, refused = conv.longest(unprofitable)
+    if emission:
+        read = (*head.operands, chain.residual) if chain.residual is not None else head.operands
+        yield Match(conv.label(chain), node, conv.nodes_of(chain), (emission,), read, conv.bytes_saved(chain))
         if head.refused:
             yield UnfusedStep("pad+conv", node, head.operands, head.refused)
     if refused:
-        row = UnfusedStep if found else Refusal
-        yield row(_label(head, refused[0]), node, head.operands, refused[1].reason)
-    elif stop.unfused:
-        yield UnfusedStep(f"{_label(head, chain)}+{stop.unfused}", node, head.operands, stop.reason)
+        row = UnfusedStep if emission else Refusal
+        yield row(conv.label(refused[0]), node, head.operands, refused[1].reason)
+    elif conv.stop.unfused:
+        yield UnfusedStep(f"{conv.label(chain)}+{conv.stop.unfused}", node, head.operands, conv.stop.reason)
 
 
-def config_of(node: Node) -> ConvConfig:
+def config_of(node: Node, is_backward: bool = False) -> ConvConfig:
     """The op's config for this convolution; groups of the batch are groups of features. Raises `Unfit` if the op does not cover it."""
-    params = node.params
-    x, w = node.inputs
+    params, (x, w) = node.params, node.inputs
     widened = node.out.dtype == jnp.float32 and x.dtype in NARROW
     if x.dtype != w.dtype or not (node.out.dtype == x.dtype or widened):
         raise Unfit(f"dtypes {x.dtype}, {w.dtype} -> {node.out.dtype}: the kernel takes one dtype and gives that or float32")
     dn = params["dimension_numbers"]
     if not 3 <= x.ndim <= 5:
         raise Unfit(f"{x.ndim - 2} spatial axes: the kernel takes 1 to 3")
-    if is_weight_gradient(node):
-        raise _as_weight_gradient(dn)
+    if is_weight_gradient(node, is_backward):
+        raise Unfit(no_kernel(f"batch at axis {dn.lhs_spec[0]} -> {dn.out_spec[0]}, as a weight gradient has it"))
     require_no_sharding(node)
     return ConvConfig(
         tuple(params["window_strides"]), tuple(map(tuple, params["padding"])), tuple(params["rhs_dilation"]),
@@ -100,15 +98,9 @@ def is_weight_gradient(node: Node, is_backward: bool = False) -> bool:
     """Whether its batch is not the first axis because that is where a weight gradient has the features. A layer may have it
     there too, but not with a filter larger than what it gives."""
     dn = node.params["dimension_numbers"]
-    return _batch_moved(dn) and (is_backward or _places(node.inputs[1], dn.rhs_spec) > _places(node.out, dn.out_spec))
+    window, positions = (math.prod(v.shape[d] for d in spec[2:]) for v, spec in ((node.inputs[1], dn.rhs_spec), (node.out, dn.out_spec)))
+    return _batch_moved(dn) and (is_backward or window > positions)
 
-
-def _places(value: Value, spec: tuple[int, ...]) -> int:
-    return math.prod(value.shape[d] for d in spec[2:])
-
-
-def _as_weight_gradient(spec: ConvConfig | lax.ConvDimensionNumbers) -> Unfit:
-    return Unfit(no_kernel(f"batch at axis {spec.lhs_spec[0]} -> {spec.out_spec[0]}, as a weight gradient has it"))
 
 
 # --- before it ---------------------------------------------------------------------------------------------------
@@ -127,11 +119,10 @@ class Head(NamedTuple):
     nodes: tuple[Node, ...] = ()
 
 
-def _without_blocks(graph, node: Node, spread: space_to_batch.Dilated) -> Head:
-    head = _head(graph, spread.config, spread.x, node.inputs[1], spread.out)
-    into, name = BLOCKS.split("+", 1)
-    head = head._replace(steps=(*head.steps, into), name=name, nodes=spread.nodes)
-    if found := space_to_batch.cropped(graph, head.config, spread.out):
+def _without_blocks(graph, node: Node, dilated: space_to_batch.Dilated) -> Head:
+    head, (into, name) = _head(graph, dilated.config, dilated.x, node.inputs[1], dilated.nodes[-1].out), BLOCKS.split("+", 1)
+    head = head._replace(steps=(*head.steps, into), name=name, nodes=dilated.nodes)
+    if found := space_to_batch.cropped(graph, head.config, head.out):
         config, crop = found
         head = head._replace(config=config, out=crop.out, name=f"{name}+crop", nodes=(*head.nodes, crop))
     return head
@@ -149,7 +140,7 @@ def _head(graph, config: ConvConfig, x: Value, w: Value, out: Value) -> Head:
         source, moved = only_moved(x)
         if source is not x:
             config = dataclasses.replace(config, lhs_spec=tuple(moved[d] for d in config.lhs_spec))
-            x, steps = source, (*_turned(moved), *steps)
+            x, steps = source, (*_transpose_step(moved), *steps)
         elif x.producer is not None and x.producer.primitive == "pad":
             try:
                 config = dataclasses.replace(config, padding=_with_pad(config, x.producer))
@@ -160,8 +151,7 @@ def _head(graph, config: ConvConfig, x: Value, w: Value, out: Value) -> Head:
             break
     order = channels_last(x.ndim, config.lhs_spec[1])
     if is_transposed(graph, x, order):
-        moved = inverse(order)
-        config, x = dataclasses.replace(config, lhs_spec=tuple(moved[d] for d in config.lhs_spec)), transposed(graph, x, order)
+        config, x = dataclasses.replace(config, lhs_spec=reordered(config.lhs_spec, order)), transposed(graph, x, order)
     return Head(config, (x, w), out, steps, refused)
 
 
@@ -185,103 +175,52 @@ def _with_pad(config: ConvConfig, pad: Node):
         if (low or high) and axis in config.lhs_spec[:2]:
             raise Unfit(f"{pad} pads along axis {axis}, which is not spatial")
     added = [pads[axis] for axis in config.lhs_spec[2:]]
-    return tuple((low + more * spread, high + beyond * spread)  # a pixel of a dilated x is `spread` wide
-                 for (low, high), (more, beyond, _), spread in zip(config.padding, added, config.lhs_dilation))
+    return tuple((low + more * dilation, high + beyond * dilation)  # a pixel of a dilated x is `dilation` wide
+                 for (low, high), (more, beyond, _), dilation in zip(config.padding, added, config.lhs_dilation))
 
 
 # --- the whole ---------------------------------------------------------------------------------------------------
 
 
-def _label(head: Head, chain: Chain) -> str:
-    return "+".join([*head.steps, chain.label(head.name), *_turned(chain.layout.axis_order)])
+@dataclasses.dataclass(frozen=True, eq=False)
+class Convolution(Contraction):
+    """`out` is what is given by the nodes of the head."""
+
+    op = OP
+    head: Head
+
+    def label(self, chain: Chain) -> str:
+        return "+".join([*self.head.steps, chain.label(self.head.name), *_transpose_step(chain.layout.axis_order)])
+
+    def configured(self, chain: Chain, saves: int) -> tuple[ConvConfig, Axes, tuple[Value, ...]]:
+        """With the output's axes as they lie at the chain's end, or channels-last if another fused op wants the end so."""
+        order, (channels,) = chain.layout.axis_order, self.features
+        copies: tuple[Value, ...] = ()
+        if chain.layout.is_permutation:
+            last = channels_last(len(order), order.index(channels))
+            if is_transposed(self.graph, chain.end, last):
+                order, copies = tuple(order[d] for d in last), (transposed(self.graph, chain.end, last),)
+        config = dataclasses.replace(self.head.config, out_spec=reordered(self.head.config.out_spec, order), saves=saves,
+                                     has_scale=chain.has_scale, residual_last=chain.residual_last)
+        if chain.end.dtype != self.node.out.dtype:
+            config = dataclasses.replace(config, out_dtype=str(chain.end.dtype), rounds=True)
+        return config, order, copies
+
+    def cost(self, chain: Chain, kernel: Kernel) -> str:
+        """A residual times a number XLA adds in one pass over it, where a kernel's operand would be another."""
+        made = chain.residual.producer if chain.residual is not None else None
+        if made is None or made.primitive not in ("mul", "div") or kernel.is_plain or kernel.platform != "cpu":
+            return ""
+        if all(varying_axes(v) for v in made.inputs) or len(made.out.users) > 1 or self.graph.is_returned(made.out):
+            return ""
+        return f"{made} scales the residual: XLA makes one pass of that and of what follows"
 
 
-def _turned(order: tuple[int, ...]) -> tuple[str, ...]:
+def reordered(spec: Axes, order: Axes) -> Axes:
+    """The spec of a value once its axes are in that order."""
+    return tuple(map(order.index, spec))
+
+
+def _transpose_step(order: Axes) -> tuple[str, ...]:
     """The step's name where it changes the order of axes."""
     return () if order == tuple(sorted(order)) else ("transpose",)
-
-
-def _configured(config: ConvConfig, chain: Chain, permutation) -> ConvConfig:
-    """With what the chain does; the output's axes are written in the order of `permutation`."""
-    kinds = {kind for kind, _ in chain.affine}
-    moved = inverse(permutation)
-    return dataclasses.replace(
-        config, out_spec=tuple(moved[d] for d in config.out_spec), has_scale=bool(kinds & {"mul", "div"}),
-        has_bias=bool(kinds & {"add", "sub"}), has_residual=chain.residual is not None, activation=chain.activation or NO_ACTIVATION,
-        residual_last=chain.residual_last)
-
-
-def _target(graph, chain: Chain, channel_axis: int):
-    """(permutation, twin): the output's axes as they lie at the chain's end, or channels-last if another fused op wants
-    the end so, as the value `channels_last_copy`."""
-    layout = chain.layout
-    permutation = layout.permutation
-    if permutation is not None and layout.is_permutation:
-        order = channels_last(chain.end.ndim, permutation.index(channel_axis))
-        if is_transposed(graph, chain.end, order):
-            return tuple(permutation[d] for d in order), transposed(graph, chain.end, order)
-    return layout.axis_order, None
-
-
-def _saved_z(node: Node, chain: Chain) -> list[Value]:
-    """The activation's argument, if the convolution's fused gradient reads it. Raises `Unfit` where that reads another inner value."""
-    inner = [v for n in (node, *chain.nodes) for v in n.outputs if v is not chain.end]
-    read = [v for v in inner if any(user.index == reader_index(node) for user in v.users)]
-    if read and (chain.region is None or read != [chain.region.start]):
-        raise Unfit(f"{read[0]!r} is read by the convolution's gradient too")
-    return read
-
-
-def _scaled_residual(graph, chain: Chain, kernel) -> str:
-    """Why a residual times a number is better added by XLA: one pass over it, where a kernel's operand would be another."""
-    made = chain.residual.producer if chain.residual is not None else None
-    if made is None or made.primitive not in ("mul", "div") or kernel.is_plain or kernel.platform != "cpu":
-        return ""
-    if all(varying_axes(v) for v in made.inputs) or len(made.out.users) > 1 or graph.is_returned(made.out):
-        return ""
-    return f"{made} scales the residual: XLA makes one pass of that and of what follows"
-
-
-def _fused(graph, node: Node, head: Head, chain: Chain, unprofitable) -> Match:
-    """Raises `Unfit` where no kernel takes the chain."""
-    (x, w), end, channel_axis = head.operands, chain.end, head.config.out_spec[1]
-    saved_z = _saved_z(node, chain)
-    if chain.residual is not None and chain.residual.dtype != end.dtype:
-        raise Unfit(f"residual {chain.residual!r} is of another dtype than {node.out!r}")
-    permutation, channels_last_copy = _target(graph, chain, channel_axis)
-    config = dataclasses.replace(_configured(head.config, chain, permutation), saves=len(saved_z))
-    if end.dtype != node.out.dtype:
-        config = dataclasses.replace(config, out_dtype=str(end.dtype), rounds=True)
-    smalls = tuple(value for _, value in chain.affine)
-    vector = functools.partial(as_vector, channels=head.out.shape[channel_axis])
-    groups = node.params["batch_group_count"]
-    spread_x = functools.partial(batch_groups_as_features, groups=groups, spec=config.lhs_spec) if groups > 1 else lambda x: x
-    given = x.dtype if all(v.dtype == x.dtype for v in smalls) else jnp.float32
-    given_x, given_w = (jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (x, w))
-    types = [jax.eval_shape(spread_x, given_x), given_w]
-    types += [jax.ShapeDtypeStruct((head.out.shape[channel_axis],), given) for has in (config.has_scale, config.has_bias) if has]
-    full: tuple[Value, ...] = head.operands
-    if chain.residual is not None:
-        added, undo = to_layout(graph, chain.residual, chain.residual_layout, permutation)
-        full = (x, w, added)
-        types.append(jax.ShapeDtypeStruct([head.out.shape[d] for d in permutation], end.dtype))
-    require(OP.forward, config, tuple(types), unprofitable, "conv", config, types, cost=functools.partial(_scaled_residual, graph, chain))
-
-    def run(read):
-        center, scale, offset = chain.coefficients(lambda value: vector(read(value)))
-        if center is not None:  # (k - center)·scale + offset = k·scale + (offset - center·scale)
-            shift = -center if scale is None else -center * scale
-            offset = shift if offset is None else offset + shift
-        residual = None if chain.residual is None else undo(read(added))
-        operands = [a for a in (scale, offset, residual) if a is not None]
-        y, *z = OP(config, spread_x(read(x)), read(w), *operands)
-        yield from ((value, chain.region_layout.place(array, permutation)) for value, array in zip(saved_z, z))
-        if channels_last_copy:
-            yield channels_last_copy, y
-        yield end, chain.layout.place(y, permutation)
-        yield from chain.masks_from(chain.layout.place(y, permutation))
-
-    saved = 2 * np.dtype(end.dtype).itemsize * size(head.out) if chain.nodes else 0
-    ends = (end, channels_last_copy) if channels_last_copy else (end,)
-    emission = Emission((*full, *smalls), (*ends, *chain.masks, *saved_z), run)
-    return Match(_label(head, chain), node, (node, *head.nodes, *chain.nodes), (emission,), full, saved)

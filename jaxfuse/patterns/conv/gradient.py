@@ -2,25 +2,22 @@
 scale for each channel lies between it and the cotangent."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 
-from jaxfuse.analysis.canonical import constant, regions
-from jaxfuse.analysis.layout import channels_last, in_place, inverse, is_transposed, transposed
-from jaxfuse.ops.activations import Activation, named
+from jaxfuse.analysis.layout import channels_last, in_place, is_transposed
 from jaxfuse.ops.conv.conv import OP, ConvConfig
 from jaxfuse.patterns import contraction_gradients as contractions
-from jaxfuse.patterns.activations import is_derivative, name_activation
-from jaxfuse.patterns.contraction_gradients import Activated, Gradients
-from jaxfuse.patterns.conv import scaled as conv_scaled
-from jaxfuse.patterns.conv.forward import config_of
-from jaxfuse.patterns.kernel import types_of
+from jaxfuse.patterns.activations import name_activation
+from jaxfuse.patterns.contraction import Axes
+from jaxfuse.patterns.contraction_gradients import Gradients
+from jaxfuse.patterns.conv.forward import config_of, reordered
+from jaxfuse.patterns.conv.scaled import Scaled, ways
 from jaxfuse.patterns.walk import Walk
-from jaxfuse.program.autodiff import Subgraph, forward
-from jaxfuse.program.graph import Graph, Node, Value
+from jaxfuse.program.autodiff import forward
+from jaxfuse.program.graph import Graph, Node
 from jaxfuse.program.site import Match, Refusal, Unfit, UnfusedStep
 from jaxfuse.runtime.reasons import no_kernel
 
@@ -29,40 +26,37 @@ from jaxfuse.runtime.reasons import no_kernel
 class ConvGradients(Gradients):
     """`scaled`: dz is the cotangent of the convolution times a number for each channel."""
 
-    scaled: conv_scaled.Scaled | None = None
+    scaled: Scaled | None = None
 
     @property
-    def has_bias(self) -> bool:
-        return bool(self.scaled.sums) if self.scaled else self.db is not None
-
-    @property
-    def sums(self) -> tuple[Value, ...]:
-        return tuple(value for value, _ in self.scaled.sums) if self.scaled else ()
-
-    @property
-    def dy(self) -> Value:
-        return in_place(super().dy)
+    def bias_type(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        if not self.scaled:
+            return super().bias_type
+        return (jax.ShapeDtypeStruct((self.node.out.shape[self.scaled.axis],), jnp.float32),) if self.scaled.sums else ()
 
     def label(self, with_dz: bool = False) -> str:
         """Like that of the layer; where the cotangent is computed too it is that of what is added."""
-        steps = ["conv", "bias"] if self.has_bias else ["conv"]
+        steps = ["conv", "bias"] if self.bias_type else ["conv"]
         if self.scaled:
-            steps = ["conv", "bn"] if self.has_bias and not self.scaled.is_number else [*steps, "scale"]
+            steps = ["conv", "bn"] if self.bias_type and not self.scaled.is_number else [*steps, "scale"]
         if with_dz:
             steps.append("add")
-        if self.through:
+        if self.saved:
             steps.append(self.activation.name)
         return "+".join(steps)
 
-
-class Site(NamedTuple):
-    """The convolution whose gradients are looked for."""
-
-    graph: Graph
-    node: Node
-    config: ConvConfig
-    claimed: set[int]
-    unprofitable: Callable
+    def computed(self, made, backward, read, operands):
+        if not self.scaled:
+            yield from super().computed(made, backward, read, operands)
+            return
+        w, filters = operands[1], self.node.params["dimension_numbers"].rhs_spec[0]
+        operands[1] = self.scaled.times(read, w, filters)
+        arrays = [*backward(*operands)]
+        at = int(self.dx is not None)  # of the filter's gradient
+        sum_g = arrays.pop(at + 1) if self.bias_type else None
+        yield from self.scaled.results(read, w, filters, arrays[at], sum_g)
+        arrays[at] = self.scaled.times(read, arrays[at], filters)
+        yield from zip(made, arrays)
 
 
 def anchors(graph: Graph):
@@ -77,22 +71,23 @@ def match(graph: Graph, node: Node, claimed: set[int], unprofitable):
         return  # the forward pass has a row that says why
     if config.out_dtype or node.params["batch_group_count"] != 1:
         return
-    site = Site(graph, node, config, claimed, unprofitable)
-    for found in contractions.found(graph, node, claimed, _may_be_alone):
-        yield from _rows(site, _ways(site, found))
+    for found in contractions.found(ConvGradients, graph, node, claimed, _may_be_alone):
+        yield from _rows(graph, config, _ways(graph, config, found, claimed), unprofitable)
 
 
-def _rows(site: Site, ways: Iterator[ConvGradients]):
+def _rows(graph: Graph, config: ConvConfig, gradients: Iterator[ConvGradients], unprofitable):
     """The Match of the first way to these gradients that a kernel takes, or why the last is refused."""
-    for way in ways:
-        operands = (way.dz, *site.node.inputs)
+    for way in gradients:
+        operands = (way.dz, *way.node.inputs)
         try:
-            yield _fused(site, way)
+            yield _fused(graph, config, way, unprofitable)
         except Unfit as unfit:
-            refused = Refusal(way.label(), site.node, operands, unfit.reason, "backward", covers=way.nodes)
+            refused = Refusal(way.label(), way.node, operands, unfit.reason, "backward", covers=way.nodes)
             continue
-        if way.dx and (add := _residual_add(site.graph, way.dx)):
-            yield UnfusedStep("conv+residual gradient", site.node, operands, no_kernel(f"{add} of the input's gradient"), "backward")
+        readers = way.dx.users if way.dx and not graph.is_returned(way.dx) else []
+        if [n.primitive for n in readers] == ["add_any"]:  # with another gradient of the same value, as a skip connection has it
+            reason = no_kernel(f"{readers[0]} of the input's gradient")
+            yield UnfusedStep("conv+residual gradient", way.node, operands, reason, "backward")
         return
     yield refused
 
@@ -103,126 +98,38 @@ def _may_be_alone(gradients: Gradients) -> bool:
     return not any(n.primitive == "conv_general_dilated" and n.inputs[other] is gradients.dz for n in gradients.dz.users)
 
 
-def _residual_add(graph: Graph, dx: Value) -> Node | None:
-    """The sum of dx with another gradient of the same value, as a skip connection has it."""
-    reader = dx.users[0] if len(dx.users) == 1 and not graph.is_returned(dx) else None
-    return reader if reader is not None and reader.primitive == "add_any" else None
-
-
-# --- from which cotangent ----------------------------------------------------------------------------------------
-
-
-def _ways(site: Site, found: Gradients) -> Iterator[ConvGradients]:
+def _ways(graph: Graph, config: ConvConfig, found: ConvGradients, claimed: set[int]) -> Iterator[ConvGradients]:
     """The same gradients from a cotangent behind a scale, and behind an activation, if there is one: the furthest first. To
     look behind a number that no parameter makes is worth it only where there is an activation behind it."""
-    channels = site.config.out_spec[1]
-    plain = ConvGradients(site.node, found.dz, found.dx, found.dw).with_bias(tuple(d for d in range(found.dz.ndim) if d != channels))
-    scales = list(conv_scaled.ways(site.graph, site.node, found.dz, channels)) if found.dw else []
-    behind = [ConvGradients(site.node, scale.g, found.dx, found.dw, scaled=scale) for scale in scales]
+    channels = config.out_spec[1]
+    plain = found.with_bias(tuple(d for d in range(found.dz.ndim) if d != channels))
+    scales = list(ways(graph, found.node, found.dz, channels)) if found.dw else []
+    behind = [dataclasses.replace(found, dz=s.g, dy=s.g, scaled=s, sums=tuple(v for v, _ in s.sums), parameters=s.needs) for s in scales]
     by_parameters, by_numbers = ([way for way in behind if way.scaled and way.scaled.is_number == number] for number in (False, True))
-    for way in by_parameters:
-        yield from _behind_activation(site, way)
-        yield way
-    for way in (plain, *by_numbers):
-        yield from _behind_activation(site, way)
+    part, own = forward(graph), forward(graph).node_in_subgraph(found.node)
+    walk = Walk(part if own else graph, channels, claimed, name_activation)
+    chains, _ = walk.chains((own or found.node).out)
+    for way in (*by_parameters, plain, *by_numbers):
+        if through := way.through_activation(graph, chains):
+            yield through
+        if way in by_parameters:
+            yield way
     yield plain
 
 
-def _behind_activation(site: Site, way: ConvGradients) -> Iterator[ConvGradients]:
-    through = _through_slope(site, way.dz) or _through_mask(site.graph, way.dz)
-    if through:
-        yield dataclasses.replace(way, through=through)
-
-
-SAME_VALUES = {named("maximum0"): named("relu"), named("clip6"): named("relu6")}  # and at ties another derivative
-
-
-def _through_mask(graph: Graph, dz: Value) -> Activated | None:
-    """Looks through the activation's derivative, select(z > 0, 0, dy), to y and dy."""
-    node = dz.producer
-    if node is None or node.primitive != "select_n" or len(node.inputs) != 3 or constant(node.inputs[1]) != 0:
-        return None
-    mask, _, dy = node.inputs
-    for region in _regions_of(graph, mask):
-        activation = name_activation(region) if mask in region.masks else None
-        if not isinstance(activation, Activation):
-            continue
-        activation = SAME_VALUES.get(activation, activation)  # max(z, 0) with the derivative of relu is a relu
-        if activation.derivative_from_y and is_derivative(region, mask, activation):
-            return Activated(dy, region.end, activation, (node,))
-    return None
-
-
-def _through_slope(site: Site, dz: Value) -> Activated | None:
-    """Looks through dy·act'(z), of the activation that follows in the forward pass."""
-    part = forward(site.graph)
-    own = part.node_in_subgraph(site.node) if isinstance(part, Subgraph) else None
-    chains = Walk(part, site.config.out_spec[1], site.claimed, name_activation).chains(own.out)[0] if own else []
-    activated = [chain for chain in chains if chain.activation and chain.region.start.dtype == site.node.out.dtype]
-    return contractions.through_activation(site.graph, dz, activated, lambda chain: chain.region.end, lambda dy: dy.aval == dz.aval)
-
-
-def _regions_of(graph: Graph, mask: Value):
-    """The elementwise functions of the value that the mask compares."""
-    value: Value | None = mask
-    while value and value.dtype == bool and value.producer:
-        value = next((v for v in value.producer.inputs if constant(v) is None), None)
-    return regions(value, graph.is_returned) if value else []
-
-
-# --- the whole ---------------------------------------------------------------------------------------------------
-
-
-def _fused(site: Site, gradients: ConvGradients) -> Match:
-    """Raises `Unfit` where no kernel takes them."""
-    graph, node, config, (x, w), scaled = site.graph, site.node, site.config, site.node.inputs, gradients.scaled
-    defined = (*gradients.wanted, *gradients.sums)
-    with_dz = gradients.through is not None and contractions.is_read_elsewhere(graph, gradients.dz, defined)
-    made = (*gradients.wanted, gradients.dz) if with_dz else gradients.wanted
-    like_x, like_y = [v for v in (x, gradients.dx) if v], (gradients.dz, gradients.dy, *gradients.saved)
+def _fused(graph: Graph, config: ConvConfig, gradients: ConvGradients, unprofitable) -> Match:
+    """Channels last where another fused op gives or wants values so. Raises `Unfit` where no kernel takes them."""
+    gradients = dataclasses.replace(gradients, dy=in_place(gradients.dy))
+    like_x = [v for v in (gradients.node.inputs[0], gradients.dx) if v]
+    like_y = (gradients.dz, gradients.dy, *gradients.saved)
     x_order, y_order = _order(graph, config.lhs_spec, like_x), _order(graph, config.out_spec, like_y)
+    config = dataclasses.replace(
+        config, lhs_spec=reordered(config.lhs_spec, x_order), out_spec=reordered(config.out_spec, y_order))
     orders = dict.fromkeys(like_x, x_order) | dict.fromkeys(like_y, y_order)
-    channels, filters = node.out.shape[config.out_spec[1]], config.rhs_spec[0]
-    config = OP.for_autodiff(dataclasses.replace(
-        config, lhs_spec=_moved(config.lhs_spec, x_order), out_spec=_moved(config.out_spec, y_order), has_bias=gradients.has_bias,
-        has_residual=with_dz, activation=gradients.activation))
-
-    def to_layout(value: Value) -> Value:
-        return transposed(graph, value, orders[value]) if value in orders else value
-
-    read = tuple(map(to_layout, (x, w, *gradients.saved, gradients.dy)))
-    types = types_of(*read[:2])
-    if gradients.has_bias:
-        types += types_of(gradients.db) if gradients.db else (jax.ShapeDtypeStruct((channels,), jnp.float32),)
-    if with_dz:
-        types += types_of(to_layout(gradients.dz))
-    linear = contractions.backward_call(OP, gradients, config, types, types_of(*read), site.unprofitable)
-
-    def run(reading):
-        operands = [*map(reading, read)]
-        if scaled:
-            operands[1] = scaled.times(reading, operands[1], filters)
-        arrays = [*OP.backward(linear, *operands)]
-        if scaled:
-            at = int(gradients.dx is not None)  # of the filter's gradient
-            sum_g = arrays.pop(at + 1) if config.has_bias else None
-            yield from scaled.results(reading, reading(w), filters, arrays[at], sum_g)
-            arrays[at] = scaled.times(reading, arrays[at], filters)
-        for value, array in zip(made, arrays):
-            yield to_layout(value), array
-            if to_layout(value) is not value:
-                yield value, jnp.transpose(array, inverse(orders[value]))
-
-    needs = (*read, *(scaled.needs if scaled else ()))
-    defines = tuple(dict.fromkeys(v for value in (*made, *gradients.sums) for v in (to_layout(value), value)))
-    return contractions.match(gradients, gradients.label(with_dz), needs, defines, run)
+    return contractions.fused(graph, OP, config, gradients, unprofitable, orders)
 
 
-def _order(graph: Graph, spec: tuple[int, ...], values) -> tuple[int, ...]:
+def _order(graph: Graph, spec: Axes, values) -> Axes:
     """Channels last, if another fused op gives or wants one of the values so; else as they are."""
     order = channels_last(len(spec), spec[1])
     return order if any(is_transposed(graph, v, order) for v in values) else tuple(range(len(spec)))
-
-
-def _moved(spec: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(inverse(order)[d] for d in spec)

@@ -7,7 +7,6 @@ as a filter. Whatever made it, each group is the weight gradient of a convolutio
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,47 +22,34 @@ from jaxfuse.program.graph import Emission, Graph, Node
 from jaxfuse.program.site import Match, Refusal, Unfit
 
 PATTERN = "conv per sample"
-
-
-class Samples(NamedTuple):
-    """`number` convolutions of one `config`, side by side in their weight gradients; the types are those of one. Groups of the
-    batch are groups of one convolution's features: then it is one."""
-
-    number: int
-    config: ConvConfig
-    x: jax.ShapeDtypeStruct
-    w: jax.ShapeDtypeStruct
-    dy: jax.ShapeDtypeStruct
+Types = tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
 
 
 def anchors(graph: Graph):
     back = backward(graph)
-    return [node for node in graph.nodes if node.primitive == "conv_general_dilated" and _is_grouped(node)
-            and is_weight_gradient(node, node.index in back and _sums_over_first(node))]
 
+    def is_one(node: Node) -> bool:
+        """A weight gradient sums over the batch where that is first. Else the gradient of an input may look the same."""
+        sums_over_first = node.params["dimension_numbers"].lhs_spec[1] == 0
+        grouped = node.params["feature_group_count"] * node.params["batch_group_count"] > 1
+        return grouped and is_weight_gradient(node, node.index in back and sums_over_first)
 
-def _is_grouped(node: Node) -> bool:
-    return node.params["feature_group_count"] * node.params["batch_group_count"] > 1
-
-
-def _sums_over_first(node: Node) -> bool:
-    """As a weight gradient does where the batch is first. Else the gradient of an input may look the same."""
-    return node.params["dimension_numbers"].lhs_spec[1] == 0
+    return [node for node in graph.nodes if node.primitive == "conv_general_dilated" and is_one(node)]
 
 
 def match(graph: Graph, node: Node, claimed: set[int], unprofitable):
-    """Yields a Match or a Refusal."""
-    samples = _samples(node)
-    if samples is None:
-        return
+    """Yields a Match or a Refusal; nothing where a mesh divides what it reads, or where no convolution has such a gradient."""
+    one = _one(node)
     try:
-        yield _fused(node, samples, unprofitable)
+        if one:
+            yield _fused(node, *one, unprofitable)
     except Unfit as unfit:
         yield Refusal(PATTERN, node, tuple(node.inputs), unfit.reason, "backward", (node,))
 
 
-def _samples(node: Node) -> Samples | None:
-    """The convolutions that this one has the gradients of; None where there are none, or where a mesh divides what they read."""
+def _one(node: Node) -> tuple[ConvConfig, Types] | None:
+    """The config of one of the convolutions that stand side by side in their weight gradients, and the types of its x, its w and its
+    cotangent. There are as many as groups of features; groups of the batch are groups of one convolution's features."""
     params, count = node.params, node.params["feature_group_count"]
     dn, (x, dy), w = params["dimension_numbers"], node.inputs, node.out
     if len({v.dtype for v in (x, dy, w)}) > 1 or not 3 <= x.ndim <= 5 or any(any(v.spec) for v in (x, dy, w)):
@@ -76,10 +62,9 @@ def _samples(node: Node) -> Samples | None:
         (low, _padding_behind((in_ - 1) * apart + 1 + low, (k - 1) * r + 1, o, stride))
         for (low, _), apart, r, stride, (in_, k, o) in zip(params["padding"], lhs_dilation, dilation, strides, lengths))
     config = ConvConfig(strides, padding, dilation, params["batch_group_count"], lhs, rhs, out, lhs_dilation, precision=params["precision"])
-    types = (_one_of(count, v, axis) for v, axis in ((x, lhs[0]), (w, rhs[0]), (dy, out[1])))
-    samples = Samples(count, config, *types)
-    made = jax.eval_shape(functools.partial(convolve, config), samples.x, samples.w)
-    return samples if made.shape == samples.dy.shape else None
+    types = _one_of(count, x, lhs[0]), _one_of(count, w, rhs[0]), _one_of(count, dy, out[1])
+    made = jax.eval_shape(functools.partial(convolve, config), *types[:2])
+    return (config, types) if made.shape == types[2].shape else None
 
 
 def _padding_behind(length: int, window: int, positions: int, stride: int) -> int:
@@ -89,26 +74,22 @@ def _padding_behind(length: int, window: int, positions: int, stride: int) -> in
 
 
 def _one_of(count: int, value, axis: int) -> jax.ShapeDtypeStruct:
-    shape = list(value.shape)
-    shape[axis] //= count
-    return jax.ShapeDtypeStruct(shape, value.dtype)
+    return jax.ShapeDtypeStruct([n // count if d == axis else n for d, n in enumerate(value.shape)], value.dtype)
 
 
-def _fused(node: Node, samples: Samples, unprofitable) -> Match:
+def _fused(node: Node, config: ConvConfig, types: Types, unprofitable) -> Match:
     """Raises `Unfit` where no kernel takes one of them."""
-    (x, dy), dw = node.inputs, node.out
-    count, config = samples.number, samples.config
-    linear = Linear(config, (False, True), (samples.x, samples.w), 2)
-    require(OP.backward, linear, (samples.x, samples.w, samples.dy), unprofitable, "conv", config, (samples.x, samples.w), "backward")
+    (x, dy), dw, count = node.inputs, node.out, node.params["feature_group_count"]
+    linear = Linear(config, (False, True), types[:2], 2)
+    require(OP.backward, linear, types, unprofitable, OP.name, config, types[:2], "backward")
     x_axis, dy_axis, dw_axis = config.lhs_spec[0], config.out_spec[1], config.rhs_spec[0]
 
     def one(x, dy):
-        filters = jnp.zeros(samples.w.shape, samples.w.dtype)  # their gradient depends on their shape only
+        filters = jnp.zeros(types[1].shape, types[1].dtype)  # their gradient depends on their shape only
         return OP.backward(linear, x, filters, dy)[0]
 
     def run(read):
         many = jax.vmap(one, (x_axis, dy_axis), axis_size=count)
         yield dw, merge(many(split(read(x), x_axis, count), split(read(dy), dy_axis, count)), 0, dw_axis, count)
 
-    emission = Emission((x, dy), (dw,), run)
-    return Match(PATTERN, node, (node,), (emission,), (x, dy), 0, "backward")
+    return Match(PATTERN, node, (node,), (Emission((x, dy), (dw,), run),), (x, dy), 0, "backward")

@@ -12,7 +12,7 @@ from jaxfuse.analysis.axes import IndexMap
 from jaxfuse.analysis.canonical import ADD, CAST, constant, is_float_cast, size, varying_axes
 from jaxfuse.analysis.layout import RESHAPES, Layout
 from jaxfuse.analysis.statistics import Statistics, narrowest, square
-from jaxfuse.patterns.dense.forward import is_parameter
+from jaxfuse.patterns.dense.site import is_parameter
 from jaxfuse.patterns.norm.site import add_before, fused
 from jaxfuse.patterns.walk import depends_on
 from jaxfuse.program.autodiff import forward

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from jaxfuse.ops.dense import OP
 from jaxfuse.ops.recurrent import is_worth_a_call
-from jaxfuse.patterns.dense.forward import batch_axes, is_product
-from jaxfuse.patterns.dense.site import config_of, types_of
+from jaxfuse.patterns.dense.site import batch_axes, config_of, is_product
+from jaxfuse.patterns.kernel import types_of
 from jaxfuse.program.graph import Emission, Graph, Node, evaluate
 from jaxfuse.program.site import Unfit
 

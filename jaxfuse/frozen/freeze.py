@@ -1,0 +1,195 @@
+"""`jaxfuse.freeze`: a function with some of its arguments bound for good."""
+
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxfuse.frozen import artefact
+from jaxfuse.frozen.program import Program
+from jaxfuse.fuse import fuse
+from jaxfuse.ops.errors import OpError
+from jaxfuse.program.signature import trace
+
+FREED = ("{what} is not there any more: its only use was to be folded into a layer, and these arguments need it in another way. "
+         "Freeze the function again, and call it with these arguments first")
+
+
+class Made(NamedTuple):
+    """The program for one signature, fused: `run(constants, arrays)`."""
+
+    program: Program
+    run: Callable[[list, list], Any]
+
+
+class Frozen:
+    """A function whose bound arguments are constants. It is called, jitted, vmapped and differentiated like any other.
+
+    A program is made at the first call with arguments of new shapes or dtypes; programs share their constants. What is not an array
+    among the arguments, such as a bool, is part of the signature.
+    """
+
+    def __init__(self, fn: Callable, bound: tuple, positions: tuple[int, ...], policy: str):
+        self.__name__ = "frozen"
+        functools.update_wrapper(self, fn, updated=())
+        self._fn, self._positions, self._policy = fn, positions, policy
+        self._leaves, self._tree = jax.tree.flatten(bound)
+        self._types = list(map(_type_of, self._leaves))
+        self._made: dict[Any, Made] = {}
+        self._constants: dict[str, jax.Array] = {}
+        self._closed_over: list = []  # arrays that constants are named by stay alive
+        self._lock = threading.RLock()
+
+    def __call__(self, *args, **kwargs):
+        made, arrays = self._of(args, kwargs)
+        return made.run([self._constants[name] for name in made.program.constants], arrays)
+
+    def __repr__(self):
+        return f"<jaxfuse.freeze of {self.__name__}, {len(self._made)} programs, {self.nbytes / 1e6:.1f} MB of constants>"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the constants that its programs need, once for all of them."""
+        return sum(array.size * array.dtype.itemsize for array in self._constants.values())
+
+    def folds(self, *args, **kwargs) -> list[str]:
+        """Which layers took a normalisation or a scale into their weights, in the program for these arguments: a line for each."""
+        made, _ = self._of(args, kwargs)
+        return [f"{fold.node.primitive} {fold.w!r} took in {' and '.join(fold.chain.affine_steps)} at {fold.node.source()}"
+                for fold in made.program.folds.values()]
+
+    def save(self, path: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        """Writes the function, for arguments of these types, to a file that `jaxfuse.load` reads without the code that made it.
+
+        Args:
+          path: the file, by custom with the ending ".jaxfuse".
+          args, kwargs: arguments, or `jax.ShapeDtypeStruct`s. Their sizes may be symbolic (`jax.export.symbolic_shape("b")`): then the
+            file is for any batch.
+
+        Raises: what `jax.export` raises for a program that it does not export, and what `open` raises.
+        """
+        made, _ = self._of(args, kwargs)
+
+        def run(constants, args, kwargs):
+            return made.run(constants, jax.tree.leaves((args, kwargs)))
+
+        artefact.save(run, [self._constants[name] for name in made.program.constants], path, self.__name__, args, kwargs)
+
+    def _of(self, args: tuple, kwargs: dict) -> tuple[Made, list]:
+        args, kwargs = jax.tree.map(_as_array, (args, kwargs))
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        types = [_type_of(leaf) for leaf in leaves]
+        signature = tree, *[(t.shape, t.dtype, t.weak_type) if _is_array(t) else (type(t), t) for t in types]
+        with self._lock:
+            if signature not in self._made:
+                self._made[signature] = self._make(args, kwargs)
+            return self._made[signature], [leaf for leaf in leaves if _is_array(leaf)]
+
+    def _make(self, args: tuple, kwargs: dict) -> Made:
+        def whole(bound, args, kwargs):
+            args = list(args)
+            for position, value in zip(self._positions, bound):
+                args.insert(position, value)
+            return self._fn(*args, **kwargs)
+
+        types = jax.tree.unflatten(self._tree, self._types)
+        traced = trace(whole, (types, *jax.tree.map(_type_of, (args, kwargs))), {})
+        program = Program(traced.closed, len(self._arrays()))
+        self._closed_over += traced.closed.consts
+        self._keep(program, [*traced.closed.consts, *self._arrays()])
+
+        def run(constants, arrays):
+            return jax.tree.unflatten(traced.out_tree, program(constants, arrays))
+
+        return Made(program, fuse(functools.update_wrapper(run, self._fn, updated=()), policy=self._policy))
+
+    def _arrays(self) -> list:
+        """The bound arrays; None in the place of those that are folded away."""
+        return [leaf for leaf, type_ in zip(self._leaves, self._types) if _is_array(type_)]
+
+    def _keep(self, program: Program, given: Sequence) -> None:
+        """Computes the constants that are new, and lets go of weights that nothing needs any more."""
+        wanted = set(program.constants) - self._constants.keys()
+        try:
+            self._constants |= program.values(given, wanted)
+        except KeyError as error:
+            raise OpError(f"jaxfuse.freeze: {FREED.format(what='a weight')}") from error
+        first = len(given) - len(self._arrays())
+        places = [i for i, type_ in enumerate(self._types) if _is_array(type_)]
+        for i in program.spent:
+            if i >= first:
+                self._leaves[places[i - first]] = None
+
+
+def freeze(fn: Callable, *bound: Any, argnums: int | Sequence[int] = 0, policy: str = "measured") -> Frozen:
+    """`fn` with some of its arguments constant, for inference: `freeze(model.apply, variables)(x)` is `model.apply(variables, x)`.
+
+    What depends on the constants alone is computed once. A normalisation or a scale that follows a convolution or a dense layer, with
+    constants for each feature, becomes part of the weights, in float64. Casts of weights are done once. The rest is fused as by `fuse`.
+
+    Args:
+      fn: a function of arrays: `apply` of a Flax linen module, a Haiku or a plain function. A Flax nnx module in eval mode, or an
+        Equinox module in inference mode, binds its own arrays, and so does what a function closes over: `freeze(model)`.
+      bound: the arguments that are bound, any pytrees. They may be freed after the first call: large weights that were folded or cast
+        are not kept.
+      argnums: the positions of `bound` among fn's arguments; by default the first.
+      policy: as of `fuse`.
+
+    Returns: a function of the other arguments. `jaxfuse.explain` of it shows its sites; `folds(*args)` what was folded.
+
+    Raises: ValueError for an unknown policy and for positions that do not fit (here); OpError, a ValueError, for arguments that need
+    a weight which was folded away in another way (when called).
+    """
+    positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    if not bound:
+        fn, bound, positions = _of_module(fn)
+    elif len(positions) != len(bound) or sorted(set(positions)) != list(positions) or positions[0] < 0:
+        raise OpError(f"jaxfuse.freeze: argnums is {argnums!r}, expected {len(bound)} positions in ascending order, one for each bound "
+                      "argument; give argnums=")
+    if not callable(fn):
+        raise TypeError(f"jaxfuse.freeze: fn is {fn!r}, expected a function or a module")
+    fuse(fn, policy=policy)  # raises what it raises
+    return Frozen(fn, bound, positions, policy)
+
+
+def _of_module(fn) -> tuple[Callable, tuple, tuple[int, ...]]:
+    """(function, bound, positions) of a module that is called: its arrays are the first argument."""
+    nnx: Any = sys.modules.get("flax.nnx")
+    if nnx is not None and isinstance(fn, nnx.Module):
+        structure, state = nnx.split(fn)
+
+        def of_state(state, *args, **kwargs):
+            return nnx.merge(structure, state)(*args, **kwargs)
+
+        return functools.update_wrapper(of_state, type(fn).__call__), (state,), (0,)
+    leaves, tree = jax.tree.flatten(fn)
+    if jax.tree_util.treedef_is_leaf(tree):  # a function
+        return fn, (), ()
+
+    def of_arrays(arrays, *args, **kwargs):
+        given = iter(arrays)
+        return jax.tree.unflatten(tree, [next(given) if _is_array(leaf) else leaf for leaf in others])(*args, **kwargs)
+
+    others = list(map(_type_of, leaves))
+    return functools.update_wrapper(of_arrays, type(fn).__call__), ([leaf for leaf in leaves if _is_array(leaf)],), (0,)
+
+
+def _is_array(leaf) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def _as_array(leaf):
+    """Python's numbers are traced, as `jax.jit` traces them."""
+    return jnp.asarray(leaf) if isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool) else leaf
+
+
+def _type_of(leaf):
+    """Of an array; anything else itself."""
+    if not _is_array(leaf):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))

@@ -1,0 +1,239 @@
+"""A program some of whose inputs are constants: which of its values they fix, and what is left to compute at every call."""
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+
+from jaxfuse.analysis.canonical import is_float_cast, size, widens
+from jaxfuse.patterns.walk import Chain, Walk, WalkEnd
+from jaxfuse.program.graph import Emission, Graph, Node, Value, compute, evaluate
+
+SMALL = 1 << 16  # bytes; of the constants themselves a value that is larger than they are is no constant: a broadcast
+
+
+@dataclasses.dataclass(frozen=True)
+class Fold:
+    """A contraction of x with a constant weight, scaled by a constant for each of its features, and shifted:
+
+        (conv(x, w) - center)·scale + offset = conv(x, w·scale) + (offset - center·scale)
+
+    `chain` is the scale and the shift; `features` the axis of the weight that makes the outputs' features, `axis` that of the outputs.
+    """
+
+    node: Node
+    x: Value
+    w: Value
+    features: int
+    axis: int
+    chain: Chain
+
+    @property
+    def exact(self) -> Value:
+        """The weight before it was rounded to the contraction's dtype: it is folded so, and rounded once."""
+        cast = self.w.producer
+        return cast.inputs[0] if cast is not None and is_float_cast(cast) and not widens(cast) else self.w
+
+    @property
+    def needs(self) -> tuple[Value, ...]:
+        return self.exact, *[value for _, value in self.chain.affine]
+
+
+class Program:
+    """`closed` with its first `bound` inputs, and what it closes over, constant.
+
+    `constants` are names of the arrays that it needs at a call, by what they are computed from: two programs of one function, for two
+    batch sizes, have the same names for the same arrays. `folds` are the contractions whose weight takes in a scale.
+    """
+
+    def __init__(self, closed: ClosedJaxpr, bound: int):
+        jaxpr = closed.jaxpr
+        given = (*jaxpr.constvars, *jaxpr.invars)
+        self.graph = Graph(ClosedJaxpr(jaxpr.replace(constvars=(), invars=given), ()))
+        self.bound = len(jaxpr.constvars) + bound
+        self.arguments = len(given) - self.bound
+        self._fixed = self._fixed_values()
+        names = [*[f"closed over {id(array)}" for array in closed.consts], *[f"bound {i}" for i in range(bound)]]
+        self._names: dict[Value, str] = dict(zip(self.graph.inputs, names))
+        self.folds = {fold.chain.end: fold for fold in self._folds()}
+        self._needed = list(self._needed_values())
+        self.constants = [self._name(value) for value in self._needed]
+        self.constants += [name for fold in self.folds.values() for name in self._fold_names(fold)]
+
+    def __call__(self, constants: Sequence, arguments: Sequence) -> list:
+        """The outputs. `constants` are in the order of their names."""
+        arrays = dict(zip(self._needed, constants))
+        folded = iter(constants[len(self._needed) :])
+        replacements = {value: _known(value, array) for value, array in arrays.items() if value.producer is not None}
+        replacements |= {end: _contraction(fold, next(folded), next(folded)) for end, fold in self.folds.items()}
+        inputs = [arrays.get(value) for value in self.graph.inputs[: self.bound]]
+        return evaluate(self.graph, [*inputs, *arguments], replacements)
+
+    def values(self, leaves: Sequence, wanted: set[str]) -> dict[str, Any]:
+        """The constants of these names, computed from the bound inputs. Raises KeyError with the index of an input that is None and
+        needed."""
+        environment = {v: array for v, array in zip(self.graph.inputs, leaves) if array is not None}
+        environment |= zip(self.graph.constants, self.graph.constant_arrays)
+        found: dict[str, Any] = {}
+        with jax.ensure_compile_time_eval():
+            for value, name in zip(self._needed, self.constants):
+                if name in wanted:
+                    (found[name],) = self._computed([value], environment)
+            for fold in self.folds.values():
+                names = self._fold_names(fold)
+                if wanted & set(names):
+                    found |= zip(names, _folded(fold, self._computed(fold.needs, environment)))
+        return found
+
+    def _computed(self, wanted: Sequence[Value], environment: dict) -> list:
+        try:
+            return compute(wanted, environment, {})
+        except AssertionError as error:  # an input that is not there has no producer
+            raise KeyError from error
+
+    @property
+    def spent(self) -> set[int]:
+        """Indices of the bound inputs that no other program of the function will need: weights that were folded or cast whole."""
+        used = set(self._needed) | {v for v in self.graph.inputs[: self.bound] if size(v) * v.dtype.itemsize <= SMALL}
+        folded = {fold.exact: fold.node for fold in self.folds.values()}
+        return {i for i, v in enumerate(self.graph.inputs[: self.bound]) if v not in used
+                and all(user is folded.get(v) or is_float_cast(user) for user in v.users)}
+
+    def _fixed_values(self) -> set[Value]:
+        """Those that depend on the constants alone. Random numbers of a constant key are; what is broadcast is not."""
+        fixed = {*self.graph.inputs[: self.bound], *self.graph.constants}
+        for node in self.graph.nodes:
+            if not node.eqn.effects and all(v.literal is not None or v in fixed for v in node.inputs):
+                made, given = (sum(size(v) * v.dtype.itemsize for v in values) for values in (node.outputs, node.inputs))
+                fixed |= set(node.outputs) if made <= max(SMALL, given) else set()
+        return fixed
+
+    def _folds(self) -> Iterator[Fold]:
+        for node in self.graph.nodes:
+            found = _weight_of(node)
+            if found and found[1] in self._fixed and found[0] not in self._fixed:
+                chain = self._scaled(node, found[3])
+                if chain:
+                    yield Fold(node, *found, chain)
+
+    def _scaled(self, node: Node, axis: int) -> Chain | None:
+        """The longest chain of steps with a constant for each feature of which one is a factor; it ends with such a step."""
+        chains, _ = Walk(self.graph, axis, set(), lambda region: WalkEnd("not looked for")).chains(node.out)
+        fitting = [chain for chain in chains if chain.layout.is_identity and chain.residual is None and chain.affine
+                   and chain.nodes[-1].primitive not in ("convert_element_type",)
+                   and all(value in self._fixed or value.literal is not None for _, value in chain.affine)]
+        scaled = [chain for chain in fitting if any(kind in ("mul", "div") for kind, _ in chain.affine)]
+        return scaled[-1] if scaled else None
+
+    def _needed_values(self) -> dict[Value, None]:
+        """The fixed values that a call begins with, in order of need."""
+        needed: dict[Value, None] = {}
+        seen: set[Value] = set()
+        stack = [*self.graph.outputs, *[v for node in self.graph.nodes if node.eqn.effects for v in node.inputs]]
+        while stack:
+            value = stack.pop()
+            if value in seen or value.literal is not None:
+                continue
+            seen.add(value)
+            if value in self._fixed:
+                needed |= {} if value in self.graph.constants else {value: None}
+            elif value in self.folds:
+                stack.append(self.folds[value].x)
+            elif value.producer is not None:
+                stack += value.producer.inputs
+        return needed
+
+    def _name(self, value: Value) -> str:
+        """By what the value is computed from: a digest of the equation, of its parameters and of the names of its inputs."""
+        pending = [value]
+        while pending:
+            value = pending[-1]
+            inputs = [v for v in (value.producer.inputs if value.producer else ()) if v.literal is None and v not in self._names]
+            if value in self._names or not inputs:
+                pending.pop()
+                self._names.setdefault(value, self._digest(value))
+            else:
+                pending += inputs
+        return self._names[value]
+
+    def _fold_names(self, fold: Fold) -> tuple[str, str]:
+        """Those of the weight and the shift: by what these are computed from."""
+        parts = [self._name_or_literal(v) for v in (fold.w, *fold.needs)]
+        text = f"{fold.features} {[kind for kind, _ in fold.chain.affine]} {parts} {fold.chain.end.dtype}"
+        name = hashlib.sha256(text.encode()).hexdigest()
+        return f"weight {name}", f"shift {name}"
+
+    def _name_or_literal(self, value: Value) -> str:
+        return self._name(value) if value.literal is None else f"{value.literal!r} {value!r}"
+
+    def _digest(self, value: Value) -> str:
+        node = value.producer
+        if node is None:
+            return f"given {id(value)}"
+        parts = [self._name_or_literal(v) for v in node.inputs]
+        params = sorted((name, _text(param)) for name, param in node.params.items())
+        text = f"{node.primitive} {params} {parts} {node.outputs.index(value)}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _text(param) -> str:
+    """What tells parameters of equations apart; those with arrays of their own are like no other."""
+    if isinstance(param, (tuple, list)):
+        return f"({', '.join(map(_text, param))})"
+    has_arrays = isinstance(param, np.ndarray) or isinstance(param, ClosedJaxpr) and bool(param.consts)
+    return f"{param} {id(param)}" if has_arrays else str(param)
+
+
+def _known(value: Value, array) -> Emission:
+    return Emission((), (value,), lambda read: [(value, array)])
+
+
+def _contraction(fold: Fold, weight, shift) -> Emission:
+    end, operands = fold.chain.end, fold.node.inputs
+
+    def run(read):
+        (y,) = fold.node.replay([weight if v is fold.w else read(v) for v in operands])
+        shape = [n if d == fold.axis else 1 for d, n in enumerate(end.shape)]
+        wide = jnp.promote_types(end.dtype, jnp.float32)
+        yield end, (y.astype(wide) + shift.astype(wide).reshape(shape)).astype(end.dtype)
+
+    return Emission((fold.x,), (end,), run)
+
+
+def _folded(fold: Fold, arrays: Sequence) -> tuple[jax.Array, jax.Array]:
+    """The weight times the scale, and the shift, computed in float64."""
+    weight, *small = (np.asarray(a).astype(np.float64) for a in arrays)
+    channels = fold.w.shape[fold.features]
+    known = {value: array for (_, value), array in zip(fold.chain.affine, small)}
+
+    def vector(value: Value):
+        array = np.float64(value.literal) if value.literal is not None else known[value]
+        return np.broadcast_to(np.reshape(array, -1), (channels,))
+
+    with np.errstate(all="ignore"):  # a zero variance is the user's
+        center, scale, offset = fold.chain.coefficients(vector)
+        shift = np.zeros(channels) if offset is None else offset
+        shift = shift if center is None else shift - center * scale
+        shape = [channels if d == fold.features else 1 for d in range(weight.ndim)]
+        weight = weight * np.reshape(scale, shape)
+    return jnp.asarray(weight, fold.w.dtype), jnp.asarray(shift, jnp.promote_types(fold.chain.end.dtype, jnp.float32))
+
+
+def _weight_of(node: Node) -> tuple[Value, Value, int, int] | None:
+    """(x, w, the axis of w that makes features, their axis in the output) of a convolution or a product with one such axis."""
+    if node.primitive == "conv_general_dilated" and node.params["batch_group_count"] == 1:
+        numbers = node.params["dimension_numbers"]
+        x, w = node.inputs
+        return x, w, numbers.rhs_spec[0], numbers.out_spec[1]
+    if node.primitive == "dot_general":
+        (contracted, batch) = node.params["dimension_numbers"]
+        x, w = node.inputs
+        free = [d for d in range(w.ndim) if d not in contracted[1]]
+        if len(free) == 1 and not batch[0] and contracted[0]:
+            return x, w, free[0], node.out.ndim - 1
+    return None

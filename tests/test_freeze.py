@@ -1,0 +1,250 @@
+"""`jaxfuse.freeze`: what constants fix is computed once, normalisations become part of weights, and the numbers stay."""
+
+import gc
+import os
+import subprocess
+import sys
+import weakref
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxfuse
+from compare import as_near_to_the_truth, same
+
+pytestmark = pytest.mark.usefixtures("some_kernel")
+X = jax.random.normal(jax.random.key(0), (2, 12, 12, 3))
+
+
+class Network(nn.Module):
+    dtype: type = jnp.float32
+
+    @nn.compact
+    def __call__(self, x):
+        for features in (8, 16):
+            x = nn.Conv(features, (3, 3), use_bias=features == 16, dtype=self.dtype)(x)
+            x = nn.relu(nn.BatchNorm(use_running_average=True, dtype=self.dtype)(x))
+        return nn.Dense(5, dtype=self.dtype)(x.mean((1, 2)))
+
+
+def variables_of(model, x=X):
+    """Random, every one of them."""
+    flat, tree = jax.tree.flatten(model.init(jax.random.key(1), x))
+    random = np.random.default_rng(0)
+
+    def drawn(like):
+        signs = random.choice([-1, 1], like.shape[-1:] if like.ndim > 1 else ())
+        return jnp.asarray(random.uniform(0.5, 1.5, like.shape) * signs, like.dtype)
+
+    return jax.tree.unflatten(tree, list(map(drawn, flat)))
+
+
+MODEL = Network()
+VARIABLES = variables_of(MODEL)
+
+
+@pytest.fixture(scope="module")
+def frozen():
+    return jaxfuse.freeze(MODEL.apply, VARIABLES, policy="always")
+
+
+def test_normalisations_become_part_of_the_weights(frozen):
+    same(frozen(X), MODEL.apply(VARIABLES, X), times=3)
+    assert [line.split(" took in ")[1].split(" at ")[0] for line in frozen.folds(X)] == ["bias and scale", "bias and scale"]
+    report = jaxfuse.explain(frozen, X, policy="always")
+    assert [site.pattern for site in report.fused] == ["conv+bias+relu"] * 2 + ["dense+bias"]
+    text = str(jax.make_jaxpr(frozen)(X))
+    assert "rsqrt" not in text, "what depends on the constants alone is computed once"
+
+
+def test_nearer_to_float64_than_the_unfolded(frozen):
+    with jax.enable_x64(True):
+        exact = Network(jnp.float64).apply(jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), VARIABLES), jnp.asarray(X, jnp.float64))
+    as_near_to_the_truth(frozen(X), MODEL.apply(VARIABLES, X), np.asarray(exact))
+
+
+def test_bf16_is_rounded_once():
+    model = Network(jnp.bfloat16)
+    made = jaxfuse.freeze(model.apply, VARIABLES, policy="always")
+    as_near_to_the_truth(made(X).astype(jnp.float32), model.apply(VARIABLES, X).astype(jnp.float32), MODEL.apply(VARIABLES, X),
+                         narrowest="bfloat16")
+    assert {str(array.dtype) for array in made._constants.values() if array.ndim == 4} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("name, transformed", [
+    ("jit", jax.jit), ("vmap", lambda f: jax.vmap(lambda x: f(x[None])[0])),
+    ("gradient", lambda f: jax.grad(lambda x: jnp.sum(f(x) ** 2))),
+    ("jvp", lambda f: lambda x: jax.jvp(f, (x,), (jnp.ones_like(x),))),
+])
+def test_it_is_a_function_like_any_other(frozen, name, transformed):
+    same(transformed(frozen)(X), transformed(lambda x: MODEL.apply(VARIABLES, x))(X), times=10, floor=0.01)
+
+
+def test_any_batch_shares_the_constants(frozen):
+    frozen(X)
+    before = frozen.nbytes
+    for batch in (1, 5, 0):
+        x = jnp.resize(X, (batch, *X.shape[1:]))
+        same(frozen(x), MODEL.apply(VARIABLES, x), times=3)
+    assert frozen.nbytes == before
+
+
+class Wide(nn.Module):
+    @nn.compact
+    def __call__(self, x, scale=1.0):
+        x = nn.Conv(256, (3, 3), use_bias=False)(x)
+        return nn.BatchNorm(use_running_average=True)(x) * scale
+
+
+def test_weights_that_were_folded_are_let_go():
+    model, x = Wide(), jnp.ones((1, 4, 4, 32))
+    variables = variables_of(model, x)
+    expected = model.apply(variables, x)
+    kernel = weakref.ref(variables["params"]["Conv_0"]["kernel"])
+    made = jaxfuse.freeze(model.apply, variables)
+    same(made(x), expected, times=3)
+    del variables
+    gc.collect()
+    assert kernel() is None
+    same(made(jnp.ones((2, 4, 4, 32)))[:1], expected, times=3)
+
+
+def test_what_needs_a_weight_that_is_gone_says_so():
+    w = jnp.ones((200, 200))
+
+    def apply(w, x):
+        return x @ (w * 1.0).T if x.shape[0] == 3 else (x @ w) * jnp.arange(200.0)
+
+    made = jaxfuse.freeze(apply, w)
+    made(jnp.ones((2, 200)))
+    with pytest.raises(ValueError, match="folded into a layer, and these arguments need it in another way"):
+        made(jnp.ones((3, 200)))
+
+
+def test_a_broadcast_of_constants_is_no_constant():
+    made = jaxfuse.freeze(lambda b, x: x + jnp.broadcast_to(b, x.shape), jnp.arange(1000.0))
+    same(made(jnp.ones((1000, 1000))), jnp.ones((1000, 1000)) + jnp.arange(1000.0))
+    assert made.nbytes == 4000
+
+
+def test_numbers_flags_and_keywords():
+    def apply(p, x, scale, *, train=False):
+        return x @ p * scale if train else x @ p + scale
+
+    made, p, x = jaxfuse.freeze(apply, jnp.ones((3, 3))), jnp.ones((3, 3)), jnp.ones((2, 3))
+    for scale in (0.5, 2.5):
+        same(made(x, scale), apply(p, x, scale))
+        same(made(x, scale, train=True), apply(p, x, scale, train=True))
+    assert len(made._made) == 2  # a number is traced, a flag is not
+
+
+def test_other_positions():
+    made = jaxfuse.freeze(lambda x, a, y, b: x * a + y * b, 2.0, jnp.float32(3), argnums=(1, 3))
+    assert made(jnp.float32(5), jnp.float32(7)) == 31
+
+
+class NnxNetwork(nnx.Module):
+    def __init__(self, rngs):
+        self.conv, self.norm, self.drop = nnx.Conv(3, 8, (3, 3), rngs=rngs), nnx.BatchNorm(8, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return nnx.relu(self.norm(self.drop(self.conv(x))))
+
+
+def nnx_network():
+    model = NnxNetwork(nnx.Rngs(0))
+    model.norm.mean[...] = jnp.arange(8.0)
+    model.eval()
+    return model
+
+
+def equinox_network():
+    model = eqx.nn.Sequential([eqx.nn.Conv2d(3, 8, 3, key=jax.random.key(2)), eqx.nn.Lambda(jax.nn.relu)])
+    return eqx.nn.inference_mode(model)
+
+
+def closure():
+    w = jax.random.normal(jax.random.key(3), (3, 3, 3, 8))
+    gamma = jnp.arange(1.0, 9.0)
+
+    def apply(x):
+        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")) * gamma
+
+    return apply
+
+
+@pytest.mark.parametrize("made, x, folds", [
+    (nnx_network, X, 1), (equinox_network, jnp.moveaxis(X[0], -1, 0), 0), (closure, X, 1)], ids=["nnx", "equinox", "closure"])
+def test_modules_and_closures_bind_their_own_arrays(made, x, folds):
+    model = made()
+    frozen = jaxfuse.freeze(model, policy="always")
+    same(frozen(x), model(x), times=3)
+    assert len(frozen.folds(x)) == folds
+
+
+@pytest.mark.parametrize("broken, words", [
+    (lambda: jaxfuse.freeze(MODEL.apply, VARIABLES, policy="sometimes"), "unknown policy"),
+    (lambda: jaxfuse.freeze(MODEL.apply, VARIABLES, argnums=(0, 1)), "expected 1 positions"),
+    (lambda: jaxfuse.freeze(MODEL.apply, VARIABLES, 2, argnums=(1, 0)), "ascending order"),
+])
+def test_what_does_not_fit_is_an_error(broken, words):
+    with pytest.raises(ValueError, match=words):
+        broken()
+
+
+def test_infinities_and_nans_of_weights_stay():
+    w = jnp.ones((4, 3)).at[0, 0].set(jnp.nan).at[0, 1].set(jnp.inf)
+
+    def apply(w, x):
+        return (x @ w) * jnp.asarray([2.0, 3.0, 4.0]) + 1
+
+    x = jnp.ones((2, 4))
+    np.testing.assert_array_equal(jaxfuse.freeze(apply, w)(x), apply(w, x))
+
+
+# --- files
+
+
+@pytest.fixture(scope="module")
+def artefact(frozen, tmp_path_factory):
+    path = tmp_path_factory.mktemp("frozen") / "network.jaxfuse"
+    (batch,) = jax.export.symbolic_shape("b")
+    frozen.save(path, jax.ShapeDtypeStruct((batch, *X.shape[1:]), X.dtype))
+    return path
+
+
+LOAD = """
+import sys, numpy as np, jaxfuse
+loaded = jaxfuse.load(sys.argv[1])
+for x, y in (np.load(file).values() for file in sys.argv[2:]):
+    assert np.abs(loaded(x) - y).max() <= 1e-4 * np.abs(y).max()
+print("loaded")
+"""
+
+
+def test_a_file_is_loaded_where_the_model_is_not(artefact, tmp_path):
+    for batch in (1, 3):
+        x = np.resize(X, (batch, *X.shape[1:]))
+        np.savez(tmp_path / f"{batch}.npz", x=x, y=MODEL.apply(VARIABLES, x))
+    done = subprocess.run([sys.executable, "-c", LOAD, artefact, *tmp_path.glob("*.npz")], capture_output=True, text=True, cwd=tmp_path,
+                          env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    assert done.stdout == "loaded\n", done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("spoil, words", [
+    (lambda data: b"PK" + data[2:], "is no frozen function"),
+    (lambda data: data[:10], "truncated or altered"),
+    (lambda data: data[: len(data) // 2], "truncated or altered"),
+    (lambda data: data[:-100] + bytes([data[-100] ^ 1]) + data[-99:], "truncated or altered"),
+    (lambda data: data.replace(b'"format": 1', b'"format": 9'), "of format 9, and this version of jaxfuse reads 1"),
+    (lambda data: b"", "is no frozen function"),
+])
+def test_a_file_that_is_spoiled(artefact, tmp_path, spoil, words):
+    (tmp_path / "spoiled").write_bytes(spoil(artefact.read_bytes()))
+    with pytest.raises(jaxfuse.ArtefactError, match=words):
+        jaxfuse.load(tmp_path / "spoiled")
