@@ -84,7 +84,9 @@ def run_all() -> int:
 
 
 @pytest.mark.skipif(ffi.no_onednn() is not None, reason=str(ffi.no_onednn()))
-@pytest.mark.parametrize("level", [{}, dict(JAXFUSE_SIMD="avx2", ONEDNN_MAX_CPU_ISA="AVX2")], ids=["highest", "avx2"])
+@pytest.mark.parametrize("level", [
+    {}, dict(JAXFUSE_SIMD="avx2", ONEDNN_MAX_CPU_ISA="AVX2"), dict(JAXFUSE_CONTRACTION="always"),
+    dict(JAXFUSE_CONTRACTION="always", JAXFUSE_SIMD="avx2")], ids=["highest", "avx2", "contraction", "contraction, avx2"])
 def test_nothing_is_read_outside(level):
     assert json.loads(printed_by(__file__, **level)) == 2 * len([*LONG, *ODD, *MANY_PIXELS, *NARROW, *DTYPES * len([*PRODUCTS, *NORMS])])
 

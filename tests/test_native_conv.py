@@ -62,6 +62,8 @@ def test_backward(case, dtype):
 
 
 AVX512 = ffi.native() is not None and (ffi.native().info()["isa"] or "").startswith("avx512")
+CONTRACTS_BF16 = AVX512 and ffi.native().info()["simd"] == "avx512" and ffi.native().info()["isa"] not in (
+    "avx512_core", "avx512_core_vnni")  # a large filter that few pixels meet
 
 
 def rms_error(got, want):
@@ -125,7 +127,8 @@ def test_residual_last_and_what_the_activation_is_applied_to(activation, name, d
     assert_close(together, VALUES[activation](z, ALPHA) + np.float64(residual))
     y, kept = forward(case, x, w, None, bias, residual, activation, residual_last=True, save_z=True)
     assert_close(kept, z)
-    by_product = name == "1x1, odd" and dtype == BF16 and not AVX512  # which does not read z again
+    own = name == "long sums" and CONTRACTS_BF16 or name == "1x1, odd" and not AVX512
+    by_product = dtype == BF16 and own  # which does not read z again
     assert_close(y, VALUES[activation](z if by_product else np.float64(kept), ALPHA) + np.float64(residual))
 
 

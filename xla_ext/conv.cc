@@ -2,6 +2,7 @@
 // after the activation. With `save_z` z is a second result. y, and with it the residual and z, may be f32 where x is bf16.
 #include "activation_attr.h"
 #include "conv.h"
+#include "conv_contraction.h"
 #include "conv_depthwise.h"
 #include "conv_pointwise.h"
 #include "conv_winograd.h"
@@ -20,7 +21,7 @@ Forward checked(const Call& call) {
             {call.result(0, "y"), activation_attr(call), parameters_attr(call), {}, {}, {}, call.attr<bool>("residual_last")}};
   Epilogue& e = f.epilogue;
   call.expect_dtype(f.x, {DType::F32, DType::BF16});
-  call.expect_dtype(f.w, {f.x.dtype});
+  if (f.w.dtype != DType::F32 || f.x.dtype != DType::BF16) call.expect_dtype(f.w, {f.x.dtype});
   call.expect_dtype(e.y, {f.x.dtype, DType::F32});
   f.geometry.check(call, f.x, f.w, e.y);
   const Shape features{e.y.shape[f.geometry.out_spec[1]]};
@@ -39,19 +40,31 @@ Forward checked(const Call& call) {
 // y by our own loops, from the convolution alone; null: from zeros.
 void finish(const Forward& f, const void* sums, DType dtype) { epilogue::apply(f.epilogue, f.geometry.out_spec[1], sums, dtype); }
 
-// What computes the products: one product of matrices, the loops for depthwise convolutions or Winograd's, all ours, or oneDNN.
-enum class Way { none, pointwise, depthwise, winograd, onednn };
+// What computes the products: one product of matrices, the loops for depthwise convolutions, Winograd's or the contraction's, all
+// ours, or oneDNN.
+enum class Way { none, pointwise, depthwise, winograd, contraction, onednn };
 
 Way way(const Forward& f) {
   if (f.x.size() == 0 || f.w.size() == 0 || f.y().size() == 0) return Way::none;
-  if (f.y().dtype != f.x.dtype) return Way::onednn;
+  if (f.y().dtype != f.x.dtype) return contracted::takes(f.geometry, f.x, f.w, f.y()) ? Way::contraction : Way::onednn;
   if (pointwise::takes(f.geometry, f.x, f.w)) return Way::pointwise;
   if (depthwise::takes(depthwise::Pass::forward, f.geometry, f.x, f.w, f.y())) return Way::depthwise;
-  return winograd::takes(f.geometry, f.x, f.w, f.y()) ? Way::winograd : Way::onednn;
+  if (winograd::takes(f.geometry, f.x, f.w, f.y())) return Way::winograd;
+  return contracted::takes(f.geometry, f.x, f.w, f.y()) ? Way::contraction : Way::onednn;
+}
+
+// The same with a filter of x's type; `memory` is for one that is rounded to it, and null where none is computed.
+Forward with_rounded_filter(const Forward& f, char* memory) {
+  Forward rounded = f;
+  if (f.w.dtype == f.x.dtype) return rounded;
+  rounded.w = {f.w.name, memory, f.x.dtype, f.w.shape};
+  if (memory) epilogue::apply(Epilogue{rounded.w}, int64_t(f.w.shape.size()) - 1, f.w.data, f.w.dtype);
+  return rounded;
 }
 
 unsigned libraries(const Call& call) {
-  const Forward f = checked(call);
+  if (way(checked(call)) == Way::contraction) return kNative;
+  const Forward f = with_rounded_filter(checked(call), nullptr);
   if (way(f) != Way::onednn) return kNative;
   const bool slow = onednn::is_loaded() && !onednn::is_fast(f.geometry, f.x, f.w, f.y());
   return slow ? kOneDNN | kReference : unsigned(kOneDNN);
@@ -122,8 +135,7 @@ void run_saving(const Forward& f, void (*run)(const Forward&)) {
   activate(f, f.epilogue.z->data);
 }
 
-void conv_fwd(const Call& call) {
-  const Forward f = checked(call);
+void run(const Forward& f) {
   switch (way(f)) {
     case Way::none: return finish(f, nullptr, f.y().dtype);
     case Way::pointwise: return pointwise::forward(f);
@@ -131,10 +143,18 @@ void conv_fwd(const Call& call) {
     case Way::winograd:
       if (winograd::forward(f)) return;
       [[fallthrough]];  // infinities as they are
+    case Way::contraction:
     case Way::onednn:
       onednn::require();
       return run_saving(f, run_onednn);
   }
+}
+
+void conv_fwd(const Call& call) {
+  const Forward f = checked(call);
+  if (way(f) == Way::contraction && contracted::forward(f)) return;  // else infinities as they are
+  const Scratch rounded(f.w.dtype == f.x.dtype ? 0 : f.w.size() * ffi::ByteWidth(f.x.dtype));
+  run(with_rounded_filter(f, rounded.data()));
 }
 
 JAXFUSE_HANDLER(jaxfuse_conv_fwd, conv_fwd);

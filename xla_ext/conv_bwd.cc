@@ -6,6 +6,8 @@
 #include "activation_attr.h"
 #include "bf16.h"
 #include "conv.h"
+#include "conv_contraction.h"
+#include "conv_contraction_filter.h"
 #include "conv_depthwise.h"
 #include "conv_filter.h"
 #include "conv_pointwise.h"
@@ -77,14 +79,16 @@ void data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, 
   if (dx.size() == 0) return;
   if (w.size() == 0 || g.size() == 0) return (void)std::memset(dx.data, 0, dx.bytes());
   if (winograd::takes_gradient(geometry, dx, w, g) && winograd::data_gradient(geometry, dx, w, g)) return;
+  if (contracted::takes_gradient(geometry, dx, w, g) && contracted::data_gradient(geometry, dx, w, g)) return;
   onednn::data_gradient(geometry, dx, w, g);
 }
 
 // What computes the gradient of a filter that is not depthwise::weights_gradient's.
-enum class Sums { none, copies, loops, onednn };
+enum class Sums { none, copies, loops, contraction, onednn };
 
 Sums sums_of(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g) {
   if (dw.size() == 0 || x.size() == 0 || g.size() == 0) return Sums::none;
+  if (contracted::takes_filter_gradient(geometry, x, dw, g)) return Sums::contraction;
   const bool too_long = onednn::images_per_sum(geometry, dw, g) == 0;
   if (too_long && depthwise::has_single_inputs(geometry, dw)) return Sums::copies;
   return too_long || (x.dtype == DType::F32 && filter::is_faster(geometry, dw)) ? Sums::loops : Sums::onednn;
@@ -95,6 +99,7 @@ void weights_gradient(const Geometry& geometry, const Tensor& x, const Tensor& d
     case Sums::none: return dw.size() ? (void)std::memset(dw.data, 0, dw.bytes()) : void();
     case Sums::copies: return depthwise::weights_gradient_of_copies(geometry, x, dw, g);
     case Sums::loops: return filter::gradient(geometry, x, dw, g);
+    case Sums::contraction: return contracted::filter_gradient(geometry, x, dw, g);
     case Sums::onednn: return onednn::weights_gradient(geometry, x, dw, g);
   }
 }
@@ -151,6 +156,10 @@ bool is_fast_dx(const Backward& b) {
                                  : onednn::is_fast_data_gradient(b.geometry, *b.dx, *b.w, b.dy);
 }
 
+bool contracted_dx(const Backward& b) {
+  return !b.geometry.transposed() && contracted::takes_gradient(b.geometry, *b.dx, *b.w, b.dy);
+}
+
 unsigned libraries_of(Backward b) {
   if (are_pointwise(b)) return kNative;
   if (wants_f32(b)) {
@@ -159,7 +168,8 @@ unsigned libraries_of(Backward b) {
     }
     b.dy.dtype = DType::F32;
   }
-  const bool dx_by_onednn = b.dx && !b.dx_by_loops && !winograd::takes_gradient(b.geometry, *b.dx, *b.w, b.dy),
+  const bool dx_by_onednn = b.dx && !b.dx_by_loops && !winograd::takes_gradient(b.geometry, *b.dx, *b.w, b.dy) &&
+                            !contracted_dx(b),
              dw_by_onednn = b.dw && !b.dw_by_loops && of_filter(b, b.dy, sums_of) == Sums::onednn;
   const bool any_native = (b.dx && !dx_by_onednn) || (b.dw && !dw_by_onednn) || (!b.dx && !b.dw);
   const bool any_slow = onednn::is_loaded() && ((dx_by_onednn && !is_fast_dx(b)) ||

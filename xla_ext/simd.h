@@ -183,7 +183,7 @@ inline __m256i load_halves(const void* p, First lanes) { return _mm256_maskz_loa
 inline Floats load(const float* p, First lanes) { return _mm512_maskz_loadu_ps(mask_of(lanes), p); }
 inline Floats load(const f16* p, First lanes) { return from_f16(Halves(load_halves(p, lanes))); }
 inline Floats load(const bf16* p, First lanes) {
-  return Floats(_mm512_slli_epi32(_mm512_maskz_cvtepu16_epi32(0xffff, load_halves(p, lanes)), 16));
+  return Floats(Uints(_mm512_maskz_cvtepu16_epi32(0xffff, load_halves(p, lanes))) << 16);
 }
 #else
 template <class T>

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, NoReturn
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -34,10 +35,16 @@ class ConvConfig:
     saves: int = 0  # 1: also return z, what the activation is applied to
     out_dtype: str | None = None  # where it is not x's: nothing is rounded to x's dtype
     rounds: bool = False  # with out_dtype: the product has x's dtype, and so has its cotangent
+    rounds_filter: bool = False  # w is float32 and counts as what it is in x's dtype
 
     @property
     def transposed(self) -> bool:
         return any(d != 1 for d in self.lhs_dilation)
+
+    @property
+    def is_decomposed(self) -> bool:
+        """Whether it is differentiated as several ops."""
+        return bool(self.has_scale or self.out_dtype or self.rounds_filter)
 
     @property
     def derivative(self) -> str:
@@ -51,6 +58,14 @@ class ConvConfig:
 
     def refuse_out_dtype(self) -> str | None:
         return f"{self.out_dtype} is wanted: the kernel gives what it takes" if self.out_dtype else None
+
+    def rounded(self, args):
+        """(config, args) with w in x's dtype."""
+        x, w, *rest = args
+        if not self.rounds_filter:
+            return self, args
+        rounded = jax.ShapeDtypeStruct(w.shape, x.dtype) if isinstance(w, jax.ShapeDtypeStruct) else w.astype(x.dtype)
+        return dataclasses.replace(self, rounds_filter=False), (x, rounded, *rest)
 
     def unpack(self, args):
         """(x, w, scale, bias, residual) from the op's argument list, None for what is absent."""

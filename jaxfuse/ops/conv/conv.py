@@ -89,6 +89,7 @@ def _per_channel(config: ConvConfig, vector, like):
 
 
 def _reference(config: ConvConfig, *args, convolve=convolve):
+    config, args = config.rounded(args)
     x, w, *rest = config.unpack(args)
     return _epilogue(config, convolve(config, x, w), *rest)
 
@@ -113,6 +114,9 @@ def _decomposed(config: ConvConfig, *args):
     """The same value by ops that are differentiable: scale, whose gradient needs the product, goes into w
     (scale·conv(x, w) = conv(x, w·scale)). Of another dtype than x's, the product is one in that dtype, as JAX differentiates it;
     or it is by itself, where its cotangent has x's."""
+    if config.rounds_filter:
+        config, args = config.rounded(args)
+        return tuple(OP(config, *args))
     x, w, scale, bias, residual = config.unpack(args)
     if config.rounds:
         alone = dataclasses.replace(config, has_scale=False, has_bias=False, has_residual=False, residual_last=False,
@@ -225,7 +229,7 @@ def _refuse_forward(config: ConvConfig, args) -> str | None:
 
 def _run_forward(config: ConvConfig, args, mesh_axes):
     x, w, scale, bias, residual = config.unpack(widened(args))
-    y = jax.eval_shape(functools.partial(convolve, config), x, w)
+    y = jax.eval_shape(functools.partial(convolve, config), x, jax.ShapeDtypeStruct(w.shape, x.dtype))
     if scale is not None:
         scale = scale.astype(jnp.float32)
     operands = [a for a in (x, _turned(config, w), scale, bias, residual) if a is not None]
@@ -298,19 +302,35 @@ _PLAIN = (
 )
 
 
+def _of_rounded(kernel: Kernel) -> Kernel:
+    """A kernel that takes no filter of another dtype than x's."""
+    run = kernel.run
+    assert run is not None
+
+    def refuse(config, args):
+        config, args = config.rounded(args)
+        return kernel.refuse(config, args)
+
+    def run_rounded(config, args, mesh_axes):
+        config, args = config.rounded(args)
+        return run(config, args, mesh_axes)
+
+    return kernel._replace(refuse=refuse, run=run_rounded)
+
+
 OP = FusedOp(
     "conv",
     reference=_reference,
     keep=_keep,
     tangent=_tangent,
-    decomposed=lambda config: functools.partial(_decomposed, config) if config.has_scale or config.out_dtype else None,
+    decomposed=lambda config: functools.partial(_decomposed, config) if config.is_decomposed else None,
     for_autodiff=lambda config: dataclasses.replace(config, saves=int(config.derivative == "z")),
     forward_kernels=(
         *(kernels[0] for kernels in _PLAIN),
         conv_channels_last.forward(_refuse_forward, _run_forward),
         Kernel(None, _refuse_forward, _run_forward),
-        conv_depthwise.FORWARD,
-        conv_cudnn.KERNEL,
+        _of_rounded(conv_depthwise.FORWARD),
+        _of_rounded(conv_cudnn.KERNEL),
     ),
     backward_kernels=(
         *(kernels[1] for kernels in _PLAIN),

@@ -131,6 +131,9 @@ def _without_blocks(graph, node: Node, dilated: space_to_batch.Dilated) -> Head:
 def _head(graph, config: ConvConfig, x: Value, w: Value, out: Value) -> Head:
     w, moved = only_moved(w)
     config = dataclasses.replace(config, rhs_spec=tuple(moved[d] for d in config.rhs_spec))
+    if wide := _before_rounding(graph, w):
+        w, moved = only_moved(wide)
+        config = dataclasses.replace(config, rhs_spec=tuple(moved[d] for d in config.rhs_spec), rounds_filter=True)
     steps: tuple[str, ...] = ()
     refused = ""
     while not refused:
@@ -150,6 +153,15 @@ def _head(graph, config: ConvConfig, x: Value, w: Value, out: Value) -> Head:
     if is_transposed(graph, x, order):
         config, x = dataclasses.replace(config, lhs_spec=reordered(config.lhs_spec, order)), transposed(graph, x, order)
     return Head(config, (x, w), out, steps, refused)
+
+
+def _before_rounding(graph, w: Value) -> Value | None:
+    """The float32 parameter of which the filter is the bfloat16, where nothing else reads that: the kernel rounds it while it packs
+    it, and no rounded copy is written and read."""
+    made = w.producer
+    if made is None or made.primitive != "convert_element_type" or len(w.users) > 1 or graph.is_returned(w):
+        return None
+    return made.inputs[0] if (made.inputs[0].dtype, w.dtype) == (jnp.float32, jnp.bfloat16) else None
 
 
 def _with_pad(config: ConvConfig, pad: Node):

@@ -1,0 +1,105 @@
+"""Convolutions by the contraction of our own, whatever was measured: every geometry, with every instruction set's loops."""
+
+import itertools
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conv_oracle import BF16, CASES, F32, LONG, Case, backward, check_backward, check_forward, forward, random, random_filter
+
+import jaxfuse
+from jaxfuse.ops import conv
+from jaxfuse.runtime import ffi
+from test_native_bounds import environment
+
+pytestmark = pytest.mark.skipif(ffi.no_onednn() is not None, reason=str(ffi.no_onednn()))
+
+MORE = {  # tiles that are not full, in rows, in columns, in steps of a pair; more than one block of rows; filters as panels
+    "one pixel": Case((1, 1, 1, 70), (1, 1, 70, 33)),
+    "odd everything": Case((3, 11, 13, 37), (3, 5, 37, 45), strides=2, padding=[(2, 0), (1, 3)]),
+    "many rows": Case((2, 40, 41, 9), (2, 2, 9, 20), padding=(1, 0)),
+    "long": Case((1, 3, 3, 700), (3, 3, 700, 17), padding=(1, 1)),
+    "padding only": Case((1, 2, 2, 5), (3, 3, 5, 8), strides=3, padding=(4, 4)),
+    "holes": Case((1, 15, 14, 6), (3, 3, 6, 40), strides=2, padding=(3, 2), dilation=3),
+    "grouped, strided": Case((2, 9, 8, 24), (3, 3, 8, 60), strides=2, padding=(1, 1), groups=3),
+    "volume": Case((2, 4, 5, 6, 7), (2, 3, 2, 7, 19), strides=(1, 2, 2), padding=(1, 1)),
+    "line": Case((3, 31, 16), (5, 16, 24), strides=3, padding=(2, 1)),
+}
+TRANSPOSED = [((2, 7, 6, 16), (4, 4, 16, 24), (2, 2)), ((1, 9, 5, 7), (3, 3, 7, 40), (3, 2)), ((2, 8, 12), (5, 12, 17), (3,))]
+
+
+def check_transposed(x_shape, w_shape, strides, dtype):
+    x, w = random(x_shape, dtype), random(w_shape, dtype, 1)
+    n = len(strides)
+    places = "DHW"[3 - n :]
+    names = (f"N{places}C", f"{places}IO", f"N{places}C")
+    padding = [(k - 1, k - 1) for k in w_shape[:n]]
+    y = jax.jit(lambda x, w: conv(x, w, lhs_dilation=strides, padding=padding, dimension_numbers=names))(x, w)
+    with jax.enable_x64(True):
+        want = jax.lax.conv_general_dilated(
+            jnp.asarray(np.float64(x)), jnp.asarray(np.float64(w)), (1,) * n, padding, strides, dimension_numbers=names)
+        error = np.max(np.abs(np.float64(y) - np.float64(want))) / np.max(np.abs(np.float64(want)))
+    assert error < (1e-6 if dtype == F32 else 8e-3), (x_shape, error)
+
+
+def check_float32_filter():
+    """One that meets bfloat16 is rounded as a cast rounds it, and to the same y."""
+    for case in (CASES["3x3"], CASES["1x1, odd"], MORE["long"], MORE["odd everything"]):
+        x, w = random(case.x, BF16), random_filter(case, F32)
+        assert (np.asarray(forward(case, x, w)) == np.asarray(forward(case, x, w.astype(BF16)))).all()
+
+
+def check_filters_that_are_not_finite():
+    """Over padding a tap contributes nothing."""
+    case = Case((1, 3, 3, 16), (3, 3, 16, 16), padding=(1, 1))
+    for dtype in (F32, BF16):
+        x = random(case.x, dtype)
+        w = random_filter(case, dtype).at[0, 0, 0, 0].set(jnp.inf)
+        y = np.float64(forward(case, x, w))
+        assert np.isfinite(y[0, 0]).all() and np.isfinite(y[0, :, 0]).all() and not np.isfinite(y[0, 1:, 1:, 0]).any()
+
+
+def check_threads():
+    """The same bits on any number of them."""
+    cases = CASES["3x3"], MORE["odd everything"], MORE["many rows"], MORE["long"]
+    found = []
+    for threads in (1, 2, 3, 16):
+        jaxfuse.set_num_threads(threads)
+        for case, dtype in itertools.product(cases, (F32, BF16)):
+            x, w, dy = random(case.x, dtype), random_filter(case, dtype), random(case.y, dtype, 2)
+            found.append((forward(case, x, w), backward(case, x, w, dy, dy, "none")))
+    for i, result in enumerate(found):
+        jax.tree.map(np.testing.assert_array_equal, result, found[i % (2 * len(cases))])
+
+
+def run_all() -> int:
+    count = 0
+    for dtype in (F32, BF16):
+        for case in (*CASES.values(), *MORE.values(), *LONG.values()):
+            check_forward(case, dtype)
+            check_backward(case, dtype)
+            count += 1
+        for shapes in TRANSPOSED:
+            check_transposed(*shapes, dtype)
+    check_float32_filter()
+    check_filters_that_are_not_finite()
+    check_threads()
+    return count
+
+
+
+@pytest.mark.parametrize("level", ["highest", "avx2", "portable"])
+def test_every_geometry(level):
+    more = {} if level == "highest" else dict(JAXFUSE_SIMD=level)
+    run = subprocess.run(
+        [sys.executable, __file__], env=environment(JAXFUSE_CONTRACTION="always", **more), capture_output=True, text=True, timeout=900)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert json.loads(run.stdout) == 2 * len([*CASES, *MORE, *LONG])
+
+
+if __name__ == "__main__":
+    print(json.dumps(run_all()))

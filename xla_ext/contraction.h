@@ -1,0 +1,52 @@
+// C[m, n] = Σ over taps t and elements k of A[row(m, t)][k]·B[t][k][n]: rows of A by pointers, as Dukhan has it ("The indirect
+// convolution algorithm", 2019). What a convolution, its gradient of x, a transposed one and a dense layer have in common.
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "contraction_kernels.h"
+#include "handler.h"
+
+namespace jaxfuse::contraction {
+
+// The loops for this machine.
+const Kernels& kernels();
+
+// Whether they multiply bf16 by an instruction of its own.
+bool has_bf16();
+
+// Whether JAXFUSE_CONTRACTION=always asks for it wherever it can compute what is wanted, and not only where that was measured to
+// be faster: for tests. Read once.
+bool always();
+
+// Element (k, n) of tap t is taps[t] + k·inner_step + n·column_step elements behind `data`. One of the steps is 1.
+struct Filter {
+  const void* data;
+  DType dtype;
+  std::vector<int64_t> taps;
+  int64_t inner_step, column_step;
+};
+
+// Writes where rows [first, first + count) begin: row i under tap t to at[t·step + i - first].
+using Point = std::function<void(int64_t first, int64_t count, const char** at, int64_t step)>;
+
+struct Problem {
+  int64_t rows, inner, columns;  // inner: elements of a row that a tap meets
+  DType dtype;                   // of the rows; an f32 filter that meets bf16 is rounded to it
+  Filter filter;
+  Point point;
+};
+
+// Part of a problem's result: `rows` × `columns` sums, row i at sums + i·stride.
+struct Block {
+  size_t problem;
+  int64_t row, rows, column, columns;
+  const float* sums;
+  int64_t stride;
+};
+
+// Calls `finish` once for every block of every problem, on any thread; it must not throw. Returns whether the filters were finite.
+bool multiply(const std::vector<Problem>& problems, const std::function<void(const Block&)>& finish);
+
+}  // namespace jaxfuse::contraction

@@ -1,0 +1,51 @@
+// The inner loops of contraction.cc as a table of functions for each ISA; contraction_loops.h is the loops.
+#pragma once
+
+#include <cstdint>
+
+#include "element.h"
+
+namespace jaxfuse::contraction {
+
+// Products are of steps: one number of f32, or a pair of neighbouring ones of bf16.
+constexpr int64_t per_step(Element element) { return element == Element::f32 ? 1 : 2; }
+constexpr int64_t kStepBytes = 4;
+
+constexpr int64_t kPositions = 32;  // that are transposed together
+
+// A matrix that becomes panels: element k of column n is at data + k·inner_step + n·column_step.
+struct Columns {
+  Element element;
+  const void* data;
+  int64_t inner_step, column_step;
+};
+
+// Rows by pointers, and the panel that they meet. Row i of tap t begins `offset` bytes behind rows[t·row_step + i]; it meets
+// line t·steps of the panel, and with each further step the next.
+struct Tile {
+  const char* const* rows;
+  const char* const* next;  // or null: those of the next tile, to be fetched into the cache
+  int64_t row_step, offset, taps, steps;
+  bool odd;     // the last step of a row has one number only, and nothing behind it is read
+  bool narrow;  // only the first half of the columns is wanted
+  const void* panel;
+};
+
+struct Kernels {
+  int64_t rows, columns;  // of a tile, whose sums fill the registers
+
+  // `inner` elements of each of `count` columns, at most `columns`, as lines of steps: step s of column n goes to place
+  // s·columns + n; zeros behind the last column, and behind the last element of a step. Whether all of them are finite.
+  bool (*pack_f32)(const Columns&, int64_t count, int64_t inner, void* to);
+  bool (*pack_bf16)(const Columns&, int64_t count, int64_t inner, void* to);
+  // Element c of each position's line becomes element p of row c, rows `stride` bytes apart; `count` is a multiple of kPositions.
+  void (*transpose_f32)(const char* const* positions, int64_t count, int64_t channels, char* to, int64_t stride);
+  void (*transpose_bf16)(const char* const* positions, int64_t count, int64_t channels, char* to, int64_t stride);
+  // sums[i·columns + n] = Σ over taps and steps for i < count, added to what is there unless `first`.
+  void (*multiply_f32)(const Tile&, int64_t count, float* sums, bool first);
+  void (*multiply_bf16)(const Tile&, int64_t count, float* sums, bool first);
+};
+
+extern const Kernels portable_kernels, avx2_kernels, avx512_kernels, avx512_bf16_kernels;
+
+}  // namespace jaxfuse::contraction

@@ -1,0 +1,243 @@
+// The loops of contraction_kernels.h, for the ISA that the including file is compiled for.
+#pragma once
+
+#include "contraction_kernels.h"
+#include "simd_transpose.h"
+
+namespace jaxfuse::contraction {
+namespace {
+
+constexpr int64_t kVectors = 2, kColumns = kVectors * kLanes;
+constexpr int64_t kRows = kLanes == 16 ? 14 : 6;  // with the columns they fill the registers
+
+// ---- steps as the panels have them: a number of f32, or the bits of a pair of bf16, of which the first is the lower half
+
+struct OfFloats {
+  static constexpr int64_t kElements = 1;
+
+  static Floats join(Floats value, Floats) { return value; }
+  static Floats load_step(const char* at) { return broadcast(*reinterpret_cast<const float*>(at)); }
+  static Floats load_half(const char* at) { return load_step(at); }
+  static Floats multiply_add(Floats a, Floats b, Floats sum) { return jaxfuse::multiply_add(a, b, sum); }
+};
+
+struct OfPairs {
+  static constexpr int64_t kElements = 2;
+
+  static Floats join(Floats even, Floats odd) {
+#ifdef __AVX512BF16__
+    const Halves order[] = {{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}, {8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31}};
+    return Floats(_mm512_permutexvar_epi16(load_bits<__m512i>(order), __m512i(_mm512_cvtne2ps_pbh(odd, even))));
+#else
+    return Floats((Uints(round_to<bf16>(even)) >> 16) | Uints(round_to<bf16>(odd)));
+#endif
+  }
+
+  static Floats load_step(const char* at) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, at, sizeof bits);
+    return Floats(Uints{} + bits);
+  }
+  static Floats load_half(const char* at) {
+    uint16_t bits;
+    __builtin_memcpy(&bits, at, sizeof bits);
+    return Floats(Uints{} + bits);
+  }
+
+  static Floats multiply_add(Floats a, Floats b, Floats sum) {
+#ifdef __AVX512BF16__
+    return _mm512_dpbf16_ps(sum, __m512bh(a), __m512bh(b));
+#else
+    const Floats even = jaxfuse::multiply_add(Floats(Uints(a) << 16), Floats(Uints(b) << 16), sum);
+    return jaxfuse::multiply_add(Floats(Uints(a) & 0xffff0000), Floats(Uints(b) & 0xffff0000), even);
+#endif
+  }
+};
+
+// ---- packing
+
+// 0 if all that was seen is finite, else NaN in some lane.
+struct Finite {
+  Floats seen{};
+
+  Floats operator()(Floats value) {
+    seen += value * 0.0f;
+    return value;
+  }
+  bool all() const { return to_bits(seen == 0.0f) == (1u << kLanes) - 1; }
+};
+
+// The step from element k on, of columns that lie side by side.
+template <class Step, class T, class Lanes>
+Floats step_beside(const T* from, int64_t inner_step, int64_t k, int64_t inner, Lanes lanes, Finite& finite) {
+  const Floats first = finite(load(from + k * inner_step, lanes));
+  const bool has_second = Step::kElements == 2 && k + 1 < inner;
+  return Step::join(first, has_second ? finite(load(from + (k + 1) * inner_step, lanes)) : Floats{});
+}
+
+template <class Step, class T>
+void pack_beside(const T* from, int64_t inner_step, int64_t count, int64_t inner, float* to, Finite& finite) {
+  for (int64_t k = 0; k < inner; k += Step::kElements, to += kColumns) {
+#pragma GCC unroll 2
+    for (int64_t n = 0; n < kColumns; n += kLanes) {
+      Floats line{};
+      if (n + kLanes <= count) {
+        line = step_beside<Step>(from + n, inner_step, k, inner, Whole{}, finite);
+      } else if (n < count) {
+        line = step_beside<Step>(from + n, inner_step, k, inner, First{count - n}, finite);
+      }
+      store(to + n, line);
+    }
+  }
+}
+
+// Columns that lie anywhere, from element `first` on.
+template <class Step, class T>
+void pack_elements(const T* from, const Columns& c, int64_t count, int64_t first, int64_t inner, float* to, Finite& finite) {
+  for (int64_t k = first; k < inner; k += Step::kElements) {
+    for (int64_t n = 0; n < kColumns; ++n) {
+      const T* at = from + n * c.column_step;
+      const Floats step = n < count ? step_beside<Step>(at, c.inner_step, k, inner, First{1}, finite) : Floats{};
+      store(to + k / Step::kElements * kColumns + n, step, First{1});
+    }
+  }
+}
+
+// kLanes steps of a column whose elements are neighbours.
+inline Floats steps_of_line(const float* from, OfFloats, Finite& finite) { return finite(load(from)); }
+inline Floats steps_of_line(const bf16* from, OfFloats, Finite& finite) { return finite(load(from)); }
+inline Floats steps_of_line(const bf16* from, OfPairs, Finite& finite) {
+  const Floats pairs = load_bits<Floats>(from);
+  finite(Floats(Uints(pairs) << 16));
+  finite(Floats(Uints(pairs) & 0xffff0000));
+  return pairs;
+}
+inline Floats steps_of_line(const float* from, OfPairs, Finite& finite) {
+  Floats even, odd;
+  for (int64_t i = 0; i < kLanes; ++i) even[i] = from[2 * i], odd[i] = from[2 * i + 1];
+  return OfPairs::join(finite(even), finite(odd));
+}
+
+template <class Step, class T>
+void pack_lines(const T* from, const Columns& c, int64_t count, int64_t inner, float* to, Finite& finite) {
+  constexpr int64_t kBlock = kLanes * Step::kElements;
+  const int64_t whole = inner / kBlock * kBlock;
+  for (int64_t k = 0; k < whole; k += kBlock) {
+    for (int64_t n = 0; n < kColumns; n += kLanes) {
+      Floats block[kLanes] = {};
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < kLanes; ++i) {
+        if (n + i < count) block[i] = steps_of_line(from + (n + i) * c.column_step + k, Step{}, finite);
+      }
+      transpose(block);
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < kLanes; ++i) store(to + (k / Step::kElements + i) * kColumns + n, block[i]);
+    }
+  }
+  pack_elements<Step>(from, c, count, whole, inner, to, finite);
+}
+
+template <class Step>
+bool pack(const Columns& c, int64_t count, int64_t inner, void* to) {
+  Finite finite;
+  with_dtype(c.element == Element::bf16, [&](auto type) {
+    const auto* from = static_cast<const decltype(type)*>(c.data);
+    float* steps = static_cast<float*>(to);
+    if (c.column_step == 1) return pack_beside<Step>(from, c.inner_step, count, inner, steps, finite);
+    if (c.inner_step == 1) return pack_lines<Step>(from, c, count, inner, steps, finite);
+    pack_elements<Step>(from, c, count, 0, inner, steps, finite);
+  });
+  return finite.all();
+}
+
+// ---- lines for rows
+
+template <class Step, class T, class Lanes>
+void transpose_block(const char* const* positions, int64_t channel, int64_t channels, char* to, int64_t stride, Lanes lanes) {
+  const auto line = [&](int64_t p) { return load(reinterpret_cast<const T*>(positions[p]) + channel, lanes); };
+  Floats block[kLanes];
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < kLanes; ++i) {
+    const int64_t p = i * Step::kElements;
+    block[i] = Step::join(line(p), Step::kElements == 2 ? line(p + 1) : Floats{});
+  }
+  transpose(block);
+  for (int64_t i = 0; i < kLanes && channel + i < channels; ++i) {
+    store(reinterpret_cast<float*>(to + (channel + i) * stride), block[i]);
+  }
+}
+
+template <class Step, class T>
+void transpose_lines(const char* const* positions, int64_t count, int64_t channels, char* to, int64_t stride) {
+  constexpr int64_t kBlock = kLanes * Step::kElements;
+  static_assert(kPositions % kBlock == 0);
+  for (int64_t p = 0; p < count; p += kBlock) {
+    for_vectors(0, channels, [&](int64_t channel, auto lanes) {
+      transpose_block<Step, T>(positions + p, channel, channels, to + p * int64_t(sizeof(T)), stride, lanes);
+    });
+  }
+}
+
+// ---- products
+
+constexpr int64_t kLineSteps = 64 / kStepBytes;  // of a row, in a line of the cache
+
+template <class Step, int64_t rows, int64_t vectors>
+void multiply(const Tile& tile, float* sums, bool first) {
+  Floats total[rows][vectors];
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < rows; ++i) {
+#pragma GCC unroll 2
+    for (int64_t j = 0; j < vectors; ++j) total[i][j] = Floats{};
+  }
+  const float* line = static_cast<const float*>(tile.panel);
+  const int64_t whole = tile.steps - tile.odd;
+  for (int64_t tap = 0; tap < tile.taps; ++tap) {
+    const char* a[rows];
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < rows; ++i) a[i] = tile.rows[tap * tile.row_step + i] + tile.offset;
+    const auto add_step = [&](auto load_a) {
+      Floats b[vectors];
+#pragma GCC unroll 2
+      for (int64_t j = 0; j < vectors; ++j) b[j] = load(line + j * kLanes);
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < rows; ++i) {
+        const Floats factor = load_a(a[i]);
+#pragma GCC unroll 2
+        for (int64_t j = 0; j < vectors; ++j) total[i][j] = Step::multiply_add(factor, b[j], total[i][j]);
+      }
+      line += kColumns;
+    };
+    for (int64_t begin = 0; begin < whole; begin += kLineSteps) {
+      const int64_t end = begin + kLineSteps < whole ? begin + kLineSteps : whole;
+      if (tile.next) {
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < rows; ++i) __builtin_prefetch(tile.next[tap * tile.row_step + i] + tile.offset + begin * kStepBytes);
+      }
+      for (int64_t s = begin; s < end; ++s) add_step([&](const char* row) { return Step::load_step(row + s * kStepBytes); });
+    }
+    if (tile.odd) add_step([&](const char* row) { return Step::load_half(row + whole * kStepBytes); });
+  }
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < rows; ++i) {
+#pragma GCC unroll 2
+    for (int64_t j = 0; j < vectors; ++j) {
+      float* at = sums + i * kColumns + j * kLanes;
+      store(at, first ? total[i][j] : load(at) + total[i][j]);
+    }
+  }
+}
+
+// Of `count` rows, at most `rows`.
+template <class Step, int64_t rows>
+void multiply_rows(const Tile& tile, int64_t count, float* sums, bool first) {
+  if constexpr (rows > 1) {
+    if (count < rows) return multiply_rows<Step, rows - 1>(tile, count, sums, first);
+  }
+  tile.narrow ? multiply<Step, rows, 1>(tile, sums, first) : multiply<Step, rows, kVectors>(tile, sums, first);
+}
+
+constexpr Kernels kernels = {kRows, kColumns, pack<OfFloats>, pack<OfPairs>, transpose_lines<OfFloats, float>, transpose_lines<OfPairs, bf16>, multiply_rows<OfFloats, kRows>, multiply_rows<OfPairs, kRows>};
+
+}  // namespace
+}  // namespace jaxfuse::contraction

@@ -1,0 +1,211 @@
+#include "conv_contraction.h"
+
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "contraction.h"
+#include "onednn/onednn.h"
+
+namespace jaxfuse::conv::contracted {
+namespace {
+
+// What outputs of one phase read along an axis: output first + j·step reads, by each of the taps, the input j·stride + shift. Where
+// the input is spread (lhs_dilation d), outputs that are d apart meet the same taps and are one phase; else there is one.
+struct Phase {
+  struct Tap {
+    int64_t number, shift;
+  };
+  int64_t inputs, first, step, count, stride;
+  std::vector<Tap> taps;
+};
+
+struct Axis {
+  int64_t inputs = 1, outputs = 1, taps = 1, stride = 1, dilation = 1, spread = 1, padding_low = 0;
+
+  Phase phase(int64_t first) const {
+    Phase phase{inputs, first, spread, (outputs - first + spread - 1) / spread, stride, {}};
+    for (int64_t tap = 0; tap < taps; ++tap) {
+      const int64_t at = first + tap * dilation - padding_low;
+      if (at % spread == 0) phase.taps.push_back({tap, at / spread});
+    }
+    return phase;
+  }
+};
+
+constexpr int kAxes = 3;  // missing ones are in front, of extent 1
+
+// The rows of one group's problem: the outputs of a phase of every axis.
+struct Rows {
+  const char *x, *zeros;
+  int64_t images, pixel;  // bytes from pixel to pixel
+  Phase axes[kAxes];
+
+  int64_t count() const { return images * axes[0].count * axes[1].count * axes[2].count; }
+
+  // Where row m is, counted in the phase's outputs.
+  struct Place {
+    int64_t image, at[kAxes];
+  };
+  Place place(int64_t m) const {
+    const int64_t line = m / axes[2].count, plane = line / axes[1].count;
+    return {plane / axes[0].count, {plane % axes[0].count, line % axes[1].count, m % axes[2].count}};
+  }
+
+  void point(int64_t first, int64_t count, const char** to, int64_t step) const {
+    for (int64_t m = first, run; m < first + count; m += run) {
+      const Place p = place(m);
+      run = std::min(first + count - m, axes[2].count - p.at[2]);
+      const char** tap_to = to + (m - first);
+      for (const Phase::Tap& plane : axes[0].taps) {
+        for (const Phase::Tap& row : axes[1].taps) {
+          const int64_t h = p.at[0] * axes[0].stride + plane.shift, i = p.at[1] * axes[1].stride + row.shift;
+          const bool inside = h >= 0 && h < axes[0].inputs && i >= 0 && i < axes[1].inputs;
+          const int64_t line = ((p.image * axes[0].inputs + h) * axes[1].inputs + i) * axes[2].inputs;
+          for (const Phase::Tap& column : axes[2].taps) {
+            inside ? point_line(line, p.at[2], run, column.shift, tap_to) : (void)std::fill_n(tap_to, run, zeros);
+            tap_to += step;
+          }
+        }
+      }
+    }
+  }
+
+  // Outputs [j, j + run) of a line of inputs.
+  void point_line(int64_t line, int64_t j, int64_t run, int64_t shift, const char** to) const {
+    const int64_t stride = axes[2].stride, inputs = axes[2].inputs, begin = j * stride + shift;
+    const int64_t before = begin < 0 ? std::min(run, (-begin + stride - 1) / stride) : 0;
+    const int64_t end = std::clamp<int64_t>((inputs - begin + stride - 1) / stride, before, run);
+    std::fill_n(to, before, zeros);
+    const char* at = x + (line + begin + before * stride) * pixel;
+    for (int64_t i = before; i < end; ++i, at += stride * pixel) to[i] = at;
+    std::fill_n(to + end, run - end, zeros);
+  }
+
+  // Whether a tap lies over padding anywhere.
+  bool meets_padding() const {
+    return std::any_of(std::begin(axes), std::end(axes), [](const Phase& a) {
+      return a.count > 0 && std::any_of(a.taps.begin(), a.taps.end(), [&](const Phase::Tap& tap) {
+        return tap.shift < 0 || (a.count - 1) * a.stride + tap.shift >= a.inputs;
+      });
+    });
+  }
+};
+
+class Convolution {
+ public:
+  // `flipped`: by the filter read from its last tap to its first.
+  Convolution(const Forward& f, bool flipped)
+      : f_(f), groups_(f.geometry.groups), inner_(f.x.shape[f.geometry.lhs_spec[1]] / groups_),
+        features_(f.y().shape[f.geometry.out_spec[1]]), columns_(features_ / groups_), flipped_(flipped),
+        zeros_(inner_ * int64_t(ffi::ByteWidth(f.x.dtype)) / int64_t(sizeof(float)) + 1),
+        tiles_(f.epilogue, epilogue::Rows(f.y().size() / features_, features_)) {
+    const Geometry& g = f.geometry;
+    const size_t n = g.spatial_rank();
+    for (size_t i = 0; i < n; ++i) {
+      axes_[kAxes - n + i] = {f.x.shape[i + 1], f.y().shape[i + 1],  f.w.shape[g.rhs_spec[i + 2]], g.strides[i],
+                              g.dilation[i],    g.lhs_dilation[i], g.padding_low[i]};
+    }
+    add_problems();
+  }
+
+  bool run() const {
+    const bool finite = contraction::multiply(problems_, [&](const contraction::Block& b) { finish(b); });
+    return finite || std::none_of(rows_.begin(), rows_.end(), [](const Rows& r) { return r.meets_padding(); });
+  }
+
+ private:
+  void add_problems() {
+    const Geometry& g = f_.geometry;
+    const Shape strides = g.filter_strides(f_.w);
+    const int64_t x_bytes = ffi::ByteWidth(f_.x.dtype), pixel = groups_ * inner_ * x_bytes;
+    const int64_t inner_step = strides[g.filter_swapped ? 0 : 1], column_step = strides[g.filter_swapped ? 1 : 0];
+    const int64_t group_step = g.filter_swapped ? inner_ * inner_step : columns_ * column_step;
+    rows_.reserve(groups_ * axes_[0].spread * axes_[1].spread * axes_[2].spread);
+    for (int64_t group = 0; group < groups_; ++group) {
+      for (int64_t i = 0; i < axes_[0].spread; ++i) {
+        for (int64_t j = 0; j < axes_[1].spread; ++j) {
+          for (int64_t k = 0; k < axes_[2].spread; ++k) {
+            rows_.push_back({f_.x.as<char>() + group * inner_ * x_bytes, reinterpret_cast<const char*>(zeros_.data()), f_.x.shape[0], pixel,
+                             {axes_[0].phase(i), axes_[1].phase(j), axes_[2].phase(k)}});
+            const Rows& rows = rows_.back();
+            problems_.push_back({rows.count(), inner_, columns_, f_.x.dtype,
+                                 {f_.w.as<char>() + group * group_step * int64_t(ffi::ByteWidth(f_.w.dtype)), f_.w.dtype,
+                                  taps(rows, strides), inner_step, column_step},
+                                 [&rows](int64_t first, int64_t count, const char** to, int64_t step) { rows.point(first, count, to, step); }});
+          }
+        }
+      }
+    }
+  }
+
+  // Where the taps of a phase begin in the filter.
+  std::vector<int64_t> taps(const Rows& rows, const Shape& strides) const {
+    const size_t n = f_.geometry.spatial_rank();
+    const auto offset = [&](size_t axis, int64_t number) {
+      if (axis + n < kAxes) return int64_t(0);
+      return (flipped_ ? axes_[axis].taps - 1 - number : number) * strides[axis + n - kAxes + 2];
+    };
+    std::vector<int64_t> taps;
+    for (const Phase::Tap& a : rows.axes[0].taps) {
+      for (const Phase::Tap& b : rows.axes[1].taps) {
+        for (const Phase::Tap& c : rows.axes[2].taps) taps.push_back(offset(0, a.number) + offset(1, b.number) + offset(2, c.number));
+      }
+    }
+    return taps;
+  }
+
+  // The outputs of a block: at once where the phase's rows are the pixels of y, else line by line.
+  void finish(const contraction::Block& b) const {
+    const Rows& rows = rows_[b.problem];
+    const int64_t column = int64_t(b.problem) / (int64_t(rows_.size()) / groups_) * columns_ + b.column;
+    const bool one_phase = int64_t(rows_.size()) == groups_;
+    for (int64_t row = 0, run; row < b.rows; row += run) {
+      const Rows::Place p = rows.place(b.row + row);
+      run = one_phase ? b.rows : std::min(b.rows - row, rows.axes[2].count - p.at[2]);
+      int64_t pixel = p.image;
+      for (int axis = 0; axis < kAxes; ++axis) {
+        pixel = pixel * axes_[axis].outputs + rows.axes[axis].first + p.at[axis] * rows.axes[axis].step;
+      }
+      epilogue::Tile tile = tiles_.tile(b.sums + row * b.stride, DType::F32, b.stride, pixel * features_ + column, column, b.columns);
+      tile.stride = rows.axes[2].step * features_;
+      epilogue::kernels().apply(tile, 0, run);
+    }
+  }
+
+  const Forward f_;
+  const int64_t groups_, inner_, features_, columns_;
+  const bool flipped_;
+  const std::vector<float> zeros_;
+  const epilogue::Tiles tiles_;
+  Axis axes_[kAxes];
+  std::vector<Rows> rows_;
+  std::vector<contraction::Problem> problems_;
+};
+
+}  // namespace
+
+bool takes(const Geometry& g, const Tensor& x, const Tensor& w, const Tensor& y) {
+  const Shape strides = g.filter_strides(w);
+  const bool fits = is_channels_last(g.lhs_spec) && is_channels_last(g.out_spec) && (strides[0] == 1 || strides[1] == 1);
+  if (!fits || !onednn::is_loaded() || y.size() == 0) return false;  // which computes what is not finite
+  if (contraction::always()) return true;
+  if (!contraction::has_bf16() || g.groups > 1) return false;
+  // oneDNN reorders the filter first: that is worth it where many pixels meet it, in f32 where a few hundred do (measured on Zen 5,
+  // benchmarks/README.md).
+  constexpr int64_t kFilterForPixel = 600, kFewPixels = 200;
+  const int64_t pixels = y.size() / y.shape[g.out_spec[1]];
+  return w.size() >= kFilterForPixel * pixels && (x.dtype == DType::BF16 || pixels <= kFewPixels);
+}
+
+bool forward(const Forward& f) { return Convolution(f, f.geometry.transposed()).run(); }
+
+bool takes_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g) {
+  return takes(geometry.adjoint(w), g, w, dx);
+}
+
+bool data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g) {
+  return Convolution({geometry.adjoint(w), g, w, {dx}}, true).run();
+}
+
+}  // namespace jaxfuse::conv::contracted
