@@ -226,7 +226,7 @@ def test_scores_near_misses():
     (dict(k_strides=(160, 8, 32)), "k_strides are 3, expected 4"),
     (dict(v_strides=(160, 8, 32, -1)), "v_strides are (160, 8, 32, -1), expected none below 0"),
     (dict(y_strides=(160, 1, 32, 4)), "y has columns 4 elements apart, expected 1"),
-    (dict(y_strides=(0, 8, 32, 1), y=(5, 4, 8)), "y has shape (5, 4, 8), expected one matrix for each item of the batch"),
+    (dict(y_strides=(0, 8, 32, 1), y=(5, 4, 8)), "y has shape (5, 4, 8), expected one matrix for each entry of the batch"),
     (dict(has_mask=True), "operand mask (number 3) is missing"),
     (dict(has_factor=True), "operand factor (number 3) is missing")], ids=lambda v: next(iter(v)) if isinstance(v, dict) else "")
 def test_the_kernel_refuses_what_does_not_fit(wrong, sentence):
