@@ -64,5 +64,5 @@ def test_value_and_gradients(layer, reader):
 
     wanted, tangents = jit(lambda: (of_all(step)(), of_all(pushed)()))()
     for got in (of_all(lambda f: fuse(step(f)))(), jit(of_all(lambda f: step(fuse(f))))()):
-        same(got, wanted, times=5, floor=0.1)
-    same(jit(of_all(lambda f: pushed(fuse(f))))(), tangents, times=5, floor=0.1)  # a loss of terms of both signs
+        same(got, wanted, times=8, floor=0.1)  # a norm of four features, and a loss of terms of both signs
+    same(jit(of_all(lambda f: pushed(fuse(f))))(), tangents, times=8, floor=0.1)
