@@ -17,8 +17,8 @@ def python(*arguments, timeout: float = 600, **environment: str | None) -> subpr
     return subprocess.run([sys.executable, *map(str, arguments)], env=given, capture_output=True, text=True, timeout=timeout)
 
 
-def printed_by(*arguments, **environment: str | None) -> str:
-    done = python(*arguments, **environment)
+def printed_by(*arguments, timeout: float = 600, **environment: str | None) -> str:
+    done = python(*arguments, timeout=timeout, **environment)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 

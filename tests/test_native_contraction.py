@@ -2,8 +2,6 @@
 
 import itertools
 import json
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +12,7 @@ from conv_oracle import BF16, CASES, F32, LONG, Case, backward, check_backward, 
 import jaxfuse
 from jaxfuse.ops import conv
 from jaxfuse.runtime import ffi
-from test_native_bounds import environment
+from processes import printed_by
 
 pytestmark = pytest.mark.skipif(ffi.no_onednn() is not None, reason=str(ffi.no_onednn()))
 
@@ -95,10 +93,8 @@ def run_all() -> int:
 @pytest.mark.parametrize("level", ["highest", "avx2", "portable"])
 def test_every_geometry(level):
     more = {} if level == "highest" else dict(JAXFUSE_SIMD=level)
-    run = subprocess.run(
-        [sys.executable, __file__], env=environment(JAXFUSE_CONTRACTION="always", **more), capture_output=True, text=True, timeout=900)
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert json.loads(run.stdout) == 2 * len([*CASES, *MORE, *LONG])
+    count = json.loads(printed_by(__file__, timeout=900, JAXFUSE_CONTRACTION="always", **more))
+    assert count == 2 * len([*CASES, *MORE, *LONG])
 
 
 if __name__ == "__main__":
