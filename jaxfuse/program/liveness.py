@@ -1,5 +1,7 @@
 """Who reads a value, once what is already fused is gone: the graph's lists of users, kept true while matches are made."""
 
+from collections.abc import Set as AbstractSet
+
 from jaxfuse.program.graph import Emission, Graph, Node, Transposed, Value
 from jaxfuse.program.site import Match
 
@@ -80,10 +82,12 @@ def circular(graph: Graph, replacements: dict[Value, Emission]) -> list[Emission
     return []
 
 
-def dead_after(graph: Graph, defined: tuple[Value, ...], kept: Value | None = None) -> dict[int, Node]:
-    """The nodes, by index, that nobody needs once `defined` are computed otherwise; `kept` is needed all the same."""
+def dead_after(graph: Graph, defined: tuple[Value, ...], kept: Value | None = None,
+               ignored: AbstractSet[int] | None = None) -> dict[int, Node]:
+    """The nodes, by index, that nobody needs once `defined` are computed otherwise; `kept` is needed all the same. Readers with an
+    index in `ignored` do not count, by default those that are dead already."""
     fused_away: dict[int, Node] = {}
-    replaced, unneeded = graph.marks.replaced.union(defined), dead(graph)
+    replaced, unneeded = graph.marks.replaced.union(defined), dead(graph) if ignored is None else ignored
     pending = [value.producer for value in defined if not isinstance(value, Transposed)]
 
     def needed(value: Value) -> bool:

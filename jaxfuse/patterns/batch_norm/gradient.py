@@ -21,6 +21,7 @@ from jaxfuse.program.graph import Emission, Graph, Value
 from jaxfuse.program.liveness import dead_after
 from jaxfuse.program.site import Match
 
+NOTHING: frozenset[int] = frozenset()  # a forward pass whose value nobody reads is fused all the same: its steps are not the gradient's
 FUSED_BY_XLA = "XLA moves less, for it computes what is beside it along with it"
 
 
@@ -70,7 +71,7 @@ def find(graph: Graph, statistics: Statistics) -> Gradient | None:
         return None
     (g,) = cotangents
     results = _results(graph, forms, x, g)
-    fused_away = dead_after(graph, tuple(value for value, _ in (*sums, *zeros, *results)), kept=g)
+    fused_away = dead_after(graph, tuple(value for value, _ in (*sums, *zeros, *results)), kept=g, ignored=NOTHING)
     return Gradient(statistics, forms, g, sums, zeros, results, frozenset(fused_away))
 
 
@@ -81,7 +82,7 @@ def through_activation(graph: Graph, gradient: Gradient) -> Iterator[Gradient]:
                  and gradient.statistics.x in form.tensors and gradient.g not in form.tensors]
     for z in sorted(arguments, key=_index, reverse=True):
         for slope in activation_grads_at(graph, z, gradient.g):
-            fused_away = dead_after(graph, (*gradient.defines, gradient.g), kept=slope.dy)
+            fused_away = dead_after(graph, (*gradient.defines, gradient.g), kept=slope.dy, ignored=NOTHING)
             yield gradient._replace(nodes=frozenset(fused_away), slope=slope)
 
 
