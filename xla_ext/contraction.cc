@@ -6,15 +6,13 @@
 #include <memory>
 #include <string>
 
+#include "cut.h"
 #include "parallel.h"
 #include "scratch.h"
 #include "simd_level.h"
 
 namespace jaxfuse::contraction {
 namespace {
-
-int64_t parts(int64_t extent, int64_t size) { return (extent + size - 1) / size; }
-int64_t even(int64_t extent, int64_t most) { return parts(extent, parts(extent, most)); }
 
 // A chunk of a panel, kMostSteps long, stays in the first-level cache while rows meet it. Its sums are then added to the
 // total: that keeps them short. The rows of a task, and their sums, stay in the second-level cache.

@@ -40,17 +40,18 @@ Forward checked(const Call& call) {
 // y by our own loops, from the convolution alone; null: from zeros.
 void finish(const Forward& f, const void* sums, DType dtype) { epilogue::apply(f.epilogue, f.geometry.out_spec[1], sums, dtype); }
 
-// What computes the products: one product of matrices, the loops for depthwise convolutions, Winograd's or the contraction's, all
+// What computes the products: one product of matrices, the loops for depthwise convolutions, Winograd's or the contraction, all
 // ours, or oneDNN.
 enum class Way { none, pointwise, depthwise, winograd, contraction, onednn };
 
 Way way(const Forward& f) {
   if (f.x.size() == 0 || f.w.size() == 0 || f.y().size() == 0) return Way::none;
-  if (f.y().dtype != f.x.dtype) return contracted::takes(f.geometry, f.x, f.w, f.y()) ? Way::contraction : Way::onednn;
+  const bool contracts = contracted::takes(f.geometry, f.x, f.w, f.y());
+  if (f.y().dtype != f.x.dtype) return contracts ? Way::contraction : Way::onednn;
   if (pointwise::takes(f.geometry, f.x, f.w)) return Way::pointwise;
   if (depthwise::takes(depthwise::Pass::forward, f.geometry, f.x, f.w, f.y())) return Way::depthwise;
   if (winograd::takes(f.geometry, f.x, f.w, f.y())) return Way::winograd;
-  return contracted::takes(f.geometry, f.x, f.w, f.y()) ? Way::contraction : Way::onednn;
+  return contracts ? Way::contraction : Way::onednn;
 }
 
 // The same with a filter of x's type; `memory` is for one that is rounded to it, and null where none is computed.
@@ -58,7 +59,7 @@ Forward with_rounded_filter(const Forward& f, char* memory) {
   Forward rounded = f;
   if (f.w.dtype == f.x.dtype) return rounded;
   rounded.w = {f.w.name, memory, f.x.dtype, f.w.shape};
-  if (memory) epilogue::apply(Epilogue{rounded.w}, int64_t(f.w.shape.size()) - 1, f.w.data, f.w.dtype);
+  if (memory) epilogue::apply({rounded.w}, f.w.shape.size() - 1, f.w.data, f.w.dtype);
   return rounded;
 }
 

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "contraction.h"
+#include "epilogue.h"
 #include "onednn/onednn.h"
 
 namespace jaxfuse::conv::contracted {
@@ -99,11 +100,11 @@ class Convolution {
       : f_(f), groups_(f.geometry.groups), inner_(f.x.shape[f.geometry.lhs_spec[1]] / groups_),
         features_(f.y().shape[f.geometry.out_spec[1]]), columns_(features_ / groups_), flipped_(flipped),
         zeros_(inner_ * int64_t(ffi::ByteWidth(f.x.dtype)) / int64_t(sizeof(float)) + 1),
-        tiles_(f.epilogue, epilogue::Rows(f.y().size() / features_, features_)) {
+        epilogue_(f.epilogue, {f.y().size() / features_, features_}) {
     const Geometry& g = f.geometry;
     const size_t n = g.spatial_rank();
     for (size_t i = 0; i < n; ++i) {
-      axes_[kAxes - n + i] = {f.x.shape[i + 1], f.y().shape[i + 1],  f.w.shape[g.rhs_spec[i + 2]], g.strides[i],
+      axes_[kAxes - n + i] = {f.x.shape[i + 1], f.y().shape[i + 1],    f.w.shape[g.rhs_spec[i + 2]], g.strides[i],
                               g.dilation[i],    g.lhs_dilation[i], g.padding_low[i]};
     }
     add_problems();
@@ -167,8 +168,8 @@ class Convolution {
       for (int axis = 0; axis < kAxes; ++axis) {
         pixel = pixel * axes_[axis].outputs + rows.axes[axis].first + p.at[axis] * rows.axes[axis].step;
       }
-      epilogue::Tile tile = tiles_.tile(b.sums + row * b.stride, DType::F32, b.stride, pixel * features_ + column, column, b.columns);
-      tile.stride = rows.axes[2].step * features_;
+      epilogue::Tile tile = epilogue_.tile(b.sums + row * b.stride, DType::F32, b.stride, pixel * features_ + column, column, b.columns);
+      tile.stride *= rows.axes[2].step;  // a phase's pixels lie apart
       epilogue::kernels().apply(tile, 0, run);
     }
   }
@@ -177,7 +178,7 @@ class Convolution {
   const int64_t groups_, inner_, features_, columns_;
   const bool flipped_;
   const std::vector<float> zeros_;
-  const epilogue::Tiles tiles_;
+  const epilogue::Tiles epilogue_;
   Axis axes_[kAxes];
   std::vector<Rows> rows_;
   std::vector<contraction::Problem> problems_;

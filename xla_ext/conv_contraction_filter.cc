@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "contraction.h"
+#include "cut.h"
 #include "epilogue.h"
 #include "parallel.h"
 #include "scratch.h"
@@ -12,10 +13,6 @@ namespace jaxfuse::conv::contracted {
 namespace {
 
 using contraction::kernels, contraction::kPositions, contraction::kStepBytes;
-
-int64_t parts(int64_t extent, int64_t size) { return (extent + size - 1) / size; }
-int64_t rounded(int64_t extent, int64_t unit) { return parts(extent, unit) * unit; }
-int64_t even(int64_t extent, int64_t most) { return parts(extent, parts(extent, most)); }
 
 // Output o reads, by tap k, the input o·stride + k·dilation - padding_low. Where there is one tap, only inputs that are read
 // are packed; else every input from the first that is read to the last, those of a phase of the stride side by side.
@@ -76,8 +73,8 @@ struct Cut {
   explicit Cut(const Problem& p) {
     const int64_t tile = kernels().rows, panel = kernels().columns;
     const int64_t most_outputs = std::max(panel, (p.taps() == 1 ? 256 : 64) / panel * panel);
-    outputs = rounded(even(p.outputs, most_outputs), panel), output_parts = parts(p.outputs, outputs);
-    inputs = rounded(even(p.inputs, std::max(tile, kSums / p.taps() / outputs / tile * tile)), tile), input_parts = parts(p.inputs, inputs);
+    outputs = padded(even(p.outputs, most_outputs), panel), output_parts = parts(p.outputs, outputs);
+    inputs = padded(even(p.inputs, std::max(tile, kSums / p.taps() / outputs / tile * tile)), tile), input_parts = parts(p.inputs, inputs);
     const int64_t pixels = kSteps * kStepBytes / p.bytes;
     columns = even(p.columns.out, pixels);
     rows = even(p.rows.out, std::max<int64_t>(1, pixels / p.columns.out));
@@ -107,7 +104,7 @@ class Task {
       : p_(p), loops_(kernels()), input_(number % cut.input_parts * cut.inputs), inputs_(std::min(cut.inputs, p.inputs - input_)),
         output_(number / cut.input_parts * cut.outputs), outputs_(std::min(cut.outputs, p.outputs - output_)),
         row_(p.columns.packed(cut.columns)),
-        phase_(rounded(cut.images * p.rows.phases() * p.rows.packed(cut.rows) * row_, kPositions)),
+        phase_(padded(cut.images * p.rows.phases() * p.rows.packed(cut.rows) * row_, kPositions)),
         stride_(p.columns.phases() * phase_ * p.bytes + 64), zeros_(p.inputs * p.bytes + 64),
         x_(inputs_ * stride_ + 64), g_(cut.images * cut.rows * steps(cut.columns) * loops_.columns * kStepBytes),
         positions_(p.columns.phases() * phase_) {
@@ -212,9 +209,9 @@ class Written {
         for (int64_t j = 0; j < tile; ++j) total[j] += own[j];
       }
       char* const to = dw_.as<char>() + place(tap, input + first, output + n) * int64_t(ffi::ByteWidth(dw_.dtype));
-      const epilogue::Tile out{element_of(dw_.dtype), std::min(loops_.columns, outputs - n), strides_[1], 0, Activation::none, {},
-                               total, loops_.columns, true, nullptr, nullptr, nullptr, false, nullptr, to};
-      epilogue::kernels().apply(out, 0, std::min(loops_.rows, inputs - first));
+      const epilogue::Tile written{element_of(dw_.dtype), std::min(loops_.columns, outputs - n), strides_[1], 0, Activation::none, {},
+                                   total, loops_.columns, true, nullptr, nullptr, nullptr, false, nullptr, to};
+      epilogue::kernels().apply(written, 0, std::min(loops_.rows, inputs - first));
     }
   }
 
