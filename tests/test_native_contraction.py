@@ -89,7 +89,6 @@ def run_all() -> int:
     return count
 
 
-
 @pytest.mark.parametrize("level", ["highest", "avx2", "portable"])
 def test_every_geometry(level):
     more = {} if level == "highest" else dict(JAXFUSE_SIMD=level)

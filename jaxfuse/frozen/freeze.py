@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxfuse.frozen import artefact
-from jaxfuse.frozen.program import Program
+from jaxfuse.frozen.program import Freed, Program
 from jaxfuse.fuse import fuse
 from jaxfuse.ops.errors import OpError
 from jaxfuse.program.signature import trace
 
-FREED = ("{what} is not there any more: its only use was to be folded into a layer, and these arguments need it in another way. "
-         "Freeze the function again, and call it with these arguments first")
+FREED = ("jaxfuse.freeze: a weight is not there any more: its only use was to be folded into a layer, and these arguments need it in "
+         "another way. Freeze the function again, and call it with these arguments first")
 
 
 class Made(NamedTuple):
@@ -117,8 +117,8 @@ class Frozen:
         wanted = set(program.constants) - self._constants.keys()
         try:
             self._constants |= program.values(given, wanted)
-        except KeyError as error:
-            raise OpError(f"jaxfuse.freeze: {FREED.format(what='a weight')}") from error
+        except Freed:
+            raise OpError(FREED) from None
         first = len(given) - len(self._arrays())
         places = [i for i, type_ in enumerate(self._types) if _is_array(type_)]
         for i in program.spent:

@@ -44,6 +44,10 @@ class Fold:
         return self.exact, *[value for _, value in self.chain.affine]
 
 
+class Freed(Exception):
+    """A bound input is needed that was let go."""
+
+
 class Program:
     """`closed` with its first `bound` inputs, and what it closes over, constant.
 
@@ -75,8 +79,7 @@ class Program:
         return evaluate(self.graph, [*inputs, *arguments], replacements)
 
     def values(self, leaves: Sequence, wanted: set[str]) -> dict[str, Any]:
-        """The constants of these names, computed from the bound inputs. Raises KeyError with the index of an input that is None and
-        needed."""
+        """The constants of these names, computed from the bound inputs. Raises `Freed` where one that they need is None."""
         environment = {v: array for v, array in zip(self.graph.inputs, leaves) if array is not None}
         environment |= zip(self.graph.constants, self.graph.constant_arrays)
         found: dict[str, Any] = {}
@@ -91,10 +94,15 @@ class Program:
         return found
 
     def _computed(self, wanted: Sequence[Value], environment: dict) -> list:
-        try:
-            return compute(wanted, environment, {})
-        except AssertionError as error:  # an input that is not there has no producer
-            raise KeyError from error
+        stack, seen = list(wanted), set(environment)
+        while stack:
+            value = stack.pop()
+            if value.literal is None and value not in seen:
+                if value.producer is None:
+                    raise Freed
+                seen.add(value)
+                stack += value.producer.inputs
+        return compute(wanted, environment, {})
 
     @property
     def spent(self) -> set[int]:
@@ -141,7 +149,8 @@ class Program:
                 continue
             seen.add(value)
             if value in self._fixed:
-                needed |= {} if value in self.graph.constants else {value: None}
+                if value not in self.graph.constants:
+                    needed[value] = None
             elif value in self.folds:
                 stack.append(self.folds[value].x)
             elif value.producer is not None:

@@ -102,7 +102,6 @@ def is_weight_gradient(node: Node, is_backward: bool = False) -> bool:
     return _batch_moved(dn) and (is_backward or window > positions)
 
 
-
 # --- before it ---------------------------------------------------------------------------------------------------
 
 
