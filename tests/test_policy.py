@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxfuse
+import layers
 from jaxfuse import ops
 from jaxfuse.tuning import measured, policy, tuned
 from jaxfuse.tuning.rules import TABLE
@@ -131,8 +132,7 @@ def test_what_nobody_measured_has_no_rule(isa, dtypes, expected):
 
 
 def conv(x, w, groups=1):
-    return jax.nn.relu(jax.lax.conv_general_dilated(
-        x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups))
+    return jax.nn.relu(layers.conv(x, w, feature_group_count=groups))
 
 
 def test_a_convolutions_size_is_its_operations(some_kernel):
