@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from arrays import array
 from attributes import attributes
 from jaxfuse.runtime import ffi
 
@@ -33,7 +34,7 @@ class Case:
             window_strides=self.strides, padding_low=low, padding_high=high, lhs_dilation=(1,) * len(self.strides),
             rhs_dilation=self.dilation, feature_group_count=self.groups)
 
-    @property
+    @functools.cached_property
     def y(self):
         return jax.eval_shape(
             functools.partial(lax.conv_general_dilated, window_strides=self.strides, padding=self.padding, rhs_dilation=self.dilation,
@@ -204,13 +205,13 @@ def gradients(case, x, w, g):
 
 
 def random(shape, dtype=F32, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+    return array(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 def random_filter(case, dtype=F32):
     """So scaled that x (*) w is about as large as x."""
     fan_in = max(1, np.prod(case.w) // max(1, case.w[case.specs.rhs_spec[0]]))
-    return (random(case.w, seed=1) / np.sqrt(fan_in)).astype(dtype)
+    return array(np.asarray(random(case.w, seed=1)) / np.float32(np.sqrt(fan_in)), dtype)
 
 
 def forward(case, x, w, scale=None, bias=None, residual=None, activation="none", shape=None,
