@@ -75,20 +75,14 @@ def _merges_lines(config: PackedConfig) -> bool:
     return beside and shape[spec[1]] < FEW_CHANNELS and shape[spec[-1]] > 1 and config.conv.rhs_dilation[-1] == 1
 
 
-def config_of(config: ConvConfig, x, w) -> PackedConfig:
-    """That of a convolution whose filter w, of x's dtype or float32, is packed."""
-    config = dataclasses.replace(config, rounds_filter=False)
-    return PackedConfig(config, tuple(w.shape), "bfloat16" if x.dtype == jnp.bfloat16 else "float32", _takes_winograd(config, x, w))
+def config_of(config: ConvConfig, x, w, winograd: bool = False) -> PackedConfig:
+    """That of a convolution whose filter is packed; `winograd`: transformed too, and the products are those of F(2×2, 3×3)."""
+    return PackedConfig(config, tuple(w.shape), "bfloat16" if x.dtype == jnp.bfloat16 else "float32", winograd)
 
 
-def _takes_winograd(config: ConvConfig, x, w) -> bool:
-    """Where F(2×2) is faster than the direct way, both packed: of few pixels the larger filter takes longer to read.
-    Measured on Zen 5 (benchmarks/README.md)."""
-    batch, channels, *image = (x.shape[d] for d in config.lhs_spec)
-    features, _, *taps = (w.shape[d] for d in config.rhs_spec)
-    fits = x.dtype in (jnp.float32, jnp.float16) and not config.out_dtype and taps == [3, 3] and {
-        *config.window_strides, *config.rhs_dilation, *config.lhs_dilation, config.feature_group_count} == {1}
-    return fits and min(channels, features) >= 32 and batch * math.prod(image) >= 4 * 48
+def fits_winograd(config: ConvConfig, x, w) -> bool:
+    steps = {*config.window_strides, *config.rhs_dilation, *config.lhs_dilation, config.feature_group_count}
+    return x.dtype != jnp.bfloat16 and not config.out_dtype and [w.shape[d] for d in config.rhs_spec[2:]] == [3, 3] and steps == {1}
 
 
 @ours
@@ -124,21 +118,20 @@ def unpack(config: PackedConfig, packed):
     return in_order.transpose(np.argsort((*spec[2:], spec[1], spec[0])))
 
 
-def refuse(config: ConvConfig, x, w, *others) -> str | None:
+def refuse(config: ConvConfig, x, w) -> str | None:
     """Why a convolution of these types cannot have a packed filter."""
-    if config.transposed or config.feature_group_count != 1 or config.saves:
-        return "the filter of a transposed or grouped convolution, and of one that saves what autodiff needs, is not packed"
+    if config.transposed or config.feature_group_count != 1 or config.saves or config.rounds_filter:
+        return "a filter is not packed for a transposed or grouped convolution, for one that saves for autodiff or rounds its filter"
     last = (0, len(x.shape) - 1, *range(1, len(x.shape) - 1))
     if (config.lhs_spec, config.out_spec) != (last, last):
         return f"axes {config.lhs_spec} -> {config.out_spec}: a packed filter is for channels last"
-    if not {str(x.dtype), str(w.dtype)} <= set(DTYPES) or any(0 in a.shape for a in (x, w)):
-        return f"dtypes {x.dtype}, {w.dtype}, or an empty array"
+    if not {str(x.dtype), str(w.dtype)} <= set(DTYPES) or 0 in w.shape:
+        return f"dtypes {x.dtype}, {w.dtype}, filter of shape {w.shape}"
     return ffi.unavailable("jaxfuse_conv_pack") or ffi.unavailable("jaxfuse_conv_packed")
 
 
 def _refuse(config: PackedConfig, args: Sequence) -> str | None:
-    x, w = args[0], jax.ShapeDtypeStruct(config.shape, config.dtype)
-    return refuse(config.conv, x, w)
+    return f"empty array of shape {args[0].shape}" if 0 in args[0].shape else None
 
 
 def _reference(config: PackedConfig, *args):
