@@ -102,6 +102,25 @@ class Wide(nn.Module):
         return nn.BatchNorm(use_running_average=True)(x) * scale
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_filters_are_packed(dtype):
+    """And transformed for Winograd, where that is chosen; what autodiff, vmap and a fuse around it need is unpacked."""
+    model, x = Wide(), jax.random.normal(jax.random.key(2), (1, 16, 16, 32), dtype)
+    variables = jax.tree.map(lambda a: a.astype(dtype), variables_of(model, x))
+    made = jaxfuse.freeze(model.apply, variables, policy="always")
+    near = dict(times=3) if dtype == jnp.float32 else dict(times=3, floor=0.01)
+    same(made(x), model.apply(variables, x), **near)
+    kinds = sorted(name.split()[0] for name in made._constants if name.startswith(("packed", "transformed")))
+    assert kinds == (["packed", "transformed"] if dtype == jnp.float32 else ["packed"])
+    before = made.nbytes
+    same(jaxfuse.fuse(lambda x: made(x) + 1)(x), model.apply(variables, x) + 1, **near)
+    wanted = jax.grad(lambda x: jnp.sum(model.apply(variables, x) ** 2))(x)
+    for f in (made, jax.jit(made)):
+        same(jax.grad(lambda x: jnp.sum(f(x) ** 2))(x), wanted, times=10, floor=0.02)
+    same(jax.vmap(made, in_axes=1, out_axes=1)(x[:, None])[:, 0], model.apply(variables, x), **near)
+    assert made.nbytes == before
+
+
 def test_weights_that_were_folded_are_let_go():
     model, x = Wide(), jnp.ones((1, 4, 4, 32))
     variables = variables_of(model, x)

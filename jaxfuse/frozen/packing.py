@@ -8,8 +8,8 @@ import jax
 
 from jaxfuse.ops.conv import packed
 from jaxfuse.program.graph import Emission, Graph, Node, Value, evaluate
-from jaxfuse.runtime import platforms
-from jaxfuse.tuning.rules import packed as rule
+from jaxfuse.tuning.policy import packing
+from jaxfuse.tuning.rules.packed import Packing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,13 +68,13 @@ class Packed:
 
 def _filter_of(node: Node, given: dict[Value, str], policy: str) -> Filter | None:
     """The filter of a convolution whose filter is a constant, where it is worth packing."""
-    if node.primitive != "jaxfuse_conv" or node.inputs[1] not in given or platforms.current() != "cpu":
+    if node.primitive != "jaxfuse_conv" or node.inputs[1] not in given:
         return None
     config, (x, w, *_) = node.params["config"], node.inputs
-    if packed.refuse(config, x, w) or policy == "measured" and not rule.is_faster(config, x, w):
+    layout = Packing.none if packed.refuse(config, x, w) else packing(policy, config, x, w)
+    if layout is Packing.none:
         return None
-    by_winograd = packed.fits_winograd(config, x, w) and (policy == "always" or rule.by_winograd(config, x))
-    return Filter(given[w], str(w.dtype), packed.config_of(config, x, w, by_winograd))
+    return Filter(given[w], str(w.dtype), packed.config_of(config, x, w, layout is Packing.winograd))
 
 
 def _emission(node: Node, filter_: Filter, arrays: dict) -> Emission:
