@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxfuse.ops.conv.packed import fits_winograd
 from jaxfuse.tuning import tuned
 
-SHORTEST_SUM = 96  # products: outputs of shorter ones oneDNN writes faster
+SHORTEST_SUM = 192  # products: outputs of shorter ones oneDNN writes faster
 MOST_PIXELS = {jnp.dtype(jnp.bfloat16): 800}  # of the outputs: with more of them oneDNN's layout of the filter costs little
 FEWEST_TILES = 48  # of 2×2 outputs: below it a transformed filter, 16/9 times as large, takes longer to read
 
