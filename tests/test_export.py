@@ -192,6 +192,29 @@ def test_loaded_in_a_fresh_process(tmp_path):
     assert "with: 256.0" in said and re.search(r"without:.*jaxfuse_dense_fwd_v1", said, re.DOTALL)
 
 
+EVERY_OP = """
+import pathlib, sys, jax, jaxfuse, numpy as np
+for path in sorted(pathlib.Path(sys.argv[1]).glob("*.program")):
+    given, wanted = (list(np.load(path.with_suffix(end)).values()) for end in (".given.npz", ".wanted.npz"))
+    found = jax.export.deserialize(bytearray(path.read_bytes())).call(*given)
+    errors = [np.abs(a - b).max() / max(1e-30, np.abs(b).max()) for a, b in zip(found, wanted, strict=True)]
+    assert max(errors) < 1e-6, (path, errors)
+    print(path.stem)
+"""
+
+
+@native
+def test_every_op_in_a_fresh_process(tmp_path):
+    pytest.importorskip("flatbuffers")
+    for op, case in EACH.items():
+        leaves, tree = jax.tree.flatten(case.inputs())
+        run = jax.jit(lambda *leaves: jax.tree.leaves(forward_and_gradients(case.fused)(tree.unflatten(leaves))))
+        (tmp_path / f"{op}.program").write_bytes(exported(run, *leaves).serialize())
+        np.savez(tmp_path / f"{op}.given.npz", *leaves)
+        np.savez(tmp_path / f"{op}.wanted.npz", *run(*leaves))
+    assert printed_by("-c", EVERY_OP, tmp_path).split() == sorted(EACH)
+
+
 def network(parameters, x):
     return jnp.mean(relu_of_conv(x, parameters["w"]), (1, 2)) @ parameters["d"]
 
