@@ -123,6 +123,17 @@ def test_filters_are_packed(dtype):
     assert made.nbytes == before
 
 
+def test_packed_filters_in_a_file_for_any_batch(tmp_path):
+    model, x = Wide(), jax.random.normal(jax.random.key(2), (3, 16, 16, 32))
+    variables = variables_of(model, x)
+    made = jaxfuse.freeze(model.apply, variables)
+    (batch,) = jax.export.symbolic_shape("b")
+    made.save(tmp_path / "network", jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype))
+    assert made._packed
+    for some in (x, x[:1]):
+        same(jaxfuse.load(tmp_path / "network")(some), model.apply(variables, some), times=3)
+
+
 def haiku_network():
     def network(x, is_training=False):
         for _ in range(2):

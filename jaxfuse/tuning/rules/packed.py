@@ -6,6 +6,7 @@ import math
 import jax.numpy as jnp
 
 from jaxfuse.ops.conv.packed import fits_winograd
+from jaxfuse.runtime import private
 from jaxfuse.tuning import tuned
 
 SHORTEST_SUM = 192  # products: outputs of shorter ones oneDNN writes faster
@@ -21,7 +22,7 @@ class Packing(enum.Enum):
 
 def fastest(config, x, w) -> Packing:
     """As it is oneDNN lays it out again at every call."""
-    batch, channels, *image = (x.shape[d] for d in config.lhs_spec)
+    batch, channels, *image = (private.known(x.shape[d]) for d in config.lhs_spec)
     positions, products = batch * math.prod(image), math.prod(w.shape) // w.shape[config.rhs_spec[0]]
     if products < SHORTEST_SUM or not any(isa.startswith("avx512") for isa in tuned.isa()):
         return Packing.none
