@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from arrays import array
 from jaxfuse import ops
 from jaxfuse.ops.activations import TABLE as ACTIVATIONS
 from unfused import UNFUSED
@@ -34,7 +35,7 @@ class Case:
         """Numbers like those of a real layer: a mean away from 0, and outputs on both sides of every kink."""
         rng = np.random.default_rng([zlib.crc32(self.name.encode()), seed])
         types = {name: jnp.float32 if name in (*self.float32, *_STATISTICS) else dtype for name in self.shapes}
-        return {name: jnp.asarray(_DRAW[name](rng, shape), types[name]) for name, shape in self.shapes.items()}
+        return {name: array(_DRAW[name](rng, shape), types[name]) for name, shape in self.shapes.items()}
 
     def fused(self, arrays) -> tuple[jax.Array, ...]:
         """The outputs that depend on the arguments."""

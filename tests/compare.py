@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from arrays import array
+
 # Root mean square of what the roundings of a result's own type may do to it, relative to its size.
 ROUNDING = dict(float64=1e-12, float32=1e-6, bfloat16=2e-3, float16=3e-4)
 
@@ -84,12 +86,12 @@ def by_xla(case, dtype):
 def with_cotangents(case, arrays):
     outs = jax.eval_shape(case.unfused, arrays)
     rng = np.random.default_rng(1)
-    return arrays, tuple(jnp.asarray(rng.normal(size=out.shape), out.dtype) for out in outs)
+    return arrays, tuple(array(rng.normal(size=out.shape), out.dtype) for out in outs)
 
 
 def as_float64(tree):
     """Call under `jax.enable_x64`. No kernel takes float64, so nothing that is done with it is native."""
-    return jax.tree.map(lambda a: jnp.asarray(np.asarray(a, np.float64)), tree)
+    return jax.tree.map(lambda a: array(a, np.float64), tree)
 
 
 def pairs(*trees):

@@ -2,12 +2,14 @@
 
 import functools
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from arrays import array
 from attributes import attributes
 from jaxfuse.runtime import ffi
 
@@ -32,7 +34,7 @@ class Case:
             window_strides=self.strides, padding_low=low, padding_high=high, lhs_dilation=(1,) * len(self.strides),
             rhs_dilation=self.dilation, feature_group_count=self.groups)
 
-    @property
+    @functools.cached_property
     def y(self):
         return jax.eval_shape(
             functools.partial(lax.conv_general_dilated, window_strides=self.strides, padding=self.padding, rhs_dilation=self.dilation,
@@ -174,22 +176,28 @@ def to_layout(spec, value):
     return np.transpose(value, np.argsort(spec))
 
 
+def matrices(window):
+    """Of what a tap sees: (batch, group, feature, pixel)."""
+    return window.reshape(*window.shape[:3], math.prod(window.shape[3:]))
+
+
 def convolve(case, x, w):
     x, windows = taps(case, x)
     w = grouped_filter(case, w)
-    y = sum(np.einsum("ngi...,goi->ngo...", x[window], w[(..., *tap)]) for tap, window in windows)
-    return to_layout(case.specs.out_spec, y.reshape(y.shape[0], -1, *y.shape[3:]))
+    y = sum(w[(..., *tap)] @ matrices(x[window]) for tap, window in windows)
+    out = [case.y[i] for i in case.specs.out_spec]
+    return to_layout(case.specs.out_spec, y.reshape(out))
 
 
 def gradients(case, x, w, g):
     x, windows = taps(case, x)
     w = grouped_filter(case, w)
     g = np.transpose(np.float64(g), case.specs.out_spec)
-    g = g.reshape(g.shape[0], case.groups, -1, *g.shape[2:])
+    g = matrices(g.reshape(g.shape[0], case.groups, g.shape[1] // case.groups, *g.shape[2:]))
     dx, dw = np.zeros_like(x), np.zeros_like(w)
     for tap, window in windows:
-        dx[window] += np.einsum("ngo...,goi->ngi...", g, w[(..., *tap)])
-        dw[(..., *tap)] = np.einsum("ngox,ngix->goi", g.reshape(*g.shape[:3], -1), x[window].reshape(*x.shape[:3], -1))
+        dx[window] += (w[(..., *tap)].swapaxes(1, 2) @ g).reshape(x[window].shape)
+        dw[(..., *tap)] = (g @ matrices(x[window]).swapaxes(2, 3)).sum(0)
     dx = dx.reshape(dx.shape[0], -1, *dx.shape[3:])
     inside = [slice(low, n - high) for (low, high), n in zip(case.padding, dx.shape[2:])]
     dx = to_layout(case.specs.lhs_spec, dx[(..., *inside)])
@@ -197,13 +205,13 @@ def gradients(case, x, w, g):
 
 
 def random(shape, dtype=F32, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+    return array(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 def random_filter(case, dtype=F32):
     """So scaled that x (*) w is about as large as x."""
     fan_in = max(1, np.prod(case.w) // max(1, case.w[case.specs.rhs_spec[0]]))
-    return (random(case.w, seed=1) / np.sqrt(fan_in)).astype(dtype)
+    return array(np.asarray(random(case.w, seed=1)) / np.float32(np.sqrt(fan_in)), dtype)
 
 
 def forward(case, x, w, scale=None, bias=None, residual=None, activation="none", shape=None,
@@ -239,31 +247,40 @@ def assert_close(got, want):
 
 
 def check_forward(case, dtype):
-    x, w, residual = random(case.x, dtype), random_filter(case, dtype), random(case.y, dtype, 2)
+    """With every argument that it may have; all calls are one program."""
     features = case.y[case.specs.out_spec[1]]
+    x, w, residual = random(case.x, dtype), random_filter(case, dtype), random(case.y, dtype, 2)
     scale, bias = random(features, seed=3), random(features, dtype, 4)
+
+    @jax.jit
+    def calls(x, w, scale, bias, residual):
+        return (forward(case, x, w), forward(case, x, w, bias=bias, activation="relu"),
+                forward(case, x, w, bias=bias, residual=residual, activation="relu"),
+                forward(case, x, w, scale, bias, residual, "relu6"), forward(case, x, w, scale, bias.astype(F32), residual))
+
     z = convolve(case, x, w)
-    assert_close(forward(case, x, w), z)
-    z += case.per_feature(bias)
-    assert_close(forward(case, x, w, bias=bias, activation="relu"), np.maximum(z, 0))
-    assert_close(forward(case, x, w, bias=bias, residual=residual, activation="relu"), np.maximum(z + residual, 0))
-    z = case.per_feature(scale) * (z - case.per_feature(bias)) + case.per_feature(bias) + np.float64(residual)
-    assert_close(forward(case, x, w, scale, bias, residual, "relu6"), np.clip(z, 0, 6))
-    assert_close(forward(case, x, w, scale, bias.astype(F32), residual), z)
+    biased, added = z + case.per_feature(bias), np.float64(residual)
+    scaled = case.per_feature(scale) * z + case.per_feature(bias) + added
+    wanted = z, np.maximum(biased, 0), np.maximum(biased + added, 0), np.clip(scaled, 0, 6), scaled
+    for got, want in zip(calls(x, w, scale, bias, residual), wanted, strict=True):
+        assert_close(got, want)
 
 
 def check_backward(case, dtype):
+    """With two activations, and with gradients of parameters in float32 and in `dtype`; all calls are one program."""
     x, w, dy = random(case.x, dtype), random_filter(case, dtype), random(case.y, dtype, 2)
-    feature_last = [i for i in range(len(case.y)) if i != case.specs.out_spec[1]]
-    for activation in ("none", "relu"):
+
+    def call(x, w, dy, activation):
         y = forward(case, x, w, activation=activation)
+        return y, backward(case, x, w, dy, y, activation), backward(case, x, w, dy, y, activation, ("dw", "db"), dtype, dtype)
+
+    calls = jax.jit(lambda *args: {activation: call(*args, activation) for activation in ("none", "relu")})
+    for activation, (y, found, rounded) in calls(x, w, dy).items():
         g = np.float64(dy) * SLOPES[activation](np.float64(y), ALPHA)
         dx, dw = gradients(case, x, w, g)
-        found = backward(case, x, w, dy, y, activation)
+        db = g.sum(tuple(i for i in range(g.ndim) if i != case.specs.out_spec[1]))
         assert_close(found["dx"], dx)
-        assert_close(found["dw"], dw)
-        assert_close(found["db"], g.sum(tuple(feature_last)))
         np.testing.assert_array_equal(np.float64(found["dresidual"]), g)
-        rounded = backward(case, x, w, dy, y, activation, ("dw", "db"), dtype, dtype)
-        assert_close(rounded["dw"], dw)
-        assert_close(rounded["db"], g.sum(tuple(feature_last)))
+        for gradient in (found, rounded):
+            assert_close(gradient["dw"], dw)
+            assert_close(gradient["db"], db)

@@ -19,15 +19,21 @@ def in_float64(function, *args):
     closed, out = jax.make_jaxpr(function, return_shape=True)(*args)
     with jax.enable_x64(True):
         run = jax.jit(functools.partial(_evaluate, closed.jaxpr), compiler_options={"xla_backend_optimization_level": 0})
-        leaves = run([_wide(c) for c in closed.consts], [_wide(a) for a in jax.tree.leaves(args)])
+        leaves = run([_widened_array(c) for c in closed.consts], [_widened_array(a) for a in jax.tree.leaves(args)])
     return jax.tree.unflatten(jax.tree.structure(out), leaves)
 
 
-def _wide(array):
+def _widened_array(array):
+    """Of numpy, for which nothing is compiled; a key of random numbers as it is."""
     if isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         return array
     array = np.asarray(array)
-    return jnp.asarray(array.astype(np.float64) if jnp.issubdtype(array.dtype, jnp.floating) else array)
+    return array.astype(np.float64) if jnp.issubdtype(array.dtype, jnp.floating) else array
+
+
+def _wide(array):
+    array = _widened_array(array)
+    return jnp.asarray(array) if isinstance(array, np.ndarray) else array
 
 
 def _evaluate(jaxpr, consts, args):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from arrays import array
 from jaxfuse.ops.activations import named
 from jaxfuse.ops.batch_norm_grad import DX, SUMS, GradientConfig
 
@@ -16,8 +17,8 @@ CASES = list(itertools.product(["float32", "bfloat16"], [False, True], [(4, 5, 6
 def arguments(dtype, masked, shape, seed=0):
     """(dy, x, mean, a, b, c, mask), the mask as batch_norm packs it."""
     rng = np.random.default_rng(seed)
-    dy, x = (jnp.asarray(rng.standard_normal(shape), dtype) for _ in range(2))
-    vectors = [jnp.asarray(rng.standard_normal(shape[-1]), jnp.float32) for _ in range(4)]
+    dy, x = (array(rng.standard_normal(shape), dtype) for _ in range(2))
+    vectors = [array(rng.standard_normal(shape[-1]), jnp.float32) for _ in range(4)]
     mask = rng.random((np.prod(shape[:-1]), shape[-1])) < 0.5
     return (dy, x + 3, vectors[0] + 3, *vectors[1:]), mask, [jnp.packbits(mask, axis=-1, bitorder="little")] * masked
 
@@ -54,7 +55,7 @@ def test_through_an_activation(activation, has_residual, dtype, kernel):
     config = GradientConfig(3, wants_g=True, activation=named(activation, bound), has_residual=has_residual)
     made = [*jax.jit(lambda *args: SUMS(config, *args))(dy, x, mean, *saved), *DX(config, dy, x, mean, a, b, c, *saved)]
     with jax.enable_x64(True):
-        wide = [jnp.asarray(np.asarray(v, np.float64)) for v in (dy, x, mean, a, b, c, *saved)]
+        wide = [array(v, np.float64) for v in (dy, x, mean, a, b, c, *saved)]
         exact = [*SUMS.reference(config, *wide[:3], *wide[6:]), *DX.reference(config, *wide)]
     for value, expected, of in zip(made, map(np.asarray, exact), ("float32", "float32", dtype, dtype)):
         assert value.dtype == of

@@ -1,5 +1,6 @@
 """Drop-in layers against Flax's own over the grid: parameters, values, gradients and statistics, linen and nnx."""
 
+import functools
 import inspect
 
 import flax.linen as nn
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import jaxfuse
 import jaxfuse.flax.linen as fused_linen
 import jaxfuse.flax.nnx as fused_nnx
 from compare import jit
@@ -31,19 +33,49 @@ def epilogue(option: Option):
     return {"activation": activation} if activation else {}, finish, "add" in steps
 
 
-def inputs(option: Option, out):
-    """x, a residual as the result `out` is, a cotangent"""
-    x = jax.random.normal(jax.random.key(0), option.shape)
-    return x, jax.random.normal(jax.random.key(1), out.shape, out.dtype), jax.random.normal(jax.random.key(2), out.shape)
-
-
-def linen_layers(option: Option):
+def layer(module, name: str):
+    """(parameters, other state, function of both, x and a residual, which gives the result and the state behind it) of a row of GRID,
+    in a half of Flax, where the epilogue follows the layer, or of ours."""
+    option = GRID[name]
     arguments, finish, adds = epilogue(option)
-    given = {"features": option.features} if option.features else {}
-    if option.layer == "BatchNorm" and "use_running_average" not in option.call:
-        given["use_running_average"] = False
-    given |= option.arguments
-    return getattr(nn, option.layer)(**given), getattr(fused_linen, option.layer)(**given, **arguments), finish, adds
+    is_ours = module in (fused_linen, fused_nnx)
+    given, x = option.arguments | (arguments if is_ours else {}), jnp.zeros(option.shape)
+    further = lambda residual: {"residual": residual} if adds and is_ours else {}
+    finished = lambda y, residual: y if is_ours else finish(y, residual)
+    if module in (nn, fused_linen):
+        given = ({"features": option.features} if option.features else {}) | given
+        if option.layer == "BatchNorm" and "use_running_average" not in option.call:
+            given = {"use_running_average": False} | given
+        made = getattr(module, option.layer)(**given)
+        parameters = dict(made.init(jax.random.key(3), x, **further(is_ours and residual_of(name)), **option.call))
+        state = {kind: parameters.pop(kind) for kind in list(parameters) if kind != "params"}
+
+        def apply(parameters, state, x, residual):
+            y, state = made.apply(parameters | state, x, mutable=list(state), **further(residual), **option.call)
+            return finished(y, residual), state
+
+        return parameters, state, apply
+    sizes = [option.shape[option.arguments.get("axis", -1)], *[option.features] * bool(option.features)]
+    made = getattr(module, {"Dense": "Linear"}.get(option.layer, option.layer))(*sizes, rngs=nnx.Rngs(3), **given)
+    graphdef, *variables = nnx.split(made, nnx.Param, ...)
+
+    def apply_nnx(parameters, state, x, residual):
+        merged = nnx.merge(graphdef, parameters, state, copy=True)
+        y = merged(x, **further(residual), **option.call)
+        return finished(y, residual), nnx.split(merged, nnx.Param, ...)[2]
+
+    return *variables, apply_nnx
+
+
+@functools.cache
+def residual_of(name: str):
+    """Of the type of what Flax's layer gives."""
+    option = GRID[name]
+    if not epilogue(option)[2]:
+        return None
+    parameters, state, apply = layer(nn if name in rows(nn) else nnx, name)
+    out = jax.eval_shape(lambda x: apply(parameters, state, x, 0)[0], jnp.zeros(option.shape))
+    return jax.random.normal(jax.random.key(1), out.shape, out.dtype)
 
 
 def rows(module) -> list[str]:
@@ -60,106 +92,52 @@ def test_every_row_is_of_linen_or_of_nnx():
     assert not set(rows(nn)) & {"conv element type", "layer norm promoted"} and "layer norm narrow sums" not in rows(nnx)
 
 
-@pytest.mark.parametrize("name", rows(nn))
-def test_linen(name):
-    option = GRID[name]
-    flax, ours, finish, adds = linen_layers(option)
-    x = jax.random.normal(jax.random.key(0), option.shape)
-    out, variables = flax.init_with_output(jax.random.key(3), x, **option.call)
-    x, residual, cotangent = inputs(option, out)
-    mine = ours.init(jax.random.key(3), x, **({"residual": residual} if adds else {}), **option.call)
-    jax.tree.map(np.testing.assert_array_equal, variables, mine)
-    params, state = variables.get("params", {}), {k: v for k, v in variables.items() if k != "params"}
-
-    def theirs(params, x, residual):
-        y, updates = flax.apply({"params": params, **state}, x, mutable=list(state), **option.call)
-        y = finish(y, residual)
-        return jnp.vdot(y.astype(jnp.float32), cotangent), (y, updates)
-
-    def drop_in(params, x, residual):
-        more = {"residual": residual} if adds else {}
-        y, updates = ours.apply({"params": params, **state}, x, mutable=list(state), **more, **option.call)
-        return jnp.vdot(y.astype(jnp.float32), cotangent), (y, updates)
-
-    expected = jax.jit(jax.grad(theirs, (0, 1, 2), has_aux=True))(params, x, residual)
-    close(jax.jit(jax.grad(drop_in, (0, 1, 2), has_aux=True))(params, x, residual), expected, name)
+def in_both_halves(names):
+    """(a half of Flax, ours of it, name)"""
+    return [pytest.param(flax, ours, name, id=f"{flax.__name__.split('.')[1]}-{name}")
+            for flax, ours in ((nn, fused_linen), (nnx, fused_nnx)) for name in names(flax)]
 
 
-def nnx_layers(option: Option):
-    arguments, finish, adds = epilogue(option)
-    layer = {"Dense": "Linear"}.get(option.layer, option.layer)
-    given = [option.shape[option.arguments.get("axis", -1)]]
-    if option.features:
-        given.append(option.features)
-    return (getattr(nnx, layer)(*given, rngs=nnx.Rngs(3), **option.arguments),
-            getattr(fused_nnx, layer)(*given, rngs=nnx.Rngs(3), **option.arguments, **arguments), finish, adds)
+@pytest.mark.parametrize("flax, ours, name", in_both_halves(rows))
+def test_layer(flax, ours, name):
+    """Parameters, result, state and gradients."""
+    (parameters, state, theirs), (mine, my_state, drop_in) = layer(flax, name), layer(ours, name)
+    jax.tree.map(np.testing.assert_array_equal, (parameters, state), (mine, my_state))
+    x, residual = jax.random.normal(jax.random.key(0), GRID[name].shape), residual_of(name)
+    residual = 0.0 if residual is None else residual
 
+    def graded(apply):
+        def loss(parameters, x, residual):
+            y, updates = apply(parameters, state, x, residual)
+            return jnp.vdot(y.astype(jnp.float32), jax.random.normal(jax.random.key(2), y.shape)), (y, updates)
 
-@pytest.mark.parametrize("name", rows(nnx))
-def test_nnx(name):
-    option = GRID[name]
-    flax, ours, finish, adds = nnx_layers(option)
-    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(flax)), nnx.to_pure_dict(nnx.state(ours)))
-    out = jax.eval_shape(lambda: nnx.clone(flax)(jnp.zeros(option.shape), **option.call))
-    x, residual, cotangent = inputs(option, out)
+        return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(parameters, x, residual)
 
-    def theirs(layer, x, residual):
-        y = finish(layer(x, **option.call), residual)
-        return jnp.vdot(y.astype(jnp.float32), cotangent), y
-
-    def drop_in(layer, x, residual):
-        y = layer(x, **({"residual": residual} if adds else {}), **option.call)
-        return jnp.vdot(y.astype(jnp.float32), cotangent), y
-
-    def run(function, layer):
-        def graded(layer, x, residual):
-            grads, y = nnx.grad(function, argnums=(0, 1, 2), has_aux=True)(layer, x, residual)
-            return (nnx.to_pure_dict(grads[0]), *grads[1:]), y
-
-        return nnx.jit(graded)(layer, x, residual), nnx.to_pure_dict(nnx.state(layer))
-
-    expected = run(theirs, flax)
-    close(run(drop_in, ours), expected, name)
+    close(graded(drop_in), graded(theirs), name)
 
 
 @pytest.mark.parametrize("name", sorted(FUSED))
 def test_a_kernel_computes_it(name):
-    option = GRID[name]
-    _, ours, _, adds = nnx_layers(option)
-    x = jnp.zeros(option.shape)
-    residual = {"residual": jnp.zeros_like(jax.eval_shape(lambda: nnx.clone(ours)(x)))} if adds else {}
-    sites = fused_nnx.explain(ours, x, policy="always", **residual).fused
-    assert len(sites) == 1 and sites[0].pattern.endswith(option.epilogue), sites
+    parameters, state, apply = layer(fused_nnx, name)
+    x, residual = jnp.zeros(GRID[name].shape), residual_of(name)
+    sites = jaxfuse.explain(apply, parameters, state, x, residual, policy="always").fused
+    assert len(sites) == 1 and sites[0].pattern.endswith(GRID[name].epilogue), sites
 
 
 STRICT = ["conv add relu", "conv depthwise", "transpose strides relu", "dense gelu", "batch norm add relu", "batch norm running",
           "layer norm options", "rms norm options", "group norm"]
 
 
-@pytest.mark.parametrize("half", ["linen", "nnx"])
-@pytest.mark.parametrize("name", STRICT)
-def test_without_promotion(half, name):
+@pytest.mark.parametrize("flax, ours, name", in_both_halves(lambda flax: STRICT))
+def test_without_promotion(flax, ours, name):
     """The drop-ins promote no dtype and no rank of their own."""
-    option = GRID[name]
-    x = jax.random.normal(jax.random.key(0), option.shape)
-    if half == "linen":
-        _, layer, _, adds = linen_layers(option)
-    else:
-        _, layer, _, adds = nnx_layers(option)
+    x = jax.random.normal(jax.random.key(0), GRID[name].shape)
 
     def run():
-        if half == "linen":
-            rest = {"residual": residual} if adds else {}
-            variables = layer.init(jax.random.key(3), x, **rest)
-            y, pull = jax.vjp(lambda params, x: layer.apply(variables | params, x, mutable=["batch_stats"], **rest)[0], variables, x)
-            return y, pull(y)
-        graphdef, state = nnx.split(layer)
-        rest = {"residual": residual} if adds else {}
-        y, pull = jax.vjp(lambda state, x: nnx.merge(graphdef, state)(x, **rest), state, x)
+        parameters, state, apply = layer(ours, name)
+        y, pull = jax.vjp(lambda parameters, x: apply(parameters, state, x, residual_of(name))[0], parameters, x)
         return y, pull(y)
 
-    features = option.features or option.shape[-1]
-    residual = jax.random.normal(jax.random.key(1), (*option.shape[:-1], features))
     expected = run()
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         found = run()

@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 
 import jaxfuse
+from arrays import array
 from jaxfuse import ops
 from jaxfuse.runtime import ffi
 
@@ -61,7 +62,7 @@ def values(kind, shape, dtype, seed=0):
         relu=lambda: np.maximum(rng.integers(-6, 3, size=shape), 0),
         special=lambda: rng.choice([np.nan, -np.inf, np.inf, 0, 1, -1], size=shape, p=[0.06, 0.6, 0.04, 0.1, 0.1, 0.1]),
     )
-    return jnp.asarray(draw[kind](), dtype)
+    return array(draw[kind](), dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
@@ -72,7 +73,7 @@ def value_and_gradient(function, x, dy, geometry):
 
 def cotangent(x, geometry):
     y = jax.eval_shape(lambda x: by_xla(x, *geometry), x)
-    return jnp.asarray(np.random.default_rng(1).normal(size=y.shape), y.dtype)
+    return array(np.random.default_rng(1).normal(size=y.shape), y.dtype)
 
 
 def check_against_xla(x, geometry, by=by_op):

@@ -1,6 +1,7 @@
 """Kernels read and write nothing outside of their buffers, in any dtype: forbidden pages lie right before them, then right behind."""
 
 import ctypes
+import functools
 import json
 import mmap
 import sys
@@ -45,42 +46,44 @@ def guarded(array, behind: bool) -> jax.Array:
     return found
 
 
-def run_convolution(case, behind, dtype=jnp.float32):
-    x, w, dy = (guarded(v, behind) for v in (random(case.x, dtype), random_filter(case, dtype), random(case.y, dtype, 2)))
-    forward(case, x, w).block_until_ready()
-    jax.block_until_ready(backward(case, x, w, dy, dy, "none"))
+def run_guarded(run, *operands) -> int:
+    """One program, with pages behind its operands and then before them."""
+    compiled = jax.jit(run)
+    for behind in (True, False):
+        jax.block_until_ready(compiled(*(guarded(operand, behind) for operand in operands)))
+    return 2
 
 
-def run_product(m, k, n, behind, dtype):
-    x, w = (guarded(random(shape, dtype), behind) for shape in ((m, k), (k, n)))
-    y, pullback = jax.vjp(jax.jit(dense), x, w)
-    jax.block_until_ready(pullback(guarded(y, behind)))
+def run_convolution(case, dtype=jnp.float32) -> int:
+    def run(x, w, dy):
+        return forward(case, x, w), backward(case, x, w, dy, dy, "none")
+
+    return run_guarded(run, random(case.x, dtype), random_filter(case, dtype), random(case.y, dtype, 2))
 
 
-def run_norm(norm, shape, options, behind, dtype):
-    x, vector = guarded(random(shape, dtype), behind), guarded(random((shape[options.get("axis", -1)],)), behind)
-    run = jax.jit(lambda x, *vectors: norm(x, *vectors, **options))
-    y, pullback = jax.vjp(run, x, *[vector] * (2 - (norm is rms_norm)))
-    jax.block_until_ready(pullback(guarded(y, behind)))
+def run_with_gradients(function, *operands) -> int:
+    def run(dy, *operands):
+        y, pullback = jax.vjp(function, *operands)
+        return y, pullback(dy)
+
+    return run_guarded(run, random(jax.eval_shape(function, *operands).shape, operands[0].dtype), *operands)
+
+
+def run_product(m, k, n, dtype) -> int:
+    return run_with_gradients(dense, random((m, k), dtype), random((k, n), dtype))
+
+
+def run_norm(norm, shape, options, dtype) -> int:
+    vectors = [random((shape[options.get("axis", -1)],))] * (2 - (norm is rms_norm))
+    return run_with_gradients(functools.partial(norm, **options), random(shape, dtype), *vectors)
 
 
 def run_all() -> int:
-    count = 0
-    for behind in (True, False):
-        for case in [*(CASES[name] for name in [*LONG, *ODD]), *MANY_PIXELS.values()]:
-            run_convolution(case, behind)
-            count += 1
-        for case in NARROW:
-            run_convolution(case, behind, jnp.bfloat16)
-            count += 1
-        for dtype in DTYPES:
-            for sizes in PRODUCTS:
-                run_product(*sizes, behind, dtype)
-                count += 1
-            for row in NORMS:
-                run_norm(*row, behind, dtype)
-                count += 1
-    return count
+    convolutions = [*(CASES[name] for name in [*LONG, *ODD]), *MANY_PIXELS.values()]
+    return sum([
+        *map(run_convolution, convolutions), *(run_convolution(case, jnp.bfloat16) for case in NARROW),
+        *(run_product(*sizes, dtype) for sizes in PRODUCTS for dtype in DTYPES),
+        *(run_norm(*row, dtype) for row in NORMS for dtype in DTYPES)])
 
 
 @pytest.mark.skipif(ffi.no_onednn() is not None, reason=str(ffi.no_onednn()))

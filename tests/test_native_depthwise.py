@@ -4,14 +4,14 @@ Geometry by geometry they are tested with the other convolutions, see conv_oracl
 """
 
 import hashlib
-import sys
 
 import numpy as np
 import pytest
 from conv_oracle import BF16, CASES, F32, backward, check_backward, check_forward, forward, gradients, random, random_filter
 
+import jaxfuse
 from jaxfuse.runtime import ffi
-from processes import python
+from processes import printed_by
 
 pytestmark = pytest.mark.skipif(ffi.unavailable("jaxfuse_conv_fwd") is not None, reason=str(ffi.unavailable("jaxfuse_conv_fwd")))
 
@@ -27,26 +27,32 @@ def results(name, dtype):
     return [y, *backward(case, x, w, dy, y, "relu").values()]
 
 
-def main():
-    """Prints the ISA and a digest of results, which are checked where that is asked for: they are the same."""
+def digest(threads):
+    """Of all results, computed by so many threads."""
+    jaxfuse.set_num_threads(threads)
     found = hashlib.sha256()
     for name in NAMES:
         for dtype in (F32, BF16):
-            if "checked" in sys.argv:
-                check_forward(CASES[name], dtype)
-                check_backward(CASES[name], dtype)
             for result in results(name, dtype):
                 found.update(np.asarray(result).tobytes())
-    print(ffi.native().info()["simd"], found.hexdigest())
+    return found.hexdigest()
+
+
+def main():
+    """Checks the results, and prints the ISA and the digests of one thread and of three."""
+    for name in NAMES:
+        for dtype in (F32, BF16):
+            check_forward(CASES[name], dtype)
+            check_backward(CASES[name], dtype)
+    print(ffi.native().info()["simd"], digest(1), digest(3))
 
 
 @pytest.mark.parametrize("simd", LEVELS)
 def test_close_and_the_same_bits_on_any_number_of_threads(simd):
     if ffi.native().info()["simd"] in LEVELS[: LEVELS.index(simd)]:
         pytest.skip(f"this machine has no {simd}")
-    outputs = [python(__file__, *how, JAXFUSE_SIMD=simd, OMP_NUM_THREADS=threads) for threads, *how in (("1", "checked"), ("3",))]
-    assert outputs[0].stdout.startswith(simd), outputs[0].stderr
-    assert outputs[0].stdout == outputs[1].stdout, outputs[1].stderr
+    level, of_one, of_three = printed_by(__file__, JAXFUSE_SIMD=simd).split()
+    assert level == simd and of_one == of_three
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])

@@ -19,16 +19,6 @@ from layers import conv
 from processes import python
 
 DTYPES = ["float32", "bfloat16"]
-TARGETS = dict(
-    conv=("jaxfuse_conv_fwd", "jaxfuse_conv_bwd"),
-    batch_norm=("jaxfuse_batch_norm_apply", "jaxfuse_batch_norm_bwd_apply"),
-    dense=("jaxfuse_dense_fwd", "jaxfuse_dense_bwd"),
-    max_pool=("jaxfuse_max_pool_fwd", "jaxfuse_max_pool_bwd"),
-    norm=("jaxfuse_norm_fwd", "jaxfuse_norm_bwd"),
-    lstm=("jaxfuse_lstm_fwd", "jaxfuse_lstm_bwd"),
-    gru=("jaxfuse_gru_fwd", "jaxfuse_gru_bwd"),
-    attention=("jaxfuse_attention_fwd", "jaxfuse_attention_bwd"),
-)
 RECURRENT = ("lstm", "gru")
 
 
@@ -62,11 +52,18 @@ def compiled(case, kernel, *args):
     lowered = fused(case).lower(*args)
     if kernel == "installed" and case.module == "conv" and ffi.no_onednn():
         pytest.skip(f"some are XLA's: {ffi.no_onednn()}")
-    native = kernel == "installed" and not case.refused and ffi.unavailable(TARGETS[case.module][0]) is None
+    forward, backward = targets(case.module)
+    native = kernel == "installed" and not case.refused and forward in ffi.TARGETS and ffi.unavailable(forward) is None
     text = lowered.as_text()
     plain_gradient = "mean" in case.shapes  # of a batch norm with given statistics: no kernel for it
-    assert [target in text for target in TARGETS[case.module]] == [native, native and not plain_gradient]
+    assert [target in text for target in (forward, backward)] == [native, native and not plain_gradient and backward in ffi.TARGETS]
     return lowered.compile(), native
+
+
+def targets(module):
+    """Its kernels' names, forward and backward; an op need not have them."""
+    ways = ("apply", "bwd_apply") if module == "batch_norm" else ("fwd", "bwd")
+    return [f"jaxfuse_{module}_{way}" for way in ways]
 
 
 @pytest.mark.parametrize("name", CORE)
@@ -181,7 +178,7 @@ REFUSED = {name: case.refused for name, case in CASES.items() if case.refused}
 @pytest.mark.parametrize("kernel", ["installed"], indirect=True)
 def test_refusals_say_why(name, why, kernel):
     case = CASES[name]
-    if unavailable := ffi.unavailable(TARGETS[case.module][0]):
+    if unavailable := ffi.unavailable(targets(case.module)[0]):
         pytest.skip(unavailable)
     (equation,) = jax.make_jaxpr(case.fused)(case.inputs()).eqns
     op = importlib.import_module(f"jaxfuse.ops.{case.module}").OP

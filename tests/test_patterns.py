@@ -1,24 +1,22 @@
 """Every pattern in each spelling it is written in, and beside it the near-misses, each with the reason it must give: the tables are
 in spellings/."""
 
+import importlib
+import pkgutil
+
 import jax
 import pytest
 from jax import lax
 
-import spellings.attention
-import spellings.batch_norm
-import spellings.conv
-import spellings.dense
-import spellings.layouts
-import spellings.norm
+import spellings
 from layers import W, X, conv
 from recognition import correct, correct_with_gradients, differentiated, directions, fuse, patterns
 
-TABLES = [spellings.conv, spellings.layouts, spellings.batch_norm, spellings.norm, spellings.dense, spellings.attention]
+TABLES = {module.name: importlib.import_module(f"spellings.{module.name}") for module in pkgutil.iter_modules(spellings.__path__)}
 
 
 def rows_of(kind):
-    return {f"{table.__name__.split('.')[1]}: {name}": row for table in TABLES for name, row in getattr(table, kind).items()}
+    return {f"{pattern}: {name}": row for pattern, table in TABLES.items() for name, row in getattr(table, kind, {}).items()}
 
 
 HITS, MISSES = rows_of("HITS"), rows_of("MISSES")

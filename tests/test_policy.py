@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxfuse
+import layers
 from jaxfuse import ops
 from jaxfuse.tuning import measured, policy, tuned
 from jaxfuse.tuning.rules import TABLE
@@ -110,7 +111,7 @@ def test_directions_that_are_judged_apart():
     assert forward.smallest == math.inf and backward.smallest <= 2**20
 
 
-OWN_LOOPS = {"attention", "batch_norm", "norm", "max_pool", "lstm", "gru"}
+OWN_LOOPS = {*TABLE} - {"conv", "dense"}
 PLAIN_JAX = {"conv one channel", "conv scattered"}  # written as other programs, in which no instruction set of ours counts
 
 
@@ -131,8 +132,7 @@ def test_what_nobody_measured_has_no_rule(isa, dtypes, expected):
 
 
 def conv(x, w, groups=1):
-    return jax.nn.relu(jax.lax.conv_general_dilated(
-        x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups))
+    return jax.nn.relu(layers.conv(x, w, feature_group_count=groups))
 
 
 def test_a_convolutions_size_is_its_operations(some_kernel):

@@ -3,14 +3,14 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 import jaxfuse
+from arrays import array
+from layers import conv
 
 
 def linear(x, w, b):
-    y = lax.conv_general_dilated(x, w.astype(jnp.bfloat16), (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-    return y + b.astype(jnp.bfloat16)
+    return conv(x, w.astype(jnp.bfloat16)) + b.astype(jnp.bfloat16)
 
 
 def layer(x, w, b):
@@ -18,16 +18,14 @@ def layer(x, w, b):
 
 
 def wide(x, w, b):
-    y = lax.conv_general_dilated(
-        x.astype(jnp.float32), w.astype(jnp.bfloat16).astype(jnp.float32), (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-    return jax.nn.relu(y + b)
+    return jax.nn.relu(conv(x.astype(jnp.float32), w.astype(jnp.bfloat16).astype(jnp.float32)) + b)
 
 
 def arguments():
     random = np.random.default_rng(0)
-    x = jnp.asarray(random.standard_normal((2, 7, 7, 64)), jnp.bfloat16)
-    w = jnp.asarray(random.standard_normal((3, 3, 64, 256)) / 24, jnp.float32)
-    return x, w, jnp.asarray(random.standard_normal(256), jnp.float32)
+    x = array(random.standard_normal((2, 7, 7, 64)), jnp.bfloat16)
+    w = array(random.standard_normal((3, 3, 64, 256)) / 24, jnp.float32)
+    return x, w, array(random.standard_normal(256), jnp.float32)
 
 
 def loss(f):
@@ -67,8 +65,7 @@ def test_a_filter_for_every_item():
 def test_a_cast_that_is_read_twice_stays():
     def twice(x, w, b):
         narrow = w.astype(jnp.bfloat16)
-        y = lax.conv_general_dilated(x, narrow, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-        return jax.nn.relu(y + b.astype(jnp.bfloat16)), narrow
+        return jax.nn.relu(conv(x, narrow) + b.astype(jnp.bfloat16)), narrow
 
     fused = jax.make_jaxpr(jaxfuse.fuse(twice))(*arguments())
     assert "jaxfuse_conv" in str(fused) and "rounds_filter=True" not in str(fused)

@@ -1,6 +1,6 @@
 """Programs in each spelling that they are written in, and beside them the near-misses: a table for each pattern.
 
-test_patterns.py runs them all. A hit's name is the pattern that it is, a comma, and what is special about it.
+test_patterns.py runs all HITS and MISSES. A hit's name is the pattern that it is, a comma, and what is special about it.
 """
 
 from collections.abc import Callable
