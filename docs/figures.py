@@ -42,7 +42,8 @@ def table(kind: str, word: str = "") -> list[str]:
     machine = result["machine"]
     instructions = "AVX-512" if "avx512f" in machine["isa"] else "AVX2"
     peers = [name for name in PEERS if name in result["peers"]]
-    lines = [f"{result['date']}, {machine['cores']} cores of {machine['cpu']} ({instructions}): ms, and jaxfuse's speed over each peer's.", "",
+    where = f"{result['date']}, {machine['cores']} cores of {machine['cpu']} ({instructions})"
+    lines = [f"{where}: ms, and jaxfuse's speed over each peer's.", "",
              f"| case | run | jaxfuse ms | {' | '.join('÷ ' + PEERS[name] for name in peers)} |", "|---|---|" + "---:|" * (1 + len(peers))]
     for row in rows_of(result):
         ours = row["peers"]["jaxfuse"]["ms"]

@@ -32,11 +32,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "wheels", help="build tools and objects (default: build/wheels/)")
     given = parser.parse_args(argv)
     out, work = given.out.resolve(), given.work.resolve()
-    shutil.rmtree(out, ignore_errors=True)
+    for old in (out, work / "objects"):  # the sdist gives every file one date, so ninja would not see a change
+        shutil.rmtree(old, ignore_errors=True)
     requires = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
     tools = pythons.environment(sys.executable, work / "tools", *requires, *PACKAGING)
     source = sdist(tools, out, work)
-    for minor, interpreter in pythons.found().items():
+    for interpreter in pythons.found().values():
         start = time.monotonic()
         wheel = repaired(tools, built(tools, interpreter, source, work), out)
         say(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB, built in {time.monotonic() - start:.0f} s")
@@ -74,7 +75,7 @@ def built(tools: Path, interpreter: str, source: Path, work: Path) -> Path:
 def repaired(tools: Path, wheel: Path, out: Path) -> Path:
     """The wheel, named for the oldest glibc under which it loads. Nothing may have to be put into it."""
     before = set(out.iterdir())
-    run(tools, "-m", "auditwheel", "-q", "repair", "-z", "9", "-w", str(out), str(wheel),
+    run(tools, "-m", "auditwheel", "repair", "-z", "9", "-w", str(out), str(wheel),
         env=os.environ | dict(PATH=os.pathsep.join([str(tools.parent), os.environ["PATH"]])))
     result = next(iter(set(out.iterdir()) - before))
     with zipfile.ZipFile(result) as archive:
