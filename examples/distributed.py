@@ -46,7 +46,8 @@ def worker(address: str, count: int, rank: int, steps: int, dies: bool) -> None:
         parts = [jax.make_array_from_process_local_data(shared, part[mine], part.shape) for part in batch]
         params, loss = step(params, *parts)
         losses.append(float(loss))
-    sites = [f"{site.pattern} ({site.direction})" for site in jaxfuse.explain(step, params, *parts, policy="always").fused] if count == 1 else []
+    report = jaxfuse.explain(step, params, *parts, policy="always") if count == 1 else None
+    sites = [f"{site.pattern} ({site.direction})" for site in report.fused] if report else []
     print(json.dumps({"losses": losses, "sites": sites}))
 
 
@@ -85,8 +86,10 @@ def main():
     survivor = job(2, steps, dies=True)[0]
     if survivor.returncode == 0:
         sys.exit("a process was killed, and the other one did NOT notice")
-    error = [line for line in survivor.stderr.splitlines() if "Error" in line or "rror:" in line]
-    print(f"one of 2 processes was killed; the other ended with {survivor.returncode}: {error[-1].strip()[:300] if error else '?'}")
+    error = next((line for line in survivor.stderr.splitlines() if line.startswith("jax.errors.")), None)
+    if error is None:
+        sys.exit(f"a process was killed, and the other one ended without an error of JAX's: {survivor.stderr[-2000:]}")
+    print(f"one of 2 processes was killed; the other one ended with {error[:160]}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from processes import ROOT, printed_by
 
 EXAMPLES = ROOT / "examples"
 SAYS = {
-    "distributed": "one of 2 processes was killed",
+    "distributed": "one of 2 processes was killed; the other one ended with jax.errors.JaxRuntimeError",
     "dp_sgd": "conv per sample (backward)",
     "equinox_data_parallel": "3 × conv (backward)",
     "haiku_scan": "bn+relu",
