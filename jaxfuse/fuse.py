@@ -71,7 +71,7 @@ def inline(fn: Callable[P, R], *, policy: str = "measured") -> Callable[P, R]:
     """
     decider = functools.partial(Decider, policies.unprofitable(policy))
 
-    @functools.wraps(fn)
+    @functools.partial(functools.update_wrapper, wrapped=fn, updated=())
     def call(*args, **kwargs):
         if is_part_of_a_program():
             return fn(*args, **kwargs)

@@ -1,6 +1,7 @@
 """Exported programs: by targets that keep their meaning, loaded in a fresh process, for any batch. Programs compiled ahead of
 time, taken from the disk, and checked."""
 
+import functools
 import json
 import pathlib
 import re
@@ -9,11 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.experimental import checkify, serialize_executable
 
 import jaxfuse
 from cases import CASES, CORE
 from compare import distance, forward_and_gradients, pairs
+from jaxfuse.ops.conv import packed
+from jaxfuse.ops.conv.config import ConvConfig
 from jaxfuse.runtime import ffi
 from layers import conv
 from processes import printed_by
@@ -57,6 +61,18 @@ def test_by_promised_targets(op):
     assert {name: sorted(attributes) for name, attributes in targets.items()} == {name: PROMISE[name] for name in targets}
     for value, wanted in pairs(jax.jit(program.call)(arrays), jax.jit(function)(arrays)):
         assert distance(value, wanted) < 1e-6
+
+
+@native
+def test_a_packed_filter_by_promised_targets():
+    x, w = jnp.ones((1, 5, 5, 3)), jnp.ones((3, 3, 3, 8))
+    nhwc = lax.conv_dimension_numbers(x.shape, w.shape, ("NHWC", "HWIO", "NHWC"))
+    made = packed.config_of(ConvConfig((1, 1), ((1, 1), (1, 1)), (1, 1), 1, *nhwc, (1, 1)), x, w)
+    with ffi.exporting():
+        programs = exported(lambda w: packed.pack(made, w), w), exported(functools.partial(packed.OP, made), x, *packed.pack(made, w))
+    for target, program in zip(("jaxfuse_conv_pack", "jaxfuse_conv_packed"), programs):
+        assert {name: sorted(attributes) for name, attributes in called(program.mlir_module()).items()} == {
+            ffi.promised(target): PROMISE[ffi.promised(target)]}
 
 
 @native
@@ -174,6 +190,29 @@ def test_loaded_in_a_fresh_process(tmp_path):
     (tmp_path / "program").write_bytes(exported(jaxfuse.fuse(dense, policy="always"), x, w).serialize())
     said = printed_by("-c", LOADED, tmp_path / "program")
     assert "with: 256.0" in said and re.search(r"without:.*jaxfuse_dense_fwd_v1", said, re.DOTALL)
+
+
+EVERY_OP = """
+import pathlib, sys, jax, jaxfuse, numpy as np
+for path in sorted(pathlib.Path(sys.argv[1]).glob("*.program")):
+    given, wanted = (list(np.load(path.with_suffix(end)).values()) for end in (".given.npz", ".wanted.npz"))
+    found = jax.export.deserialize(bytearray(path.read_bytes())).call(*given)
+    errors = [np.abs(a - b).max() / max(1e-30, np.abs(b).max()) for a, b in zip(found, wanted, strict=True)]
+    assert max(errors) < 1e-6, (path, errors)
+    print(path.stem)
+"""
+
+
+@native
+def test_every_op_in_a_fresh_process(tmp_path):
+    pytest.importorskip("flatbuffers")
+    for op, case in EACH.items():
+        leaves, tree = jax.tree.flatten(case.inputs())
+        run = jax.jit(lambda *leaves: jax.tree.leaves(forward_and_gradients(case.fused)(tree.unflatten(leaves))))
+        (tmp_path / f"{op}.program").write_bytes(exported(run, *leaves).serialize())
+        np.savez(tmp_path / f"{op}.given.npz", *leaves)
+        np.savez(tmp_path / f"{op}.wanted.npz", *run(*leaves))
+    assert printed_by("-c", EVERY_OP, tmp_path).split() == sorted(EACH)
 
 
 def network(parameters, x):

@@ -8,8 +8,10 @@ import weakref
 
 import equinox as eqx
 import flax.linen as nn
+import haiku as hk
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 import pytest
 from flax import nnx
@@ -73,7 +75,8 @@ def test_bf16_is_rounded_once():
     made = jaxfuse.freeze(model.apply, VARIABLES, policy="always")
     as_near_to_the_truth(made(X).astype(jnp.float32), model.apply(VARIABLES, X).astype(jnp.float32), MODEL.apply(VARIABLES, X),
                          narrowest="bfloat16")
-    assert {str(array.dtype) for array in made._constants.values() if array.ndim == 4} == {"bfloat16"}
+    kept = {str(array.dtype) for array in made._constants.values() if array.ndim == 4}
+    assert kept | {filter_.config.dtype for filter_ in made._packed.values()} == {"bfloat16"}
 
 
 @pytest.mark.parametrize("name, transformed", [
@@ -99,6 +102,67 @@ class Wide(nn.Module):
     def __call__(self, x, scale=1.0):
         x = nn.Conv(256, (3, 3), use_bias=False)(x)
         return nn.BatchNorm(use_running_average=True)(x) * scale
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_filters_are_packed(dtype):
+    """And transformed for Winograd, where that is chosen; what autodiff, vmap and a fuse around it need is unpacked."""
+    model, x = Wide(), jax.random.normal(jax.random.key(2), (1, 16, 16, 32), dtype)
+    variables = jax.tree.map(lambda a: a.astype(dtype), variables_of(model, x))
+    made = jaxfuse.freeze(model.apply, variables, policy="always")
+    near = dict(times=3) if dtype == jnp.float32 else dict(times=3, floor=0.01)
+    same(made(x), model.apply(variables, x), **near)
+    kinds = sorted(name.split()[0] for name in made._constants if name.startswith(("packed", "transformed")))
+    assert kinds == (["packed", "transformed"] if dtype == jnp.float32 else ["packed"])
+    before = made.nbytes
+    same(jaxfuse.fuse(lambda x: made(x) + 1)(x), model.apply(variables, x) + 1, **near)
+    wanted = jax.grad(lambda x: jnp.sum(model.apply(variables, x) ** 2))(x)
+    for f in (made, jax.jit(made)):
+        same(jax.grad(lambda x: jnp.sum(f(x) ** 2))(x), wanted, times=10, floor=0.02)
+    same(jax.vmap(made, in_axes=1, out_axes=1)(x[:, None])[:, 0], model.apply(variables, x), **near)
+    assert made.nbytes == before
+
+
+def test_packed_filters_in_a_file_for_any_batch(tmp_path):
+    model, x = Wide(), jax.random.normal(jax.random.key(2), (3, 16, 16, 32))
+    variables = variables_of(model, x)
+    made = jaxfuse.freeze(model.apply, variables)
+    (batch,) = jax.export.symbolic_shape("b")
+    made.save(tmp_path / "network", jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype))
+    assert made._packed
+    for some in (x, x[:1]):
+        same(jaxfuse.load(tmp_path / "network")(some), model.apply(variables, some), times=3)
+
+
+def haiku_network():
+    def network(x, is_training=False):
+        for _ in range(2):
+            x = hk.Conv2D(8, 3, with_bias=False)(x)
+            x = jax.nn.relu(hk.BatchNorm(True, True, 0.9)(x, is_training))
+        return hk.Linear(5)(x.mean((1, 2)))
+
+    apply = hk.without_apply_rng(hk.transform_with_state(network))
+    params, state = apply.init(jax.random.key(0), X, True)
+    return apply.apply, (params, state)
+
+
+def keras_network():
+    layers = [keras.layers.Conv2D(8, 3, use_bias=False), keras.layers.BatchNormalization(), keras.layers.ReLU(),
+              keras.layers.Conv2D(8, 3), keras.layers.BatchNormalization(), keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(5)]
+    model = keras.Sequential(layers)
+    model.build(X.shape)
+    return model.stateless_call, ([v.value for v in model.trainable_variables], [v.value for v in model.non_trainable_variables])
+
+
+@pytest.mark.parametrize("network", [haiku_network, keras_network])
+def test_parameters_and_state_of_other_frameworks(network):
+    """Both are bound; the state that comes back is constant too."""
+    apply, (params, state) = network()
+    rng = np.random.default_rng(1)
+    params, state = jax.tree.map(lambda a: jnp.asarray(rng.uniform(0.5, 1.5, a.shape), a.dtype), (params, state))
+    made = jaxfuse.freeze(apply, params, state, argnums=(0, 1), policy="always")
+    same(made(X), apply(params, state, X), times=3)
+    assert len(made.folds(X)) == 2
 
 
 def test_weights_that_were_folded_are_let_go():

@@ -1,5 +1,6 @@
 """Convolutions by the contraction of our own, whatever was measured: every geometry, with every instruction set's loops."""
 
+import functools
 import itertools
 import json
 
@@ -11,6 +12,8 @@ from conv_oracle import BF16, CASES, F32, LONG, Case, backward, check_backward, 
 
 import jaxfuse
 from jaxfuse.ops import conv
+from jaxfuse.ops.conv import packed
+from jaxfuse.ops.conv.config import ConvConfig
 from jaxfuse.runtime import ffi
 from processes import printed_by
 
@@ -42,6 +45,23 @@ def check_transposed(x_shape, w_shape, strides, dtype):
             jnp.asarray(np.float64(x)), jnp.asarray(np.float64(w)), (1,) * n, padding, strides, dimension_numbers=names)
         error = np.max(np.abs(np.float64(y) - np.float64(want))) / np.max(np.abs(np.float64(want)))
     assert error < (1e-6 if dtype == F32 else 8e-3), (x_shape, error)
+
+
+def check_packed(case, dtype):
+    """By a packed filter, and by one that is transformed too, as by the filter itself; with infinities in x too."""
+    config = ConvConfig(case.strides, tuple(case.padding), case.dilation, case.groups, *case.specs, (1,) * len(case.strides))
+    x, w = random(case.x, dtype), random_filter(case, dtype)
+    if packed.refuse(config, x, w):
+        return
+    for winograd in {False, packed.fits_winograd(config, x, w)}:
+        made = packed.config_of(config, x, w, winograd)
+        filters = packed.pack(made, w)
+        np.testing.assert_array_equal(packed.unpack(made, filters[0]), w)
+        for given in (x, x.at[0, -1].set(jnp.inf)):
+            y, wanted = np.float64(jax.jit(functools.partial(packed.OP, made))(given, *filters)[0]), np.float64(forward(case, given, w))
+            np.testing.assert_array_equal(np.isfinite(y), np.isfinite(wanted))
+            scale = np.max(np.abs(wanted), where=np.isfinite(wanted), initial=1e-30)
+            assert np.max(np.abs(y - wanted), where=np.isfinite(wanted), initial=0) <= (1e-6 if dtype == F32 else 8e-3) * scale
 
 
 def check_float32_filter():
@@ -80,6 +100,7 @@ def run_all() -> int:
         for case in (*CASES.values(), *MORE.values(), *LONG.values()):
             check_forward(case, dtype)
             check_backward(case, dtype)
+            check_packed(case, dtype)
             count += 1
         for shapes in TRANSPOSED:
             check_transposed(*shapes, dtype)

@@ -76,7 +76,7 @@ def test_derivatives_by_finite_differences(name):
     with jax.enable_x64(True):
         arrays = as_float64(case.inputs())
         order = 1 if case.op in RECURRENT else 2  # a loop's second derivatives take 15 s to compile
-        check_grads(jit(case.fused), (arrays,), order=order, modes=("fwd", "rev"), atol=1e-4, rtol=1e-4)
+        check_grads(jax.jit(case.fused), (arrays,), order=order, modes=("fwd", "rev"), atol=1e-4, rtol=1e-4)
 
 
 NAN_AND_INF = [np.nan, np.inf, -np.inf]

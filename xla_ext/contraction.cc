@@ -14,114 +14,163 @@
 namespace jaxfuse::contraction {
 namespace {
 
-// A chunk of a panel, kMostSteps long, stays in the first-level cache while rows meet it. Its sums are then added to the
-// total: that keeps them short. The rows of a task, and their sums, stay in the second-level cache.
+// A chunk of the panels that a tile meets, kMostSteps long, stays in the first-level cache while rows meet it. Its sums are then
+// added to the total: that keeps them short. The rows of a task, and their sums, stay in the second-level cache.
 constexpr int64_t kMostSteps = 256, kRowBytes = 384 << 10, kMostTiles = 24, kTasksPerThread = 4;
+constexpr int64_t kTilesTogether = 4;  // whose sums are finished together: they are in the first-level cache
 
 // Lines of a panel that a tile meets at once: some taps whole, or a part of one.
 struct Chunk {
   int64_t tap, taps, first, inner;  // elements [first, first + inner) of each of the taps
 };
 
-std::vector<Chunk> chunks_of(const Problem& p, int64_t per) {
+std::vector<Chunk> chunks_of(const Panels& p, int64_t per) {
   std::vector<Chunk> chunks;
-  const int64_t steps = parts(p.inner, per), taps = int64_t(p.filter.taps.size());
-  const int64_t together = taps ? even(taps, std::max<int64_t>(1, kMostSteps / steps)) : 1;
+  const int64_t steps = p.steps(), together = p.taps ? even(p.taps, std::max<int64_t>(1, kMostSteps / steps)) : 1;
   const int64_t inner = together > 1 ? p.inner : even(steps, kMostSteps) * per;
-  for (int64_t tap = 0; tap < taps; tap += together) {
+  for (int64_t tap = 0; tap < p.taps; tap += together) {
     for (int64_t first = 0; first < p.inner; first += inner) {
-      chunks.push_back({tap, std::min(together, taps - tap), first, std::min(inner, p.inner - first)});
+      chunks.push_back({tap, std::min(together, p.taps - tap), first, std::min(inner, p.inner - first)});
     }
   }
   return chunks;
 }
 
-// How a problem is cut into tasks, and its panels.
-class Plan {
+// A filter that is packed, chunk by chunk of a panel.
+class Packing {
  public:
-  Plan(const Problem& problem, size_t number)
-      : p_(problem), number_(number), loops_(kernels()), element_(element_of(problem.dtype)), per_(per_step(element_)),
-        steps_(parts(p_.inner, per_)), taps_(int64_t(p_.filter.taps.size())), chunks_(chunks_of(p_, per_)),
-        panels_(parts(p_.columns, loops_.columns)) {
-    const int64_t row_bytes = std::max<int64_t>(1, p_.inner * int64_t(ffi::ByteWidth(p_.dtype)));
-    const int64_t tiles = std::clamp<int64_t>(kRowBytes / (loops_.rows * row_bytes), 2, kMostTiles);
-    block_rows_ = even(p_.rows, tiles * loops_.rows);
-    block_rows_ = std::min(p_.rows, parts(block_rows_, loops_.rows) * loops_.rows);
-    row_blocks_ = parts(p_.rows, block_rows_);
-    const int64_t wanted = std::min(panels_, parts(kTasksPerThread * max_threads(), row_blocks_));
-    task_panels_ = parts(panels_, wanted);
-    column_parts_ = parts(panels_, task_panels_);
-    if (row_blocks_ > 1) packed_ = std::make_unique<Scratch>(panels_ * panel_bytes());
-  }
+  Packing(const Filter& filter, const Panels& panels)
+      : f_(filter), panels_(panels), element_(element_of(panels.dtype)), per_(per_step(element_)), chunks_(chunks_of(panels, per_)) {}
 
-  // Panels that are packed beforehand, because several tasks meet them.
-  int64_t packings() const { return packed_ ? panels_ * int64_t(chunks_.size()) : 0; }
-  int64_t tasks() const { return row_blocks_ * column_parts_; }
+  const std::vector<Chunk>& chunks() const { return chunks_; }
+  int64_t lines(const Chunk& chunk) const { return chunk.taps * parts(chunk.inner, per_); }
+  // Bytes from the beginning of a panel.
+  int64_t place(const Chunk& chunk) const { return (chunk.tap * panels_.steps() + chunk.first / per_) * kLineBytes; }
+  int64_t count() const { return parts(panels_.columns, kPanel) * int64_t(chunks_.size()); }
 
-  bool pack(int64_t i) const {
+  // One of `count` parts of all panels.
+  bool pack(int64_t i, char* to) const {
     const int64_t panel = i / int64_t(chunks_.size());
     const Chunk& chunk = chunks_[i % chunks_.size()];
-    return pack(panel, chunk, packed_at(panel, chunk));
+    return pack(panel, chunk, to + panel * panels_.bytes() + place(chunk));
   }
 
-  bool run(int64_t task, const std::function<void(const Block&)>& finish) const {
-    const int64_t row = task / column_parts_ * block_rows_, rows = std::min(block_rows_, p_.rows - row);
-    const int64_t pointers = taps_ * rows * sizeof(char*), sums_bytes = rows * loops_.columns * sizeof(float);
-    const int64_t own_panel = packed_ ? 0 : chunk_bytes();
-    const Scratch scratch(own_panel + sums_bytes + pointers);
-    char* const panel_memory = scratch.data();
-    float* const sums = reinterpret_cast<float*>(panel_memory + own_panel);
-    const char** const at = reinterpret_cast<const char**>(panel_memory + own_panel + sums_bytes);
-    p_.point(row, rows, at, rows);
+  bool pack(int64_t panel, const Chunk& chunk, char* to) const {
+    const int64_t column = panel * kPanel, columns = std::min(kPanel, panels_.columns - column);
+    const auto pack = element_ == Element::f32 ? kernels().pack_f32 : kernels().pack_bf16;
     bool finite = true;
-    const int64_t first_panel = task % column_parts_ * task_panels_;
-    for (int64_t panel = first_panel; panel < std::min(panels_, first_panel + task_panels_); ++panel) {
-      const int64_t column = panel * loops_.columns, columns = std::min(loops_.columns, p_.columns - column);
-      if (chunks_.empty()) std::fill_n(sums, rows * loops_.columns, 0.0f);
-      for (const Chunk& chunk : chunks_) {
-        if (!packed_) finite &= pack(panel, chunk, panel_memory);
-        multiply(chunk, packed_ ? packed_at(panel, chunk) : panel_memory, columns, at, rows, sums, panel == first_panel);
-      }
-      finish({number_, row, rows, column, columns, sums, loops_.columns});
+    for (int64_t tap = chunk.tap; tap < chunk.tap + chunk.taps; ++tap, to += parts(chunk.inner, per_) * kLineBytes) {
+      const int64_t offset = f_.taps[tap] + chunk.first * f_.inner_step + column * f_.column_step;
+      const void* from = static_cast<const char*>(f_.data) + offset * int64_t(ffi::ByteWidth(f_.dtype));
+      finite &= pack({element_of(f_.dtype), from, f_.inner_step, f_.column_step}, columns, chunk.inner, to);
     }
     return finite;
   }
 
  private:
-  int64_t line_bytes() const { return loops_.columns * kStepBytes; }
-  int64_t panel_bytes() const { return taps_ * steps_ * line_bytes(); }
-  int64_t chunk_bytes() const {
-    return chunks_.empty() ? 0 : chunks_[0].taps * parts(chunks_[0].inner, per_) * line_bytes();
+  const Filter& f_;
+  const Panels panels_;
+  const Element element_;
+  const int64_t per_;
+  const std::vector<Chunk> chunks_;
+};
+
+using Finish = std::function<void(const Block&)>;
+
+// How a problem is cut into tasks, and its panels.
+class Plan {
+ public:
+  Plan(const Problem& problem, size_t number)
+      : p_(problem), number_(number), loops_(kernels()), element_(element_of(problem.dtype)),
+        panels_{p_.inner, p_.columns, int64_t(p_.filter.taps.size()), p_.dtype}, packing_(p_.filter, panels_),
+        wide_panels_(parts(p_.columns, loops_.columns)) {
+    const int64_t row_bytes = std::max<int64_t>(1, p_.inner * int64_t(ffi::ByteWidth(p_.dtype)));
+    const int64_t tiles = std::clamp<int64_t>(kRowBytes / (loops_.rows * row_bytes), 2, kMostTiles);
+    block_rows_ = even(p_.rows, tiles * loops_.rows);
+    block_rows_ = std::min(p_.rows, parts(block_rows_, loops_.rows) * loops_.rows);
+    row_blocks_ = parts(p_.rows, block_rows_);
+    const int64_t wanted = std::min(wide_panels_, parts(kTasksPerThread * max_threads(), row_blocks_));
+    task_panels_ = parts(wide_panels_, wanted);
+    column_parts_ = parts(wide_panels_, task_panels_);
+    if (!p_.filter.panels && row_blocks_ > 1) packed_ = std::make_unique<Scratch>(panels_.all_bytes());
   }
 
-  char* packed_at(int64_t panel, const Chunk& chunk) const {
-    return packed_->data() + panel * panel_bytes() + (chunk.tap * steps_ + chunk.first / per_) * line_bytes();
-  }
+  // Parts of the panels that are packed beforehand, because several tasks meet them.
+  int64_t packings() const { return packed_ ? packing_.count() : 0; }
+  int64_t tasks() const { return row_blocks_ * column_parts_; }
 
-  bool pack(int64_t panel, const Chunk& chunk, char* to) const {
-    const Filter& f = p_.filter;
-    const int64_t column = panel * loops_.columns, columns = std::min(loops_.columns, p_.columns - column);
+  bool pack(int64_t i) const { return packing_.pack(i, packed_->data()); }
+
+  bool run(int64_t task, const Finish& finish) const {
+    const int64_t row = task / column_parts_ * block_rows_, rows = std::min(block_rows_, p_.rows - row);
+    const int64_t pointers = panels_.taps * rows * sizeof(char*), sums_bytes = rows * loops_.columns * sizeof(float);
+    const int64_t own_panels = whole() ? 0 : chunk_bytes() * kernel_panels();
+    const Scratch scratch(own_panels + sums_bytes + pointers);
+    float* const sums = reinterpret_cast<float*>(scratch.data() + own_panels);
+    const char** const at = reinterpret_cast<const char**>(scratch.data() + own_panels + sums_bytes);
+    p_.point(row, rows, at, rows);
     bool finite = true;
-    for (int64_t tap = chunk.tap; tap < chunk.tap + chunk.taps; ++tap, to += parts(chunk.inner, per_) * line_bytes()) {
-      const int64_t offset = f.taps[tap] + chunk.first * f.inner_step + column * f.column_step;
-      const void* from = static_cast<const char*>(f.data) + offset * int64_t(ffi::ByteWidth(f.dtype));
-      const auto pack = element_ == Element::f32 ? loops_.pack_f32 : loops_.pack_bf16;
-      finite &= pack({element_of(f.dtype), from, f.inner_step, f.column_step}, columns, chunk.inner, to);
+    const int64_t first_panel = task % column_parts_ * task_panels_;
+    for (int64_t panel = first_panel; panel < std::min(wide_panels_, first_panel + task_panels_); ++panel) {
+      const int64_t column = panel * loops_.columns, columns = std::min(loops_.columns, p_.columns - column);
+      const auto finish_rows = [&](int64_t begin, int64_t end) {
+        finish({number_, row + begin, end - begin, column, columns, sums + begin * loops_.columns, loops_.columns});
+      };
+      for (const Chunk& chunk : packing_.chunks()) {
+        Tile tile = tile_of(chunk, columns);
+        whole() ? point_to(tile, panel, chunk) : (void)(finite &= pack(tile, panel, chunk, columns, scratch.data()));
+        const bool last = &chunk == &packing_.chunks().back();
+        multiply(tile, chunk, at, rows, sums, panel == first_panel, [&](int64_t begin, int64_t end) { if (last) finish_rows(begin, end); });
+      }
+      if (packing_.chunks().empty()) std::fill_n(sums, rows * loops_.columns, 0.0f), finish_rows(0, rows);
     }
     return finite;
   }
 
-  void multiply(const Chunk& chunk, const void* panel, int64_t columns, const char* const* at, int64_t rows, float* sums, bool fetch) const {
-    Tile tile{nullptr, nullptr, rows, chunk.first * int64_t(ffi::ByteWidth(p_.dtype)), chunk.taps, parts(chunk.inner, per_),
-              chunk.inner % per_ != 0, 2 * columns <= loops_.columns, panel};
+ private:
+  // All panels, where they are packed before the tasks.
+  const char* whole() const { return packed_ ? packed_->data() : p_.filter.panels; }
+  int64_t kernel_panels() const { return loops_.columns / kPanel; }
+  int64_t chunk_bytes() const { return packing_.chunks().empty() ? 0 : packing_.lines(packing_.chunks()[0]) * kLineBytes; }
+
+  Tile tile_of(const Chunk& chunk, int64_t columns) const {
+    const int64_t per = per_step(element_);
+    return {nullptr, nullptr, 0, chunk.first * int64_t(ffi::ByteWidth(p_.dtype)), chunk.taps, parts(chunk.inner, per),
+            chunk.inner % per != 0, 2 * columns <= loops_.columns, nullptr, 0, nullptr, 0};
+  }
+
+  // The chunk's panels, and those that come next, where all are packed.
+  void point_to(Tile& tile, int64_t panel, const Chunk& chunk) const {
+    tile.panel_bytes = panels_.bytes();
+    tile.panels = whole() + panel * kernel_panels() * tile.panel_bytes + packing_.place(chunk);
+    const bool last = &chunk == &packing_.chunks().back();
+    if (last && panel + 1 == wide_panels_) return;
+    tile.fetch = last ? whole() + (panel + 1) * kernel_panels() * tile.panel_bytes : tile.panels + packing_.lines(chunk) * kLineBytes;
+    tile.fetched = packing_.lines(packing_.chunks()[0]);
+  }
+
+  bool pack(Tile& tile, int64_t panel, const Chunk& chunk, int64_t columns, char* to) const {
+    tile.panel_bytes = chunk_bytes(), tile.panels = to;
+    bool finite = true;
+    for (int64_t i = 0; i * kPanel < columns; ++i) finite &= packing_.pack(panel * kernel_panels() + i, chunk, to + i * tile.panel_bytes);
+    return finite;
+  }
+
+  // Rows by the chunk, tile by tile. `finish` is told which rows are done.
+  template <class Finished>
+  void multiply(Tile& tile, const Chunk& chunk, const char* const* at, int64_t rows, float* sums, bool fetch_rows, Finished finished) const {
     const bool first = chunk.tap == 0 && chunk.first == 0;
     const auto multiply = element_ == Element::f32 ? loops_.multiply_f32 : loops_.multiply_bf16;
-    const int64_t tiles = parts(rows, loops_.rows);
-    for (int64_t i = 0; i < tiles; ++i) {
+    const int64_t tiles = parts(rows, loops_.rows), lines = tile.fetched;
+    const char* const fetch = tile.fetch;
+    tile.row_step = rows;
+    for (int64_t i = 0, unfinished = 0; i < tiles; ++i) {
       const int64_t begin = i * rows / tiles, end = (i + 1) * rows / tiles;
       tile.rows = at + chunk.tap * rows + begin;
-      tile.next = fetch && i + 1 < tiles ? at + chunk.tap * rows + std::min(end, rows - loops_.rows) : nullptr;
+      tile.next = fetch_rows && i + 1 < tiles ? at + chunk.tap * rows + std::min(end, rows - loops_.rows) : nullptr;
+      tile.fetch = fetch + i * lines / tiles * kLineBytes, tile.fetched = (i + 1) * lines / tiles - i * lines / tiles;
       multiply(tile, end - begin, sums + begin * loops_.columns, first);
+      if ((i + 1) % kTilesTogether == 0 || i + 1 == tiles) finished(unfinished, end), unfinished = end;
     }
   }
 
@@ -129,9 +178,9 @@ class Plan {
   const size_t number_;
   const Kernels& loops_;
   const Element element_;
-  const int64_t per_, steps_, taps_;
-  const std::vector<Chunk> chunks_;
-  const int64_t panels_;
+  const Panels panels_;
+  const Packing packing_;
+  const int64_t wide_panels_;
   int64_t block_rows_, row_blocks_, task_panels_, column_parts_;
   std::unique_ptr<Scratch> packed_;
 };
@@ -165,6 +214,19 @@ bool always() {
 }
 
 const Kernels& kernels() { return has_bf16() ? avx512_bf16_kernels : choose(portable_kernels, avx2_kernels, avx512_kernels); }
+
+int64_t Panels::steps() const { return parts(inner, per_step(element_of(dtype))); }
+int64_t Panels::bytes() const { return taps * steps() * kLineBytes; }
+int64_t Panels::all_bytes() const { return parts(columns, kPanel) * bytes(); }
+
+bool pack(const Filter& filter, const Panels& panels, char* to) {
+  const Packing packing(filter, panels);
+  std::atomic<bool> finite{true};
+  parallel_for(packing.count(), [&](int64_t i) {
+    if (!packing.pack(i, to)) finite = false;
+  });
+  return finite;
+}
 
 bool multiply(const std::vector<Problem>& problems, const std::function<void(const Block&)>& finish) {
   std::vector<Plan> plans;

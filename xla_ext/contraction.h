@@ -26,7 +26,21 @@ struct Filter {
   DType dtype;
   std::vector<int64_t> taps;
   int64_t inner_step, column_step;
+  const char* panels = nullptr;  // or all of it packed, for the dtype of the rows; then the others but for the number of taps are not read
 };
+
+// A packed filter: one panel of kPanel columns after the other, each with its taps, each with its steps. The same on every ISA.
+struct Panels {
+  int64_t inner, columns, taps;
+  DType dtype;  // of the rows
+
+  int64_t steps() const;      // of a tap
+  int64_t bytes() const;      // of a panel
+  int64_t all_bytes() const;  // of all of them
+};
+
+// Packs all of it, on threads; whether it is finite.
+bool pack(const Filter& filter, const Panels& panels, char* to);
 
 // Writes where rows [first, first + count) begin: row i under tap t to at[t·step + i - first].
 using Point = std::function<void(int64_t first, int64_t count, const char** at, int64_t step)>;

@@ -13,6 +13,10 @@ constexpr int64_t kStepBytes = 4;
 
 constexpr int64_t kPositions = 32;  // that are transposed together
 
+// A matrix is packed as panels of kPanel columns, on every ISA alike: line s of a panel has step s of each of its columns.
+constexpr int64_t kPanel = 16;
+constexpr int64_t kLineBytes = kPanel * kStepBytes;
+
 // A matrix that becomes panels: element k of column n is at data + k·inner_step + n·column_step.
 struct Columns {
   Element element;
@@ -21,21 +25,24 @@ struct Columns {
 };
 
 // Rows by pointers, and the panel that they meet. Row i of tap t begins `offset` bytes behind rows[t·row_step + i]; it meets
-// line t·steps of the panel, and with each further step the next.
+// line t·steps of the panels, and with each further step the next.
 struct Tile {
   const char* const* rows;
   const char* const* next;  // or null: those of the next tile, to be fetched into the cache
   int64_t row_step, offset, taps, steps;
   bool odd;     // the last step of a row has one number only, and nothing behind it is read
   bool narrow;  // only the first half of the columns is wanted
-  const void* panel;
+  const char* panels;
+  int64_t panel_bytes;  // from one panel to the next, where the columns are of several
+  const char* fetch;    // lines of panels that are wanted soon, to be fetched into the second-level cache
+  int64_t fetched;      // how many of each panel
 };
 
 struct Kernels {
   int64_t rows, columns;  // of a tile, whose sums fill the registers
 
-  // `inner` elements of each of `count` columns, at most `columns`, as lines of steps: step s of column n goes to place
-  // s·columns + n; zeros behind the last column, and behind the last element of a step. Whether all of them are finite.
+  // `inner` elements of each of `count` columns, at most kPanel, as lines of a panel; zeros behind the last column, and behind the
+  // last element of a step. Whether all of them are finite.
   bool (*pack_f32)(const Columns&, int64_t count, int64_t inner, void* to);
   bool (*pack_bf16)(const Columns&, int64_t count, int64_t inner, void* to);
   // Element c of each position's line becomes element p of row c, rows `stride` bytes apart; `count` is a multiple of kPositions.

@@ -77,9 +77,9 @@ Floats step_beside(const T* from, int64_t inner_step, int64_t k, int64_t inner, 
 
 template <class Step, class T>
 void pack_beside(const T* from, int64_t inner_step, int64_t count, int64_t inner, float* to, Finite& finite) {
-  for (int64_t k = 0; k < inner; k += Step::kElements, to += kColumns) {
+  for (int64_t k = 0; k < inner; k += Step::kElements, to += kPanel) {
 #pragma GCC unroll 2
-    for (int64_t n = 0; n < kColumns; n += kLanes) {
+    for (int64_t n = 0; n < kPanel; n += kLanes) {
       Floats line{};
       if (n + kLanes <= count) {
         line = step_beside<Step>(from + n, inner_step, k, inner, Whole{}, finite);
@@ -95,10 +95,10 @@ void pack_beside(const T* from, int64_t inner_step, int64_t count, int64_t inner
 template <class Step, class T>
 void pack_elements(const T* from, const Columns& c, int64_t count, int64_t first, int64_t inner, float* to, Finite& finite) {
   for (int64_t k = first; k < inner; k += Step::kElements) {
-    for (int64_t n = 0; n < kColumns; ++n) {
+    for (int64_t n = 0; n < kPanel; ++n) {
       const T* at = from + n * c.column_step;
       const Floats step = n < count ? step_beside<Step>(at, c.inner_step, k, inner, First{1}, finite) : Floats{};
-      store(to + k / Step::kElements * kColumns + n, step, First{1});
+      store(to + k / Step::kElements * kPanel + n, step, First{1});
     }
   }
 }
@@ -123,7 +123,7 @@ void pack_lines(const T* from, const Columns& c, int64_t count, int64_t inner, f
   constexpr int64_t kBlock = kLanes * Step::kElements;
   const int64_t whole = inner / kBlock * kBlock;
   for (int64_t k = 0; k < whole; k += kBlock) {
-    for (int64_t n = 0; n < kColumns; n += kLanes) {
+    for (int64_t n = 0; n < kPanel; n += kLanes) {
       Floats block[kLanes] = {};
 #pragma GCC unroll 16
       for (int64_t i = 0; i < kLanes; ++i) {
@@ -131,7 +131,7 @@ void pack_lines(const T* from, const Columns& c, int64_t count, int64_t inner, f
       }
       transpose(block);
 #pragma GCC unroll 16
-      for (int64_t i = 0; i < kLanes; ++i) store(to + (k / Step::kElements + i) * kColumns + n, block[i]);
+      for (int64_t i = 0; i < kLanes; ++i) store(to + (k / Step::kElements + i) * kPanel + n, block[i]);
     }
   }
   pack_elements<Step>(from, c, count, whole, inner, to, finite);
@@ -182,6 +182,27 @@ void transpose_lines(const char* const* positions, int64_t count, int64_t channe
 
 constexpr int64_t kLineSteps = 64 / kStepBytes;  // of a row, in a line of the cache
 
+// The lines that are wanted next, a few at a time while a tile is computed.
+class Fetch {
+ public:
+  explicit Fetch(const Tile& tile)
+      : panels_(tile.fetch), panel_bytes_(tile.panel_bytes), left_(tile.fetched),
+        together_((tile.fetched * kLineSteps + tile.taps * tile.steps - 1) / (tile.taps * tile.steps)) {}
+
+  void some() {
+    for (int64_t i = 0; i < together_ && left_ > 0; ++i, --left_, panels_ += kLineBytes) {
+#pragma GCC unroll 2
+      for (int64_t n = 0; n < kColumns; n += kPanel) __builtin_prefetch(panels_ + n / kPanel * panel_bytes_, 0, 2);
+    }
+  }
+
+ private:
+  const char* panels_;
+  const int64_t panel_bytes_;
+  int64_t left_;
+  const int64_t together_;
+};
+
 template <class Step, int64_t rows, int64_t vectors>
 void multiply(const Tile& tile, float* sums, bool first) {
   Floats total[rows][vectors];
@@ -190,8 +211,9 @@ void multiply(const Tile& tile, float* sums, bool first) {
 #pragma GCC unroll 2
     for (int64_t j = 0; j < vectors; ++j) total[i][j] = Floats{};
   }
-  const float* line = static_cast<const float*>(tile.panel);
+  const char* line = tile.panels;
   const int64_t whole = tile.steps - tile.odd;
+  Fetch fetch(tile);
   for (int64_t tap = 0; tap < tile.taps; ++tap) {
     const char* a[rows];
 #pragma GCC unroll 16
@@ -199,14 +221,14 @@ void multiply(const Tile& tile, float* sums, bool first) {
     const auto add_step = [&](auto load_a) {
       Floats b[vectors];
 #pragma GCC unroll 2
-      for (int64_t j = 0; j < vectors; ++j) b[j] = load(line + j * kLanes);
+      for (int64_t j = 0; j < vectors; ++j) b[j] = load(reinterpret_cast<const float*>(line + j * kLanes / kPanel * tile.panel_bytes) + j * kLanes % kPanel);
 #pragma GCC unroll 16
       for (int64_t i = 0; i < rows; ++i) {
         const Floats factor = load_a(a[i]);
 #pragma GCC unroll 2
         for (int64_t j = 0; j < vectors; ++j) total[i][j] = Step::multiply_add(factor, b[j], total[i][j]);
       }
-      line += kColumns;
+      line += kLineBytes;
     };
     for (int64_t begin = 0; begin < whole; begin += kLineSteps) {
       const int64_t end = begin + kLineSteps < whole ? begin + kLineSteps : whole;
@@ -214,6 +236,7 @@ void multiply(const Tile& tile, float* sums, bool first) {
 #pragma GCC unroll 16
         for (int64_t i = 0; i < rows; ++i) __builtin_prefetch(tile.next[tap * tile.row_step + i] + tile.offset + begin * kStepBytes);
       }
+      fetch.some();
       for (int64_t s = begin; s < end; ++s) add_step([&](const char* row) { return Step::load_step(row + s * kStepBytes); });
     }
     if (tile.odd) add_step([&](const char* row) { return Step::load_half(row + whole * kStepBytes); });

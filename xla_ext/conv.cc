@@ -13,29 +13,7 @@
 namespace jaxfuse::conv {
 namespace {
 
-Forward checked(const Call& call) {
-  const bool has_scale = call.attr<bool>("has_scale"), has_bias = call.attr<bool>("has_bias"),
-             has_residual = call.attr<bool>("has_residual"), save_z = call.attr<bool>("save_z");
-  call.expect_counts(2 + has_scale + has_bias + has_residual, 1 + save_z);
-  Forward f{Geometry(call), call.operand(0, "x"), call.operand(1, "w"),
-            {call.result(0, "y"), activation_attr(call), parameters_attr(call), {}, {}, {}, call.attr<bool>("residual_last")}};
-  Epilogue& e = f.epilogue;
-  call.expect_dtype(f.x, {DType::F32, DType::BF16});
-  if (f.w.dtype != DType::F32 || f.x.dtype != DType::BF16) call.expect_dtype(f.w, {f.x.dtype});
-  call.expect_dtype(e.y, {f.x.dtype, DType::F32});
-  f.geometry.check(call, f.x, f.w, e.y);
-  const Shape features{e.y.shape[f.geometry.out_spec[1]]};
-  size_t next = 2;
-  if (has_scale) e.scale = call.checked(call.operand(next++, "scale"), DType::F32, features);
-  if (has_bias) {
-    e.bias = call.operand(next++, "bias");
-    call.expect_dtype(*e.bias, {DType::F32, f.x.dtype});
-    call.expect_shape(*e.bias, features);
-  }
-  if (has_residual) e.residual = call.checked(call.operand(next++, "residual"), e.y.dtype, e.y.shape);
-  if (save_z) e.z = call.checked(call.result(1, "z"), e.y.dtype, e.y.shape);
-  return f;
-}
+Forward checked(const Call& call) { return forward_of(call, call.operand(1, "w"), 1); }
 
 // y by our own loops, from the convolution alone; null: from zeros.
 void finish(const Forward& f, const void* sums, DType dtype) { epilogue::apply(f.epilogue, f.geometry.out_spec[1], sums, dtype); }

@@ -47,6 +47,10 @@ struct Forward {
   const Tensor& y() const { return epilogue.y; }
 };
 
+// The forward convolution that a call asks for, checked: its operands are x, as many as there are of the filter, then those that
+// `has_scale`, `has_bias` and `has_residual` name; its results are y and with `save_z` z.
+Forward forward_of(const Call& call, const Tensor& w, size_t filters);
+
 // The values in the order of the spec.
 Shape permuted(const Shape& values, const Spec& spec);
 

@@ -5,8 +5,11 @@
 #include <vector>
 
 #include "contraction.h"
+#include "cut.h"
 #include "epilogue.h"
 #include "onednn/onednn.h"
+#include "parallel.h"
+#include "scratch.h"
 
 namespace jaxfuse::conv::contracted {
 namespace {
@@ -95,10 +98,9 @@ struct Rows {
 
 class Convolution {
  public:
-  // `flipped`: by the filter read from its last tap to its first.
-  Convolution(const Forward& f, bool flipped)
-      : f_(f), groups_(f.geometry.groups), inner_(f.x.shape[f.geometry.lhs_spec[1]] / groups_),
-        features_(f.y().shape[f.geometry.out_spec[1]]), columns_(features_ / groups_), flipped_(flipped),
+  // `flipped`: by the filter read from its last tap to its first. `panels`: or by the filter that is packed there.
+  Convolution(const Forward& f, bool flipped, const char* panels = nullptr)
+      : f_(f), panels_(panels), groups_(f.geometry.groups), inner_(f.geometry.inputs_per_group(f.w)), features_(f.y().shape[f.geometry.out_spec[1]]), columns_(features_ / groups_), flipped_(flipped),
         zeros_(inner_ * int64_t(ffi::ByteWidth(f.x.dtype)) / int64_t(sizeof(float)) + 1),
         epilogue_(f.epilogue, {f.y().size() / features_, features_}) {
     const Geometry& g = f.geometry;
@@ -119,7 +121,7 @@ class Convolution {
   void add_problems() {
     const Geometry& g = f_.geometry;
     const Shape strides = g.filter_strides(f_.w);
-    const int64_t x_bytes = ffi::ByteWidth(f_.x.dtype), pixel = groups_ * inner_ * x_bytes;
+    const int64_t x_bytes = ffi::ByteWidth(f_.x.dtype), pixel = f_.x.shape[g.lhs_spec[1]] * x_bytes;
     const int64_t inner_step = strides[g.filter_swapped ? 0 : 1], column_step = strides[g.filter_swapped ? 1 : 0];
     const int64_t group_step = g.filter_swapped ? inner_ * inner_step : columns_ * column_step;
     rows_.reserve(groups_ * axes_[0].spread * axes_[1].spread * axes_[2].spread);
@@ -132,7 +134,7 @@ class Convolution {
             const Rows& rows = rows_.back();
             problems_.push_back({rows.count(), inner_, columns_, f_.x.dtype,
                                  {f_.w.as<char>() + group * group_step * int64_t(ffi::ByteWidth(f_.w.dtype)), f_.w.dtype,
-                                  taps(rows, strides), inner_step, column_step},
+                                  taps(rows, strides), inner_step, column_step, panels_},
                                  [&rows](int64_t first, int64_t count, const char** to, int64_t step) { rows.point(first, count, to, step); }});
           }
         }
@@ -175,6 +177,7 @@ class Convolution {
   }
 
   const Forward f_;
+  const char* const panels_;
   const int64_t groups_, inner_, features_, columns_;
   const bool flipped_;
   const std::vector<float> zeros_;
@@ -199,7 +202,81 @@ bool takes(const Geometry& g, const Tensor& x, const Tensor& w, const Tensor& y)
   return w.size() >= kFilterForPixel * pixels && (x.dtype == DType::BF16 || pixels <= kFewPixels);
 }
 
-bool forward(const Forward& f) { return Convolution(f, f.geometry.transposed()).run(); }
+// Of few channels the taps of a line are taken as one, whose channels are those of all of them: they lie side by side in x, where
+// it has its padding. [.., taps, channels, features] is [.., 1, taps·channels, features].
+bool merges_lines(const Geometry& g, const Tensor& w) {
+  constexpr int64_t kFewChannels = 16;
+  const size_t last = g.spatial_rank() - 1;
+  const int64_t channels = w.shape[g.rhs_spec[1]];
+  const Shape strides = g.filter_strides(w);
+  return g.groups == 1 && !g.transposed() && !g.filter_swapped && !g.filter_features && g.dilation[last] == 1 && channels < kFewChannels &&
+         w.shape[g.rhs_spec[last + 2]] > 1 && strides[last + 2] == channels * strides[1] && g.rhs_spec[last + 2] + 1 == g.rhs_spec[1];
+}
+
+Tensor with_merged_lines(const Geometry& g, Tensor w) {
+  if (!merges_lines(g, w)) return w;
+  int64_t& taps = w.shape[g.rhs_spec.back()];
+  w.shape[g.rhs_spec[1]] *= taps, taps = 1;
+  return w;
+}
+
+// x with zeros before and behind each of its lines.
+Tensor padded_lines(const Tensor& x, int64_t low, int64_t high, char* to) {
+  const size_t last = x.shape.size() - 2;
+  const int64_t pixel = x.shape.back() * int64_t(ffi::ByteWidth(x.dtype)), line = x.shape[last] * pixel, bytes = low * pixel + line + high * pixel;
+  constexpr int64_t kTogether = 16;
+  const int64_t lines = int64_t(x.bytes()) / line;
+  parallel_for(parts(lines, kTogether), [&](int64_t task) {
+    for (int64_t i = task * kTogether; i < std::min(lines, (task + 1) * kTogether); ++i) {
+      char* const at = to + i * bytes;
+      std::fill_n(at, low * pixel, 0);
+      std::copy_n(x.as<char>() + i * line, line, at + low * pixel);
+      std::fill_n(at + low * pixel + line, high * pixel, 0);
+    }
+  });
+  Tensor padded{x.name, to, x.dtype, x.shape};
+  padded.shape[last] += low + high;
+  return padded;
+}
+
+bool convolve(Forward f, const char* panels) {
+  if (!merges_lines(f.geometry, f.w)) return Convolution(f, f.geometry.transposed(), panels).run();
+  int64_t &low = f.geometry.padding_low.back(), &high = f.geometry.padding_high.back();
+  const bool has_padding = low > 0 || high > 0;
+  const int64_t lines = f.x.size() / f.x.shape[f.x.shape.size() - 2];
+  const Scratch padded(has_padding ? (lines * (low + high) + f.x.size()) * int64_t(ffi::ByteWidth(f.x.dtype)) : 0);
+  if (has_padding) f.x = padded_lines(f.x, low, high, padded.data());
+  f.w = with_merged_lines(f.geometry, f.w);
+  low = high = 0;
+  return Convolution(f, false, panels).run() || !has_padding;
+}
+
+bool forward(const Forward& f) { return convolve(f, nullptr); }
+
+bool takes_packed(const Geometry& g) {
+  return g.groups == 1 && !g.transposed() && is_channels_last(g.lhs_spec) && is_channels_last(g.out_spec);
+}
+
+void forward(const Forward& f, const char* panels) { convolve(f, panels); }
+
+contraction::Panels panels(const Geometry& g, const Tensor& w, DType dtype) {
+  const Tensor merged = with_merged_lines(g, w);
+  return {merged.shape[g.rhs_spec[1]], merged.shape[g.rhs_spec[0]], g.taps(merged), dtype};
+}
+
+contraction::Filter filter(const Geometry& g, const Tensor& w) {
+  const Tensor merged = with_merged_lines(g, w);
+  const Shape strides = g.filter_strides(merged);
+  contraction::Filter f{w.data, w.dtype, {0}, strides[1], strides[0]};
+  for (size_t i = 0; i < g.spatial_rank(); ++i) {
+    std::vector<int64_t> taps;
+    for (const int64_t before : f.taps) {
+      for (int64_t tap = 0; tap < merged.shape[g.rhs_spec[i + 2]]; ++tap) taps.push_back(before + tap * strides[i + 2]);
+    }
+    f.taps = taps;
+  }
+  return f;
+}
 
 bool takes_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g) {
   return takes(geometry.adjoint(w), g, w, dx);

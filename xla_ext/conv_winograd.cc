@@ -6,6 +6,7 @@
 #include <atomic>
 #include <vector>
 
+#include "contraction.h"
 #include "conv_winograd_kernels.h"
 #include "cut.h"
 #include "onednn/onednn.h"
@@ -15,6 +16,8 @@
 
 namespace jaxfuse::conv::winograd {
 namespace {
+
+using contraction::kLineBytes;
 
 const Kernels& kernels() { return choose(portable_kernels, avx2_kernels, avx512_kernels); }
 
@@ -42,17 +45,24 @@ struct Position {
 
 class Winograd {
  public:
-  // `flipped`: by the filter read from its last tap to its first.
-  Winograd(const Forward& f, bool flipped)
-      : f_(f), flipped_(flipped), s_(f.geometry, f.x, f.w, f.y()), loops_(kernels()), columns_(padded(s_.features, loops_.columns)),
-        row_(s_.channels + kPadding), filter_(kPoints * s_.channels * columns_ * sizeof(float)), zeros_(s_.channels),
+  // By the filter that is transformed and packed, if it is given.
+  Winograd(const Forward& f, const char* filter)
+      : f_(f), s_(f.geometry, f.x, f.w, f.y()), loops_(kernels()), products_(contraction::kernels()),
+        panels_{s_.channels, s_.features, kPoints, DType::F32}, row_(s_.channels + kPadding), filter_(filter), zeros_(s_.channels),
         epilogue_(f.epilogue, {f.y().size() / s_.features, s_.features}) {}
 
-  bool run() {
-    transform_filter();
-    const int64_t most = std::max(loops_.rows, kTileFloats / kPoints / row_ / loops_.rows * loops_.rows);
-    const int64_t tasks = std::max(parts(s_.tiles, most), std::min<int64_t>(max_threads(), parts(s_.tiles, loops_.rows)));
-    const int64_t step = padded(parts(s_.tiles, tasks), loops_.rows);
+  // By f.w; `flipped`: read from its last tap to its first.
+  bool run(bool flipped) {
+    const Scratch filter(panels_.all_bytes());
+    transform_filter(flipped, filter.data());
+    filter_ = filter.data();
+    return run();
+  }
+
+  bool run() const {
+    const int64_t most = std::max(products_.rows, kTileFloats / kPoints / row_ / products_.rows * products_.rows);
+    const int64_t tasks = std::max(parts(s_.tiles, most), std::min<int64_t>(max_threads(), parts(s_.tiles, products_.rows)));
+    const int64_t step = padded(parts(s_.tiles, tasks), products_.rows);
     std::atomic<bool> finite{true};
     parallel_for(parts(s_.tiles, step), [&](int64_t task) {
       if (!run_tiles(task * step, std::min(step, s_.tiles - task * step))) finite = false;
@@ -61,32 +71,34 @@ class Winograd {
   }
 
  private:
-  // One panel of `columns` features after the other, each with its points one after the other.
-  void transform_filter() {
+  void transform_filter(bool flipped, char* to) const {
     const Shape strides = f_.geometry.filter_strides(f_.w);
     constexpr int64_t kStep = 32;  // channels
-    const int64_t steps = parts(s_.channels, kStep), point = s_.channels * loops_.columns;
-    parallel_for(columns_ / loops_.columns * steps, [&](int64_t i) {
-      const int64_t feature = i / steps * loops_.columns, channel = i % steps * kStep;
+    const int64_t steps = parts(s_.channels, kStep), point = s_.channels * kPanel;
+    parallel_for(parts(s_.features, kPanel) * steps, [&](int64_t i) {
+      const int64_t panel = i / steps, feature = panel * kPanel, channel = i % steps * kStep;
       const float* w = f_.w.as<float>() + feature * strides[0] + channel * strides[1];
       Filter filter{w, strides[2], strides[3], strides[1], strides[0]};
-      if (flipped_) filter = {w + 2 * (strides[2] + strides[3]), -strides[2], -strides[3], strides[1], strides[0]};
+      if (flipped) filter = {w + 2 * (strides[2] + strides[3]), -strides[2], -strides[3], strides[1], strides[0]};
       loops_.transform_filter(filter, std::min(kStep, s_.channels - channel), s_.features - feature,
-                              panel(feature) + channel * loops_.columns, point);
+                              reinterpret_cast<float*>(to + panel * panels_.bytes()) + channel * kPanel, point);
     });
   }
 
-  float* panel(int64_t feature) const { return filter_.as<float>() + feature * s_.channels * kPoints; }
-
   bool run_tiles(int64_t first, int64_t count) const {
-    const int64_t point = count * row_, products = count * loops_.columns;
+    const int64_t point = count * row_, products = count * products_.columns;
     const Scratch scratch((kPoints * (point + products) + 2 * 2 * products) * sizeof(float));
+    std::vector<const char*> rows(count);
     float *tiles = scratch.as<float>(), *sums = tiles + kPoints * point, *z = sums + kPoints * products;
-    for (int64_t t = 0; t < count; ++t) transform_input(first + t, tiles + t * row_, point);
+    for (int64_t t = 0; t < count; ++t) {
+      transform_input(first + t, tiles + t * row_, point);
+      rows[t] = reinterpret_cast<const char*>(tiles + t * row_);
+    }
     bool finite = true;
-    for (int64_t feature = 0; feature < s_.features; feature += loops_.columns) {
-      for (int64_t p = 0; p < kPoints; ++p) {
-        multiply(tiles + p * point, count, panel(feature) + p * s_.channels * loops_.columns, sums + p * products);
+    for (int64_t feature = 0; feature < s_.features; feature += products_.columns) {
+      const char* panels = filter_ + feature / kPanel * panels_.bytes();
+      for (int64_t p = 0; p < kPoints; ++p, panels += s_.channels * kLineBytes) {
+        multiply(rows.data(), count, feature, p * point, panels, sums + p * products);
       }
       finite &= finish(first, count, feature, sums, z);
     }
@@ -104,12 +116,18 @@ class Winograd {
     loops_.transform_input(pixels, s_.channels, to, point);
   }
 
-  void multiply(const float* a, int64_t rows, const float* b, float* sums) const {
+  // The products of one point, whose transformed pixels are `offset` floats behind the rows' beginnings.
+  void multiply(const char* const* rows, int64_t count, int64_t feature, int64_t offset, const char* panels, float* sums) const {
+    const int64_t tiles = parts(count, products_.rows);
+    const bool narrow = 2 * (s_.features - feature) <= products_.columns;
     for (int64_t k = 0; k < s_.channels; k += kInner) {
       const int64_t steps = std::min(kInner, s_.channels - k);
-      for (int64_t r = 0; r < rows; r += loops_.rows) {
-        loops_.multiply(a + r * row_ + k, row_, std::min(loops_.rows, rows - r), b + k * loops_.columns, steps,
-                        sums + r * loops_.columns, loops_.columns, k == 0);
+      const char* const at = panels + k * kLineBytes;
+      for (int64_t i = 0; i < tiles; ++i) {
+        const int64_t begin = i * count / tiles, end = (i + 1) * count / tiles, fetched = i * steps / tiles;
+        const contraction::Tile tile{rows + begin, nullptr, count, (offset + k) * int64_t(sizeof(float)), 1, steps, false, narrow, at,
+                                     panels_.bytes(), at + (steps + fetched) * kLineBytes, (i + 1) * steps / tiles - fetched};
+        products_.multiply_f32(tile, end - begin, sums + begin * products_.columns, k == 0);
       }
     }
   }
@@ -120,37 +138,41 @@ class Winograd {
     for (int64_t t = 0, beside; t < count; t += beside) {
       const Position at(s_, first + t);
       beside = std::min(count - t, s_.per_line - at.column / 2);
-      float* const lines[2] = {z, z + 2 * beside * loops_.columns};
-      finite &= loops_.transform_output({sums + t * loops_.columns, count * loops_.columns, loops_.columns, beside, loops_.columns,
-                                         {lines[0], lines[1]}, loops_.columns});
+      float* const lines[2] = {z, z + 2 * beside * products_.columns};
+      finite &= loops_.transform_output({sums + t * products_.columns, count * products_.columns, products_.columns, beside, products_.columns,
+                                         {lines[0], lines[1]}, products_.columns});
       for (int64_t line = 0; line < std::min<int64_t>(2, s_.out_height - at.line); ++line) {
         const int64_t pixel = (at.image * s_.out_height + at.line + line) * s_.out_width + at.column;
-        const int64_t pixels = std::min(2 * beside, s_.out_width - at.column), columns = std::min(loops_.columns, s_.features - feature);
+        const int64_t pixels = std::min(2 * beside, s_.out_width - at.column), columns = std::min(products_.columns, s_.features - feature);
         const int64_t offset = pixel * s_.features + feature;
-        epilogue::kernels().apply(epilogue_.tile(lines[line], DType::F32, loops_.columns, offset, feature, columns), 0, pixels);
+        epilogue::kernels().apply(epilogue_.tile(lines[line], DType::F32, products_.columns, offset, feature, columns), 0, pixels);
       }
     }
     return finite;
   }
 
   const Forward f_;
-  const bool flipped_;
   const Sizes s_;
   const Kernels& loops_;
-  const int64_t columns_, row_;
-  const Scratch filter_;
+  const contraction::Kernels& products_;
+  const contraction::Panels panels_;
+  const int64_t row_;
+  const char* filter_;
   const std::vector<float> zeros_;
   const epilogue::Tiles epilogue_;
 };
 
 }  // namespace
 
-bool takes(const Geometry& g, const Tensor& x, const Tensor& w, const Tensor& y) {
+bool fits(const Geometry& g, const Tensor& x, const Tensor& w, const Tensor& y) {
   const Shape ones(2, 1);
-  const bool fits = x.dtype == DType::F32 && y.dtype == DType::F32 && g.groups == 1 && g.strides == ones && g.dilation == ones &&
+  return x.dtype == DType::F32 && y.dtype == DType::F32 && g.groups == 1 && g.strides == ones && g.dilation == ones &&
                     g.lhs_dilation == ones && w.shape[g.rhs_spec[2]] == 3 && w.shape[g.rhs_spec[3]] == 3 &&
                     is_channels_last(g.lhs_spec) && is_channels_last(g.out_spec);
-  if (!fits || !onednn::is_loaded()) return false;  // which computes what is not finite
+}
+
+bool takes(const Geometry& g, const Tensor& x, const Tensor& w, const Tensor& y) {
+  if (!fits(g, x, w, y) || !onednn::is_loaded()) return false;  // which computes what is not finite
   const Sizes s(g, x, w, y);
   // A transformed filter is 16/9 of itself, written and read again: a few tiles do not make up for a large one.
   constexpr int64_t kFewestFeatures = 32, kFewestTiles = 48, kMostProductsForATile = 1400;
@@ -158,14 +180,17 @@ bool takes(const Geometry& g, const Tensor& x, const Tensor& w, const Tensor& y)
          s.channels * s.features <= kMostProductsForATile * s.tiles;
 }
 
-bool forward(const Forward& f) { return Winograd(f, false).run(); }
+bool forward(const Forward& f, const char* filter) {
+  Winograd winograd(f, filter);
+  return filter ? winograd.run() : winograd.run(false);
+}
 
 bool takes_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g) {
   return takes(geometry.adjoint(w), g, w, dx);
 }
 
 bool data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g) {
-  return Winograd({geometry.adjoint(w), g, w, {dx}}, true).run();
+  return Winograd({geometry.adjoint(w), g, w, {dx}}, nullptr).run(true);
 }
 
 }  // namespace jaxfuse::conv::winograd

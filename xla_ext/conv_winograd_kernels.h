@@ -1,9 +1,11 @@
 // The inner loops of conv_winograd.cc as a table of functions for each ISA; conv_winograd_loops.h is the loops.
 #pragma once
 
-#include <cstdint>
+#include "contraction_kernels.h"
 
 namespace jaxfuse::conv::winograd {
+
+using contraction::kPanel;
 
 constexpr int64_t kSide = 4, kPoints = kSide * kSide;  // of a transformed tile; it gives 2×2 outputs
 
@@ -23,15 +25,11 @@ struct Outputs {
 };
 
 struct Kernels {
-  int64_t rows, columns;  // of the products that are kept in registers
-
-  // G·g·Gᵀ of `count` features, at most `columns`, for each channel; point p of channel c is a line of `columns` elements at
-  // to + p·point + c·columns, with zeros behind the features.
+  // G·g·Gᵀ of `count` features, at most kPanel, for each channel; point p of channel c is a line of a panel (contraction_kernels.h)
+  // at to + p·point + c·kPanel, with zeros behind the features.
   void (*transform_filter)(const Filter&, int64_t channels, int64_t count, float* to, int64_t point);
   // Bᵀ·d·B of one tile, whose pixels are given line by line; point p of channel c is at to[p·point + c].
   void (*transform_input)(const float* const* pixels, int64_t channels, float* to, int64_t point);
-  // sums[i·stride + j] = Σ a[i·a_row + s]·b[s·columns + j] over all steps, for j < columns, added to what is there unless `first`.
-  void (*multiply)(const float* a, int64_t a_row, int64_t rows, const float* b, int64_t steps, float* sums, int64_t stride, bool first);
   // Aᵀ·m·A; whether all of it is finite.
   bool (*transform_output)(const Outputs&);
 };

@@ -8,13 +8,10 @@
 #pragma once
 
 #include "conv_winograd_kernels.h"
-#include "product_tile.h"
+#include "simd.h"
 
 namespace jaxfuse::conv::winograd {
 namespace {
-
-constexpr int64_t kVectors = 2, kColumns = kVectors * kLanes;
-constexpr int64_t kRows = kLanes == 16 ? 14 : 6;  // with the columns they fill the registers
 
 // ---- G·g·Gᵀ
 
@@ -39,7 +36,7 @@ inline Floats load_features(const float* w, int64_t step, int64_t count) {
 
 void transform_filter(const Filter& f, int64_t channels, int64_t count, float* to, int64_t point) {
   for (int64_t c = 0; c < channels; ++c) {
-    for (int64_t k = 0; k < kColumns; k += kLanes) {
+    for (int64_t k = 0; k < kPanel; k += kLanes) {
       const float* w = f.w + c * f.channel + k * f.feature;
       Four lines[3];
       for (int64_t i = 0; i < 3; ++i) {
@@ -47,7 +44,7 @@ void transform_filter(const Filter& f, int64_t channels, int64_t count, float* t
         for (int64_t j = 0; j < 3; ++j) g.at[j] = load_features(w + i * f.line + j * f.column, f.feature, count - k);
         lines[i] = filter_line(g);
       }
-      float* at = to + c * kColumns + k;
+      float* at = to + c * kPanel + k;
       for (int64_t j = 0; j < kSide; ++j) {
         const Four u = filter_line({lines[0].at[j], lines[1].at[j], lines[2].at[j]});
         for (int64_t i = 0; i < kSide; ++i) store(at + (i * kSide + j) * point, u.at[i]);
@@ -75,13 +72,6 @@ void transform_input(const float* const* pixels, int64_t channels, float* to, in
       for (int64_t j = 0; j < kSide; ++j) store(to + (i * kSide + j) * point + c, v.at[j], lanes);
     }
   });
-}
-
-// ---- the products of a point
-
-void multiply(const float* a, int64_t a_row, int64_t rows, const float* b, int64_t steps, float* sums, int64_t stride, bool first) {
-  static constexpr int64_t kLine = 0;
-  product::outer_products<kRows, false, kVectors>({a, b, &kLine, 1, steps, 1, kColumns, a_row}, rows, sums, stride, first, Whole{});
 }
 
 // ---- Aᵀ·m·A
@@ -116,7 +106,7 @@ bool transform_output(const Outputs& out) {
   return to_bits(sum - sum == 0.0f) == (1u << kLanes) - 1;
 }
 
-constexpr Kernels kernels = {kRows, kColumns, transform_filter, transform_input, multiply, transform_output};
+constexpr Kernels kernels = {transform_filter, transform_input, transform_output};
 
 }  // namespace
 }  // namespace jaxfuse::conv::winograd

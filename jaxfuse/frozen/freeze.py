@@ -11,19 +11,22 @@ import jax
 import jax.numpy as jnp
 
 from jaxfuse.frozen import artefact
+from jaxfuse.frozen.packing import Filter, Packed
 from jaxfuse.frozen.program import Freed, Program
-from jaxfuse.fuse import fuse
+from jaxfuse.fuse import fuse, inline
 from jaxfuse.ops.errors import OpError
-from jaxfuse.program.signature import trace
+from jaxfuse.program.signature import as_a_program_of_its_own, is_part_of_a_program, trace
 
 FREED = ("jaxfuse.freeze: a weight is not there any more: its only use was to be folded into a layer, and these arguments need it in "
          "another way. Freeze the function again, and call it with these arguments first")
 
 
 class Made(NamedTuple):
-    """The program for one signature, fused: `run(constants, arrays)`."""
+    """The program for one signature: as it is, `plain(constants, arrays)`, and fused, with packed filters and jitted."""
 
     program: Program
+    plain: Callable[[list, list], Any]
+    fused: Packed
     run: Callable[[list, list], Any]
 
 
@@ -42,12 +45,15 @@ class Frozen:
         self._types = list(map(_type_of, self._leaves))
         self._made: dict[Any, Made] = {}
         self._constants: dict[str, jax.Array] = {}
+        self._packed: dict[str, Filter] = {}  # by the names of the constants in whose place they stand
         self._closed_over: list = []  # arrays that constants are named by stay alive
         self._lock = threading.RLock()
 
     def __call__(self, *args, **kwargs):
         made, arrays = self._of(args, kwargs)
-        return made.run([self._constants[name] for name in made.program.constants], arrays)
+        if is_part_of_a_program():  # which is to be fused as a whole
+            return made.plain([self._plain(name) for name in made.program.constants], arrays)
+        return made.run(self._given(made), arrays)
 
     def __repr__(self):
         return f"<jaxfuse.freeze of {self.__name__}, {len(self._made)} programs, {self.nbytes / 1e6:.1f} MB of constants>"
@@ -78,7 +84,18 @@ class Frozen:
         def run(constants, args, kwargs):
             return made.run(constants, jax.tree.leaves((args, kwargs)))
 
-        artefact.save(run, [self._constants[name] for name in made.program.constants], path, self.__name__, args, kwargs)
+        artefact.save(run, self._given(made), path, self.__name__, args, kwargs)
+
+    def _given(self, made: Made) -> list[jax.Array]:
+        return [self._constants[name] for name in made.fused.names]
+
+    def _plain(self, name: str) -> jax.Array:
+        """A constant of this name, unpacked if it is packed."""
+        if name in self._constants:
+            return self._constants[name]
+        filter_ = self._packed[name]
+        with jax.ensure_compile_time_eval():
+            return filter_.unpacked(self._constants[filter_.names[0]])
 
     def _of(self, args: tuple, kwargs: dict) -> tuple[Made, list]:
         args, kwargs = jax.tree.map(_as_array, (args, kwargs))
@@ -101,24 +118,38 @@ class Frozen:
         traced = trace(whole, (types, *jax.tree.map(_type_of, (args, kwargs))), {})
         program = Program(traced.closed, len(self._arrays()))
         self._closed_over += traced.closed.consts
-        self._keep(program, [*traced.closed.consts, *self._arrays()])
 
-        def run(constants, arrays):
+        def plain(constants, arrays):
             return jax.tree.unflatten(traced.out_tree, program(constants, arrays))
 
-        return Made(program, fuse(functools.update_wrapper(run, self._fn, updated=()), policy=self._policy))
+        functools.update_wrapper(plain, self._fn, updated=())
+        with as_a_program_of_its_own():
+            fused = Packed(inline(program, policy=self._policy), program.constants, *program.types, self._policy, self._packed)
+        self._keep(program, fused, [*traced.closed.consts, *self._arrays()])
+
+        def run(constants, arrays):
+            return jax.tree.unflatten(traced.out_tree, fused(constants, arrays))
+
+        return Made(program, plain, fused, jax.jit(functools.update_wrapper(run, self._fn, updated=())))
 
     def _arrays(self) -> list:
         """The bound arrays; None in the place of those that are folded away."""
         return [leaf for leaf, type_ in zip(self._leaves, self._types) if _is_array(type_)]
 
-    def _keep(self, program: Program, given: Sequence) -> None:
-        """Computes the constants that are new, and lets go of weights that nothing needs any more."""
-        wanted = set(program.constants) - self._constants.keys()
+    def _keep(self, program: Program, fused: Packed, given: Sequence) -> None:
+        """Computes the constants that are new, packs filters, and lets go of weights that nothing needs any more."""
+        wanted = {name for name in fused.plain_names if name not in self._constants}
+        wanted |= {filter_.name for filter_ in fused.filters if not set(filter_.names) <= self._constants.keys()}
         try:
-            self._constants |= program.values(given, wanted)
+            found = program.values(given, wanted - self._packed.keys())
         except Freed:
             raise OpError(FREED) from None
+        found |= {name: self._plain(name) for name in wanted & self._packed.keys()}  # for another way to pack it
+        for filter_ in fused.filters:
+            if filter_.name in found:
+                self._constants |= zip(filter_.names, filter_.packed(found[filter_.name]))
+            self._packed[filter_.name] = filter_
+        self._constants |= {name: found[name] for name in wanted if name in fused.plain_names}
         first = len(given) - len(self._arrays())
         places = [i for i, type_ in enumerate(self._types) if _is_array(type_)]
         for i in program.spent:

@@ -40,6 +40,12 @@ class Fold:
         return cast.inputs[0] if cast is not None and is_float_cast(cast) and not widens(cast) else self.w
 
     @property
+    def types(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """Of the scaled weight, and of the shift of each feature."""
+        shift = jax.ShapeDtypeStruct((self.w.shape[self.features],), jnp.promote_types(self.chain.end.dtype, jnp.float32))
+        return _type(self.w), shift
+
+    @property
     def needs(self) -> tuple[Value, ...]:
         return self.exact, *[value for _, value in self.chain.affine]
 
@@ -103,6 +109,12 @@ class Program:
                 seen.add(value)
                 stack += value.producer.inputs
         return compute(wanted, environment, {})
+
+    @property
+    def types(self) -> tuple[list, list]:
+        """Of the constants, in the order of their names, and of the arguments."""
+        folded = [type_ for fold in self.folds.values() for type_ in fold.types]
+        return [*map(_type, self._needed), *folded], list(map(_type, self.graph.inputs[self.bound :]))
 
     @property
     def spent(self) -> set[int]:
@@ -230,7 +242,12 @@ def _folded(fold: Fold, arrays: Sequence) -> tuple[jax.Array, jax.Array]:
         shift = shift if center is None else shift - center * scale
         shape = [channels if d == fold.features else 1 for d in range(weight.ndim)]
         weight = weight * np.reshape(scale, shape)
-    return jnp.asarray(weight, fold.w.dtype), jnp.asarray(shift, jnp.promote_types(fold.chain.end.dtype, jnp.float32))
+    weight_type, shift_type = fold.types
+    return jnp.asarray(weight, weight_type.dtype), jnp.asarray(shift, shift_type.dtype)
+
+
+def _type(value: Value) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=getattr(value.aval, "weak_type", False))
 
 
 def _weight_of(node: Node) -> tuple[Value, Value, int, int] | None:

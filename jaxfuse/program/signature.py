@@ -55,6 +55,11 @@ def trace(fn, args, kwargs, concrete: bool = True) -> Traced:
     return Traced(closed, jax.tree.leaves((args, kwargs)), jax.tree.structure(shapes))
 
 
+def as_a_program_of_its_own():
+    """A context in which a function is fused by itself, wherever it is called."""
+    return _being_fused(False)
+
+
 def is_part_of_a_program() -> bool:
     """Whether a caller is being traced in order to be fused: what it calls stays plain, so that it sees it all."""
     return _being_fused.value

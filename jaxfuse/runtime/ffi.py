@@ -21,6 +21,8 @@ from jaxfuse.runtime import dispatch, private, processors
 TARGETS = (
     "jaxfuse_conv_fwd",
     "jaxfuse_conv_bwd",
+    "jaxfuse_conv_pack",
+    "jaxfuse_conv_packed",
     "jaxfuse_batch_norm_stats",
     "jaxfuse_batch_norm_apply",
     "jaxfuse_batch_norm_bwd_stats",

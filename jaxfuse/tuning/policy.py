@@ -7,7 +7,7 @@ from jaxfuse.ops.errors import one_of
 from jaxfuse.runtime import platforms
 from jaxfuse.runtime.reasons import SwitchedOff, Unprofitable, no_kernel
 from jaxfuse.tuning import measured, tuned
-from jaxfuse.tuning.rules import TABLE, cuda
+from jaxfuse.tuning.rules import TABLE, cuda, packed
 
 POLICIES = ("measured", "always", "never")
 
@@ -19,6 +19,13 @@ def unprofitable(policy: str):
     """
     one_of(policy, POLICIES, "policy")
     return dict(measured=_measured, always=_always, never=_never)[policy]
+
+
+def packing(policy: str, config, x, w) -> packed.Packing:
+    """How the constant filter w of a convolution of x is best laid out, by freeze's policy."""
+    if platforms.current() != "cpu":
+        return packed.Packing.none
+    return packed.any_that_fits(config, x, w) if policy == "always" else packed.fastest(config, x, w)
 
 
 def _always(op, config, types, direction="forward", cost="") -> str:

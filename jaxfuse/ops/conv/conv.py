@@ -174,13 +174,13 @@ def _backward_axes(linear: Linear, ranks) -> BatchAxes:
 
 # --- CPU kernel: oneDNN, or our own loops --------------------------------------------------------------------------
 
-_DTYPES = ("float32", "bfloat16", "float16")  # float16 by way of float32
+DTYPES = ("float32", "bfloat16", "float16")  # float16 by way of float32
 
 
 def _refuse_geometry(config: ConvConfig, w, *arrays) -> str | None:
     for array in (w, *arrays):
-        if str(array.dtype) not in _DTYPES:
-            return f"dtype {array.dtype}: the kernel takes {' and '.join(_DTYPES)}"
+        if str(array.dtype) not in DTYPES:
+            return f"dtype {array.dtype}: the kernel takes {' and '.join(DTYPES)}"
         if 0 in array.shape:
             return f"empty array of shape {tuple(array.shape)}"
     if config.transposed:
@@ -227,16 +227,20 @@ def _refuse_forward(config: ConvConfig, args) -> str | None:
     return refused or _refuse_library(config, args, functools.partial(_run_forward, config))
 
 
+def forward_attrs(config: ConvConfig):
+    return config.geometry_attrs() | dict(
+        has_scale=config.has_scale, has_bias=config.has_bias, has_residual=config.has_residual,
+        residual_last=config.residual_last, save_z=bool(config.saves))
+
+
 def _run_forward(config: ConvConfig, args, mesh_axes):
     x, w, scale, bias, residual = config.unpack(widened(args))
     y = jax.eval_shape(functools.partial(convolve, config), x, jax.ShapeDtypeStruct(w.shape, x.dtype))
     if scale is not None:
         scale = scale.astype(jnp.float32)
     operands = [a for a in (x, _turned(config, w), scale, bias, residual) if a is not None]
-    attrs = config.geometry_attrs() | dict(
-        has_scale=config.has_scale, has_bias=config.has_bias, has_residual=config.has_residual,
-        residual_last=config.residual_last, save_z=bool(config.saves))
-    outs = ffi.call("jaxfuse_conv_fwd", [jax.ShapeDtypeStruct(y.shape, y.dtype)] * (1 + config.saves), *operands, **attrs)
+    results = [jax.ShapeDtypeStruct(y.shape, y.dtype)] * (1 + config.saves)
+    outs = ffi.call("jaxfuse_conv_fwd", results, *operands, **forward_attrs(config))
     return tuple(out.astype(config.out_dtype or args[0].dtype) for out in outs)
 
 
