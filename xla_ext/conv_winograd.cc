@@ -1,5 +1,6 @@
 // A task takes some tiles, all of whose channels it transforms into memory of its own. Then, a panel of features after the other:
-// for each of the 16 points a product of these tiles and of the transformed filter, and the outputs made of the 16.
+// for each of the 16 points a product of these tiles and of the transformed filter, and the outputs made of the 16. Where there are
+// few tiles a task takes all of them, and one panel.
 #include "conv_winograd.h"
 
 #include <algorithm>
@@ -23,6 +24,7 @@ const Kernels& kernels() { return choose(portable_kernels, avx2_kernels, avx512_
 
 constexpr int64_t kInner = 128;            // products of a sum in f32, which is then added to those before
 constexpr int64_t kTileFloats = 96 << 10;  // of transformed tiles that a task has: they stay in the second-level cache
+constexpr int64_t kFewTileFloats = 256 << 10;  // so few that all of them stay there: then a task reads a part of the filter only
 constexpr int64_t kPadding = 16;           // between their rows: a power of two would meet in the same lines of the cache
 
 struct Sizes {
@@ -59,16 +61,7 @@ class Winograd {
     return run();
   }
 
-  bool run() const {
-    const int64_t most = std::max(products_.rows, kTileFloats / kPoints / row_ / products_.rows * products_.rows);
-    const int64_t tasks = std::max(parts(s_.tiles, most), std::min<int64_t>(max_threads(), parts(s_.tiles, products_.rows)));
-    const int64_t step = padded(parts(s_.tiles, tasks), products_.rows);
-    std::atomic<bool> finite{true};
-    parallel_for(parts(s_.tiles, step), [&](int64_t task) {
-      if (!run_tiles(task * step, std::min(step, s_.tiles - task * step))) finite = false;
-    });
-    return finite;
-  }
+  bool run() const { return s_.tiles * row_ * kPoints <= kFewTileFloats ? run_by_features() : run_by_tiles(); }
 
  private:
   void transform_filter(bool flipped, char* to) const {
@@ -85,24 +78,58 @@ class Winograd {
     });
   }
 
-  bool run_tiles(int64_t first, int64_t count) const {
-    const int64_t point = count * row_, products = count * products_.columns;
-    const Scratch scratch((kPoints * (point + products) + 2 * 2 * products) * sizeof(float));
-    std::vector<const char*> rows(count);
-    float *tiles = scratch.as<float>(), *sums = tiles + kPoints * point, *z = sums + kPoints * products;
-    for (int64_t t = 0; t < count; ++t) {
-      transform_input(first + t, tiles + t * row_, point);
-      rows[t] = reinterpret_cast<const char*>(tiles + t * row_);
-    }
-    bool finite = true;
-    for (int64_t feature = 0; feature < s_.features; feature += products_.columns) {
-      const char* panels = filter_ + feature / kPanel * panels_.bytes();
-      for (int64_t p = 0; p < kPoints; ++p, panels += s_.channels * kLineBytes) {
-        multiply(rows.data(), count, feature, p * point, panels, sums + p * products);
+  // Every task has tiles of its own, and reads the whole filter.
+  bool run_by_tiles() const {
+    const int64_t most = std::max(products_.rows, kTileFloats / kPoints / row_ / products_.rows * products_.rows);
+    const int64_t tasks = std::max(parts(s_.tiles, most), std::min<int64_t>(max_threads(), parts(s_.tiles, products_.rows)));
+    const int64_t step = padded(parts(s_.tiles, tasks), products_.rows);
+    std::atomic<bool> finite{true};
+    parallel_for(parts(s_.tiles, step), [&](int64_t task) {
+      const int64_t first = task * step, count = std::min(step, s_.tiles - first);
+      const Scratch scratch(kPoints * count * row_ * sizeof(float));
+      float* const tiles = scratch.as<float>();
+      for (int64_t t = 0; t < count; ++t) transform_input(first + t, tiles + t * row_, count * row_);
+      const Part part(*this, first, count, tiles);
+      for (int64_t feature = 0; feature < s_.features; feature += products_.columns) {
+        if (!run(part, feature)) finite = false;
       }
-      finite &= finish(first, count, feature, sums, z);
-    }
+    });
     return finite;
+  }
+
+  // Every task has some features, and reads all tiles.
+  bool run_by_features() const {
+    const Scratch scratch(kPoints * s_.tiles * row_ * sizeof(float));
+    float* const tiles = scratch.as<float>();
+    parallel_for(s_.tiles, [&](int64_t t) { transform_input(t, tiles + t * row_, s_.tiles * row_); });
+    std::atomic<bool> finite{true};
+    parallel_for(parts(s_.features, products_.columns), [&](int64_t task) {
+      if (!run(Part(*this, 0, s_.tiles, tiles), task * products_.columns)) finite = false;
+    });
+    return finite;
+  }
+
+  // Some transformed tiles, and memory for products and outputs of theirs.
+  struct Part {
+    int64_t first, count, products;
+    Scratch scratch;
+    float *sums, *z;
+    std::vector<const char*> rows;
+
+    Part(const Winograd& w, int64_t first, int64_t count, const float* tiles)
+        : first(first), count(count), products(count * w.products_.columns), scratch((kPoints + 2 * 2) * products * sizeof(float)),
+          sums(scratch.as<float>()), z(sums + kPoints * products), rows(count) {
+      for (int64_t t = 0; t < count; ++t) rows[t] = reinterpret_cast<const char*>(tiles + t * w.row_);
+    }
+  };
+
+  // As many features of them as a tile of products has.
+  bool run(const Part& part, int64_t feature) const {
+    const char* panels = filter_ + feature / kPanel * panels_.bytes();
+    for (int64_t p = 0; p < kPoints; ++p, panels += s_.channels * kLineBytes) {
+      multiply(part.rows.data(), part.count, feature, p * part.count * row_, panels, part.sums + p * part.products);
+    }
+    return finish(part.first, part.count, feature, part.sums, part.z);
   }
 
   void transform_input(int64_t tile, float* to, int64_t point) const {

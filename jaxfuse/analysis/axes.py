@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from jaxfuse.program.graph import Node
 from jaxfuse.runtime import private
 
-Run = tuple[tuple[int, int], ...]
+Run = tuple[tuple[int, ...], ...]  # a layout's digits begin with the axis that they are of (analysis/layout.py)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,25 +81,8 @@ class IndexMap:
 
     def reshaped(self, shape) -> "IndexMap | None":
         """None where an axis of the shape would have a part of a digit that is not a digit itself."""
-        pending = list(reversed(self.flat))
-        runs: list[Run] = []
-        for n in shape:
-            run, rest = [], n
-            while rest != 1:
-                if not pending:
-                    return None
-                stride, own = pending.pop()
-                if _divides(own, rest):
-                    run.append((stride, own))
-                    rest = 1 if rest == own else rest // own
-                elif _divides(rest, own):
-                    run.append((stride * (own // rest), rest))
-                    pending.append((stride, own // rest))
-                    rest = 1
-                else:
-                    return None
-            runs.append(merged(run))
-        return IndexMap(tuple(runs)) if not pending else None
+        runs = regrouped(self.flat, shape)
+        return IndexMap(runs) if runs is not None else None
 
     def merged_with(self, other: "IndexMap") -> "IndexMap | None":
         """That of an elementwise function of two values: each digit that either of them has. None where they disagree."""
@@ -130,19 +113,42 @@ def is_long(n) -> bool:
 
 
 def length(run: Run) -> int:
-    return math.prod(n for _, n in run)
+    return math.prod(digit[-1] for digit in run)
 
 
-def merged(digits: Iterable[tuple[int, int]]) -> Run:
+def merged(digits: Iterable[tuple[int, ...]]) -> Run:
     """The same with neighbours that are one larger digit as one, and those of one value left out."""
-    out: list[tuple[int, int]] = []
-    for stride, n in digits:
+    out: list[tuple[int, ...]] = []
+    for *axis, stride, n in digits:
         if n == 1:
             continue
-        if out and out[-1][0] == stride * n:
-            n *= out.pop()[1]
-        out.append((stride, n))
+        if out and out[-1][:-1] == (*axis, stride * n):
+            n *= out.pop()[-1]
+        out.append((*axis, stride, n))
     return tuple(out)
+
+
+def regrouped(digits: Run, shape) -> tuple[Run, ...] | None:
+    """The digits as axes of these lengths; None where one would have a part of a digit that is not a digit itself."""
+    pending = list(reversed(digits))
+    runs: list[Run] = []
+    for n in shape:
+        run, rest = [], n
+        while rest != 1:
+            if not pending:
+                return None
+            *axis, stride, own = pending.pop()
+            if _divides(own, rest):
+                run.append((*axis, stride, own))
+                rest = 1 if rest == own else rest // own
+            elif _divides(rest, own):
+                run.append((*axis, stride * (own // rest), rest))
+                pending.append((*axis, stride, own // rest))
+                rest = 1
+            else:
+                return None
+        runs.append(merged(run))
+    return None if pending else tuple(runs)
 
 
 def _divides(n, of) -> bool:
@@ -153,6 +159,6 @@ def _ends(run: Run) -> Iterator[int]:
     """How many elements lie in what follows each digit, and in all."""
     n = 1
     yield n
-    for _, own in reversed(run):
+    for *_, own in reversed(run):
         n *= own
         yield n

@@ -1,219 +1,292 @@
-"""Full-size values as what they are in each channel, or in each row: Σ coefficient_k · tensor_k + offset.
+"""Values as forms of a tensor x: Σ coefficient · product of tensors, the coefficients being numbers for each kept place of x.
 
-Whatever autodiff makes of a batch norm has this form in the normalised tensor x and in the cotangent g of the result,
-however the user spelled it: sums over the batch of such values and of their products need only Σg and Σg·x. What a norm
-of rows makes of x has it too (analysis/rows.py).
-
+A batch norm keeps the channels' axis, a norm of rows those before the row. Whatever autodiff makes of a batch norm is a form of
+the normalised tensor x and of the cotangent g of the result, however the user spelled it. Its sums need only Σg and Σg·x.
 x enters as x - mean where it has one: where the program subtracts the mean too, nothing is left of it, and nothing cancels.
+
+One walk finds the forms, in program order, by the normal form of each node (normal.py). Its subclasses say what a
+coefficient is: a value of the program here, a function of mean and variance in statistics.py.
 """
 
+import functools
 import heapq
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+import math
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, Self
 
 import jax.numpy as jnp
+import numpy as np
 
-from jaxfuse.analysis.axes import IndexMap
-from jaxfuse.analysis.canonical import ADD, chosen, is_float_cast, is_square, per_channel, scaled, size, unwidened, varying_axes
-from jaxfuse.analysis.layout import RESHAPES, is_reshape
-from jaxfuse.analysis.statistics import reductions, views
+from jaxfuse.analysis.axes import IndexMap, length, merged
+from jaxfuse.analysis.layout import RESHAPES
+from jaxfuse.analysis.normal import Sum, chosen, constant, is_float_cast, normal, per_channel, scaled, size, unwidened, varying_axes
+from jaxfuse.analysis.sums import Reduction, reductions
 from jaxfuse.program.graph import Node, Value
 
 MOST_TENSORS = 4  # in one form; what has more is a tensor of its own
 
 
-class Vector(NamedTuple):
-    """One number for each channel, still to be computed: `of(read)` once all `needs` can be read."""
-
-    needs: tuple[Value, ...]
-    of: Callable
-
-    def __add__(self, other):
-        return Vector(self.needs + other.needs, lambda read: self.of(read) + other.of(read))
-
-    def __mul__(self, other):
-        return Vector(self.needs + other.needs, lambda read: self.of(read) * other.of(read))
-
-    def __neg__(self):
-        return Vector(self.needs, lambda read: -self.of(read))
-
-    def __rtruediv__(self, one):
-        return Vector(self.needs, lambda read: one / self.of(read))
-
-
-def number(value: float) -> Vector:
-    return Vector((), lambda read: jnp.float32(value))
-
-
-def vector(value: Value) -> Vector:
-    def of(read):
-        array = jnp.asarray(read(value))
-        return array.astype(jnp.promote_types(array.dtype, jnp.float32)).reshape(-1)
-
-    return Vector(() if value.literal is not None else (value,), of)
-
-
 class Parameter(NamedTuple):
-    """Of a norm of rows: which of a value's elements it is where, x's flat index // stride % length."""
+    """A value of the program of which x's element at the flat index i has the number i // stride % length; or one over that."""
 
     value: Value
     stride: int
     length: int
+    inverted: bool = False
+
+    def vector(self, read):
+        array = jnp.asarray(read(self.value))
+        array = array.astype(jnp.promote_types(array.dtype, jnp.float32)).reshape(-1)
+        return 1 / array if self.inverted else array
 
 
-Factors = tuple[Any, ...]  # tensors, as Values, and Parameters
+class Form:
+    """Σ number · product of tensors and parameters: `terms` maps the factors to the number, which may be a table of numbers."""
 
+    def __init__(self, terms: dict[tuple, Any]):
+        self.terms = terms
 
-class Form(NamedTuple):
-    """Σ coefficient · product of tensors (and of parameters): `terms` maps (x,), (x, g), … to coefficients, and () to the offset."""
+    @classmethod
+    def of(cls, factor: Value | Parameter) -> Self:
+        return cls({(factor,): 1.0})
 
-    terms: dict[Factors, Any]
+    @classmethod
+    def number(cls, number) -> Self:
+        return cls({(): number})
+
+    @functools.cached_property
+    def coefficients(self) -> "dict[tuple[Value, ...], Form]":
+        """What each product of tensors is multiplied by, and what is added: that of ()."""
+        found: dict[tuple, dict] = {}
+        for factors, number in self.terms.items():
+            tensors = tuple(factor for factor in factors if isinstance(factor, Value))
+            found.setdefault(tensors, {})[tuple(factor for factor in factors if factor not in tensors)] = number
+        return {tensors: Form(terms) for tensors, terms in found.items()}
 
     @property
     def degree(self) -> int:
-        """In tensors; where it is 2, only a sum over the batch can take it further."""
-        return max(sum(isinstance(factor, Value) for factor in product) for product in self.terms)
+        """In tensors; where it is 2, only a sum can take it further."""
+        return max(map(len, self.coefficients), default=0)
 
     @property
     def tensors(self) -> set[Value]:
-        return {factor for product in self.terms for factor in product if isinstance(factor, Value)}
+        return {tensor for product in self.coefficients for tensor in product}
+
+    @property
+    def table(self) -> Any | None:
+        """Where it has no factors."""
+        return self.terms[()] if set(self.terms) == {()} else None
 
     @property
     def needs(self) -> tuple[Value, ...]:
         """What the coefficients are computed from."""
-        return tuple(need for coefficient in self.terms.values() for need in coefficient.needs)
+        return tuple(p.value for factors in self.terms for p in factors if isinstance(p, Parameter) and p.value.literal is None)
 
-    def __add__(self, other):
-        return _collected((*self.terms.items(), *other.terms.items()))
+    def vector(self, read):
+        """That of a coefficient, or one number."""
+        products = [math.prod([p.vector(read) for p in factors if isinstance(p, Parameter)], start=jnp.float32(number))
+                    for factors, number in self.terms.items()]
+        return sum(products[1:], products[0]) if products else jnp.float32(0)
 
-    def __neg__(self):
-        return Form({product: -coefficient for product, coefficient in self.terms.items()})
+    def __add__(self, other: Self) -> Self:
+        return self._collected((*self.terms.items(), *other.terms.items()))
 
-    def __mul__(self, other):
-        return _collected((tuple(sorted(left + right, key=hash)), a * b)
-                          for left, a in self.terms.items() for right, b in other.terms.items())
+    def __mul__(self, other: Self) -> Self:
+        return self._collected((tuple(sorted(left + right, key=hash)), a * b)
+                               for left, a in self.terms.items() for right, b in other.terms.items())
+
+    def _collected(self, terms: Iterable[tuple[tuple, Any]]) -> Self:
+        """Without what cancels."""
+        sums: dict[tuple, Any] = {}
+        for factors, number in terms:
+            if factors not in sums:
+                sums[factors] = number
+            elif np.any(total := sums.pop(factors) + number):
+                sums[factors] = total
+        return type(self)(sums)
+
+    def __pow__(self, power: float) -> Self | None:
+        """Where that is a form too."""
+        if power in (1, 2) or len(self.terms) != 1:
+            return self if power == 1 else self * self if power == 2 else None
+        ((factors, number),) = self.terms.items()
+        parameters = [p._replace(inverted=not p.inverted) for p in factors if isinstance(p, Parameter)]
+        known = not factors or power == -1 and len(parameters) == len(factors)
+        return type(self)({tuple(sorted(parameters, key=hash)): number**power}) if known else None
 
 
-def _collected(terms: Iterable[tuple[Factors, Any]]) -> Form:
-    sums: dict[Factors, Any] = {}
-    for product, coefficient in terms:
-        sums[product] = sums[product] + coefficient if product in sums else coefficient
-    return Form(sums)
+class Known(NamedTuple):
+    """A form, and which elements of x the value's elements are of. A number is everywhere: it has no places."""
 
-
-def combined(primitive: str, left: Form, right: Form, degree: int) -> Form | None:
-    """left + right, left - right, left · right or left / right, where that is a form of at most this degree."""
-    if primitive == "mul":
-        return left * right if left.degree + right.degree <= degree else None
-    if primitive == "div":
-        return left * Form({(): 1 / right.terms[()]}) if set(right.terms) == {()} else None
-    if left.degree > 1 or right.degree > 1 or primitive not in (*ADD, "sub"):
-        return None
-    return left + (-right if primitive == "sub" else right)
+    places: IndexMap | None
+    form: Form
 
 
 class Forms:
-    """Forms of what the program computes from x and from `cotangents`, tensor by tensor as far as they stay per channel.
+    """The forms of what the program computes from x, value by value as far as they have one: `known`.
 
-    `sums` are the values that sum one of them over the batch; `nodes` are the indices of the nodes looked through.
+    `kept` are the axes of x that its sums keep, `same` the values that have its elements, by default x itself; `seen` the indices of
+    the nodes looked through.
     """
 
-    def __init__(self, x: Value, axis: int, means: Sequence[Value] = (), cotangents: Iterable[Value] = ()):
-        self.x = x
-        seen = ((view.shape, layout.axes(axis)) for view, layout in views(x, (axis,)))
-        self._axes = {shape: axes[0] for shape, axes in seen if axes}  # of the channels, in the shapes that x is seen in
-        self._means = means
-        self.of: dict[Value, Form] = {}
-        self.sums: list[tuple[Value, Form]] = []
-        self.nodes: set[int] = set()
-        self._summed: set[Value] = set()
+    def __init__(self, x: Value, kept: tuple[int, ...], same: Iterable[Value] = ()):
+        self.x, self.kept, self.places, self.same = x, kept, IndexMap.of(x.shape), [*same] or [x]
+        self.run = merged(digit for axis in kept for digit in self.places.runs[axis])
+        self.count = math.prod(n for axis, n in enumerate(x.shape) if axis not in kept)
+        self.known: dict[Value, Known] = {}
+        self.seen: set[int] = set()
         self._pending: list[tuple[int, Node]] = []
-        for tensor in cotangents:
-            self._found(tensor, Form({(tensor,): number(1)}))
-        self.offset = vector(means[0]) if means else None
-        self._found(self.x, Form({(self.x,): number(1)} | ({(): self.offset} if self.offset else {})))
+
+    def _follow(self):
+        """Goes through what reads a known value, in program order."""
         while self._pending:
             _, node = heapq.heappop(self._pending)
-            if node.index not in self.nodes:
-                self._look_through(node)
+            if node.index not in self.seen and (made := self._made(node)):
+                self.seen.add(node.index)
+                self._found(node.out, made)
 
-    def _found(self, value: Value, form: Form):
-        self.of[value] = form
-        for reduction in reductions(value, IndexMap.of(value.shape)):
-            self.nodes.add(reduction.first.index)
-            if reduction.left(value.shape) == (self._axes[value.shape],) and reduction.value not in self._summed:
-                self._summed.add(reduction.value)
-                self.sums.append((reduction.value, form * Form({(): number(reduction.weight)})))
+    def _found(self, value: Value, known: Known):
+        self.known[value] = known
+        if known.form.tensors and known.places and known.places.flat == self.places.flat:
+            for reduction in reductions(value, known.places):
+                self.seen.add(reduction.first.index)
+                if reduction.places.flat == self.run:
+                    self._summed(value, reduction, known.form)
         for node in value.users:
-            if node.index >= 0 and len(node.outputs) == 1:
+            if len(node.outputs) == 1:
                 heapq.heappush(self._pending, (node.index, node))
 
-    def _look_through(self, node: Node):
-        form = self._form(node) if node.out.shape in self._axes else None
-        if form is not None and (form.degree > 1 or len(form.tensors) <= MOST_TENSORS):
-            self.nodes.add(node.index)
-            self._found(node.out, form)
+    def _summed(self, value: Value, reduction: Reduction, form: Form):
+        """Notes the sum of the value, which has this form, over all but the kept axes."""
+        raise NotImplementedError
 
-    def _form(self, node: Node) -> Form | None:
-        name = node.primitive
-        if is_float_cast(node) or is_reshape(node):
-            return self.of[node.inputs[0]]
-        if name == "neg":
-            return -self.of[node.inputs[0]]
-        if name == "select_n" and chosen(node.out) is not node.out:
-            return self._operand(chosen(node.out), node.out)
-        square = is_square(node, node.inputs[0])
-        if not square and name not in (*ADD, "sub", "mul", "div"):
+    def _made(self, node: Node) -> Known | None:
+        """What the node gives: one of its operands at the same or at other places, or a sum or product of them."""
+        if (same := chosen(node.out)) is not node.out:
+            return self.known.get(same)
+        known = self.known.get(node.inputs[0])
+        if known and is_float_cast(node):
+            return known
+        moved = known and known.places and len(node.inputs) == 1 and known.places.then(node)
+        if known and moved:
+            repeated = known.form.tensors and size(node.out) != size(node.inputs[0])
+            return None if repeated else Known(moved, known.form)
+        return self._computed(node)
+
+    def _computed(self, node: Node) -> Known | None:
+        """The sum or the product of what is known of its operands."""
+        view = normal(node)
+        if view is None:
             return None
-        left, right = (self._operand(value, node.out) for value in (node.inputs * 2 if square else node.inputs)[:2])
-        if left is None or right is None:
+        values = [value if value in self.known else chosen(value) for value, _ in view.terms]
+        operands = [known for value in values if (known := self._operand(value, node))]
+        if len(operands) < len(values):
             return None
-        if name == "sub" and self._is_x(left) and self._is_mean(node.inputs[1], node.inputs[0]):
-            return Form({(self.x,): number(1)})  # x - mean: exactly what the tensor stands for
-        return combined("mul" if square else name, left, right, 2)
+        numbers = [number for _, number in view.terms]
+        form: Form | None
+        if isinstance(view, Sum):
+            form = functools.reduce(operator.add, [known.form * Form.number(number) for known, number in zip(operands, numbers)])
+        else:
+            powers = [known.form**number for known, number in zip(operands, numbers)]
+            form = None if None in powers else functools.reduce(operator.mul, powers)
+        return self._placed(node, form, operands)
 
-    def _operand(self, value: Value, like: Value) -> Form | None:
-        value = value if value in self.of else chosen(value)
-        if value in self.of:
-            return self.of[value]
-        if small := self._small(value, like):
-            return Form({(): small})
-        tensor = unwidened(value)
-        return Form({(tensor,): number(1)}) if tensor.shape == self.x.shape else None
+    def _placed(self, node: Node, form: Form | None, operands: list[Known]) -> Known | None:
+        """None where the operands are of different elements."""
+        places: IndexMap | None = IndexMap(tuple(((0, n),) for n in node.out.shape))
+        for known in operands:
+            if known.places is not None and known.places.runs:  # of no number
+                places = places and places.merged_with(known.places.repeated_to(node.out.shape))
+        return Known(places, form) if places and form is not None and form.degree <= 2 else None
 
-    def _small(self, value: Value, like: Value) -> Vector | None:
-        """One number per channel, also where it is multiplied by a number after it was broadcast."""
-        axis = self._axes[like.shape]
-        if value.ndim not in (0, like.ndim) or varying_axes(value) - {axis}:
+    def _operand(self, value: Value, node: Node) -> Known | None:
+        """What is known of an operand of the node, or can be said of it at sight."""
+        number = None if value in self.known else constant(value)
+        return self.known.get(value) if number is None else Known(None, Form.number(np.float64(number)))
+
+    def is_tensor(self, value: Value) -> bool:
+        return value in self.known and bool(self.known[value].form.tensors)
+
+    def _parameter(self, value: Value, node: Node) -> Known | None:
+        """A value of the program, also where it is multiplied by a number after it was broadcast. Its axes are those of what the node
+        combines it with, or of x in the same shape."""
+        beside = [known.places for v in node.inputs if (known := self.known.get(v)) and known.places]
+        alike = [places.runs for places in (*beside, *(IndexMap.of(v.shape) for v in self.same))
+                 if len(places.runs) == value.ndim == node.out.ndim]
+        axes = sorted(varying_axes(value))
+        runs = {d: next((run[d] for run in alike if length(run[d]) == value.shape[d] and all(stride for stride, _ in run[d])), None)
+                for d in axes}
+        own = merged(digit for run in runs.values() for digit in run or ())
+        found = _unrepeated(value)
+        if None in runs.values() or found is None or len(own) > 1:
             return None
-        factor = 1.0
-        while size(value) not in (1, like.shape[axis]):
-            node = value.producer
-            if node is None:
-                return None
-            if step := scaled(node):
-                value, factor = step[0], factor * step[1]
-            elif node.primitive in RESHAPES or unwidened(value) is not value:
-                value = node.inputs[0]
-            else:
-                return None
-        return vector(value) if factor == 1 else vector(value) * number(factor)
+        (source, factor), ((stride, count),) = found, own or ((1, 1),)
+        places = IndexMap(tuple(runs.get(d) or ((0, n),) for d, n in enumerate(value.shape)))
+        return Known(places, Form.of(Parameter(source, stride, count)) * Form.number(factor))
 
-    def _is_mean(self, value: Value, like: Value) -> bool:
-        small = per_channel(value, like, self._axes[like.shape])
-        return value in self._means or small in self._means
 
-    def _is_x(self, form: Form) -> bool:
-        return form.tensors == {self.x} and form.degree == 1 and form.terms.get(()) is self.offset
+def _unrepeated(value: Value) -> tuple[Value, float] | None:
+    """(source, number) whose product the value repeats."""
+    factor = 1.0
+    while not isinstance(source := per_channel(value, value, tuple(varying_axes(value))), Value):
+        node = value.producer
+        step = scaled(node) if node else None
+        if step:
+            value, factor = step[0], factor * step[1]
+        elif node and (node.primitive in RESHAPES or unwidened(value) is not value):
+            value = node.inputs[0]
+        else:
+            return None
+    return source, factor
+
+
+class ChannelForms(Forms):
+    """The forms in x and in `cotangents`: a coefficient is a value of the program with one number for each channel.
+
+    `sums` are the values that sum one of them over the batch.
+    """
+
+    def __init__(self, x: Value, axis: int, cotangents: Iterable[Value] = (), means: Mapping[Value, IndexMap | None] | None = None):
+        super().__init__(x, (axis,))
+        self.sums: dict[Value, Form] = {}
+        for tensor in cotangents:
+            self._found(tensor, Known(self.places, Form.of(tensor)))
+        ((stride, channels),) = self.run or ((1, 1),)
+        mean = Form.of(Parameter(next(iter(means)), stride, channels)) if means else Form({})
+        for value, places in (means or {}).items():
+            self._found(value, Known(places, mean))
+        self._found(x, Known(self.places, Form.of(x) + mean))
+        self._follow()
+
+    def _summed(self, value: Value, reduction: Reduction, form: Form):
+        self.sums.setdefault(reduction.value, form * Form.number(reduction.weight))
+
+    def _made(self, node: Node) -> Known | None:
+        """Not what is transposed: that is no gradient of x, though x be given to others so."""
+        made = super()._made(node) if node.primitive != "transpose" else None
+        return made if made and (made.form.degree > 1 or len(made.form.tensors) <= MOST_TENSORS) else None
+
+    def _operand(self, value: Value, node: Node) -> Known | None:
+        """Beside a tensor also one number per channel, or another tensor like x."""
+        known = super()._operand(value, node)
+        if known or not any(self.is_tensor(v) for v in node.inputs):
+            return known
+        parameter, tensor = self._parameter(value, node), unwidened(value)
+        if parameter and parameter.places and {digit for digit in parameter.places.flat if digit[0]} <= set(self.run):
+            return parameter
+        return Known(self.places, Form.of(tensor)) if tensor.shape == self.x.shape else None
 
 
 def is_sum_of_gradient(form: Form, x: Value) -> bool:
     """Of one g and x, or of g alone times a form of x: never its square."""
-    products = [[tensor for tensor in product if tensor is not x] for product in form.terms]
+    products = [[tensor for tensor in product if tensor is not x] for product in form.coefficients]
     return len(form.tensors - {x}) == 1 and (form.degree == 1 or all(len(others) == 1 for others in products))
 
 
-def batch_sum(form: Form, x: Value, g: Value, sum_g, sum_gx, count: int, read):
-    """The sum over the batch, where Σx is 0: of p·g·x + q·g + r·x + s it is p·Σg·x + q·Σg + count·s."""
+def batch_sum(value: Value, form: Form, x: Value, g: Value | None, sum_g, sum_gx, count: int, read):
+    """The array of the value that sums the form over the batch, where Σx is 0: of p·g·x + q·g + r·x + s, p·Σg·x + q·Σg + count·s."""
     sums = {(): count, (g,): sum_g, (g, x): sum_gx, (x, g): sum_gx}
-    return sum(coefficient.of(read) * sums[product] for product, coefficient in form.terms.items() if product in sums)
+    parts = [coefficient.vector(read) * sums[product] for product, coefficient in form.coefficients.items() if product in sums]
+    total = sum(parts, start=jnp.float32(0))
+    return jnp.broadcast_to(total.astype(value.dtype), (size(value),)).reshape(value.shape)

@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import jax
 
-from jaxfuse.analysis.canonical import ADD, CAST, constant
 from jaxfuse.analysis.layout import RESHAPES
-from jaxfuse.program.graph import Graph, Node, Value, key_of
+from jaxfuse.analysis.normal import ADD, CAST, constant
+from jaxfuse.analysis.regions import cone
+from jaxfuse.program.graph import Graph, Node, Value, compute, key_of
 
 CONTRACTIONS = ("dot_general", "conv_general_dilated")
 UNARY = (*RESHAPES, "transpose", "reduce_sum", CAST)
@@ -29,22 +30,16 @@ class Gradient(NamedTuple):
     found: list[Value | None]
     added: list[tuple[Value, ...]]
 
+    @property
+    def defines(self) -> tuple[Value, ...]:
+        return tuple(value for value in self.found if value is not None)
+
 
 def between(inputs: list[Value], end: Value) -> list[Node] | None:
     """The nodes that compute `end` from the inputs, or None if it needs more than these."""
-    nodes: dict[int, Node] = {}
-    stack = [end]
-    while stack:
-        value = stack.pop()
-        if value.literal is not None or value in inputs:
-            continue
-        node = value.producer
-        if node is None or len(nodes) > MOST_NODES:
-            return None
-        if node.index not in nodes:
-            nodes[node.index] = node
-            stack += node.inputs
-    return [nodes[i] for i in sorted(nodes)]
+    nodes = cone([end], lambda value: value not in inputs, MOST_NODES)
+    needed = [v for v in (end, *[v for n in nodes for v in n.inputs]) if v.producer is None and v.literal is None and v not in inputs]
+    return None if needed or len(nodes) > MOST_NODES else nodes
 
 
 def gradients(graph: Graph, nodes: list[Node], inputs: list[Value], end: Value, backward: frozenset[int],
@@ -238,10 +233,7 @@ def _traced(nodes: list[Node], inputs: list[Value], numbers: list[Value], end: V
     key = (*text, names[end])
 
     def value(*arrays):
-        made = dict(zip(given, arrays))
-        for node in nodes:
-            made |= zip(node.outputs, node.replay([v.literal if v.literal is not None else made[v] for v in node.inputs]))
-        return made[end]
+        return compute([end], dict(zip(given, arrays)), {})[0]
 
     if key not in _gradients:
         if len(_gradients) > 256:

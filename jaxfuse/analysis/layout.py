@@ -6,7 +6,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.extend import source_info_util
 
-from jaxfuse.analysis.axes import IndexMap, is_long
+from jaxfuse.analysis.axes import IndexMap, is_long, length, merged, regrouped
 from jaxfuse.program.graph import Graph, Node, Transposed, Value
 from jaxfuse.runtime import private
 
@@ -31,51 +31,39 @@ class Piece(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A value that has the elements of its origin, each once: the origin's axes in another order, split or merged."""
+    """A value that has the elements of its origin, each once: an index map (analysis/axes.py) that repeats nothing, whose digits know
+    the axis that they are of. So they are the origin's axes in another order, split or merged."""
 
     origin: tuple[int, ...]
-    places: IndexMap
+    runs: tuple[tuple[Piece, ...], ...]
 
     @classmethod
     def of(cls, shape) -> "Layout":
-        return cls(tuple(shape), IndexMap.of(shape))
+        return cls(tuple(shape), tuple((Piece(axis, *digit),) for axis, (digit,) in enumerate(IndexMap.of(shape).runs)))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.places.shape
+        return tuple(map(length, self.runs))
+
+    @property
+    def pieces(self) -> list[Piece]:
+        return [piece for run in self.runs for piece in run]
 
     def then(self, node: Node) -> "Layout | None":
-        """The layout of the node's output, if the node only moves elements and the result can be told in this form: no digit may end
-        inside a part of an axis, as [6] of [2, 3] does where it is [3, 2]."""
-        moved = self.places.then(node) if moves(node) else None
-        layout = None if moved is None else Layout(self.origin, moved)
-        lengths = [math.prod(piece.length for piece in pieces) for pieces in layout._pieces] if layout else None
-        return layout if layout and lengths == [*layout.shape] else None
-
-    @functools.cached_property
-    def _pieces(self) -> list[list[Piece]]:
-        """Of each axis: its digits, cut where the axes of the origin end."""
-        own = [digit for (digit,) in IndexMap.of(self.origin).runs]
-        short = [Piece(axis, *digit) for axis, digit in enumerate(own) if not is_long(digit[1])]
-
-        def cut(stride, length) -> Iterator[Piece]:
-            if not is_long(length):
-                for piece in [piece for piece in short if piece[1:] == (stride, length)][:1]:
-                    short.remove(piece)
-                    yield piece
-                return
-            for axis, (low, n) in enumerate(own):
-                start, end = max(low, stride, key=private.known), min(low * n, stride * length, key=private.known)
-                if private.known(start) < private.known(end):
-                    yield Piece(axis, start, end // start)
-
-        return [[piece for digit in run for piece in cut(*digit)] for run in self.places.runs]
+        """The layout of the node's output, if the node only moves elements and the result can be told in this form: no axis may end
+        inside a part of one, as [6] of [2, 3] does where it is [3, 2]."""
+        if node.primitive == "transpose":
+            return dataclasses.replace(self, runs=tuple(self.runs[d] for d in node.params["permutation"]))
+        if not is_reshape(node) or node.out.shape == self.shape:
+            return self if is_reshape(node) else None
+        runs = regrouped(merged(self.pieces), node.out.shape)
+        return None if runs is None else Layout(self.origin, tuple(tuple(Piece(*digit) for digit in run) for run in runs))
 
     @functools.cached_property
     def axis_order(self) -> tuple[int, ...]:
         """The order in which the origin's axes lie in `shape`, though some may be merged; as they were where one is split. Those of
         length 1 that a reshape left out stay where they were."""
-        order = [piece.axis for pieces in self._pieces for piece in pieces]
+        order = [piece.axis for piece in self.pieces]
         for axis in range(len(self.origin)):
             if axis not in order:
                 order.insert(next((i for i, other in enumerate(order) if other > axis), len(order)), axis)
@@ -84,7 +72,7 @@ class Layout:
     @property
     def is_permutation(self) -> bool:
         """Whether it is the origin with its axes in another order, or in the same."""
-        axes = [piece.axis for pieces in self._pieces for piece in pieces]
+        axes = [piece.axis for piece in self.pieces]
         return len(set(axes)) == len(axes) and self.shape == tuple(self.origin[d] for d in self.axis_order)
 
     @property
@@ -96,8 +84,8 @@ class Layout:
         if self.is_permutation:
             found = tuple(self.axis_order.index(axis) for axis in axes)
             return found if found == tuple(sorted(found)) else None
-        of_axes = [d for d, pieces in enumerate(self._pieces) if any(p.axis in axes and is_long(p.length) for p in pieces)]
-        pieces = [piece for d in of_axes for piece in self._pieces[d]]
+        of_axes = [d for d, run in enumerate(self.runs) if any(p.axis in axes and is_long(p.length) for p in run)]
+        pieces = [piece for d in of_axes for piece in self.runs[d]]
         if any(piece.axis not in axes for piece in pieces):
             return None
         order = [(axes.index(piece.axis), -private.known(piece.stride)) for piece in pieces]
@@ -115,8 +103,7 @@ class Layout:
 
     def _given_and_placed(self, order) -> tuple[list[Piece], list[Piece]]:
         """All pieces as they lie in the origin with its axes in that order, and as they lie here."""
-        placed = [piece for pieces in self._pieces for piece in pieces]
-        return sorted(placed, key=lambda piece: (list(order).index(piece.axis), -private.known(piece.stride))), placed
+        return sorted(self.pieces, key=lambda piece: (list(order).index(piece.axis), -private.known(piece.stride))), self.pieces
 
 
 def _permuted(array, given: list[Piece], wanted: list[Piece]):

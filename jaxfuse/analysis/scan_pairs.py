@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from jaxfuse.analysis.canonical import constant, filled
+from jaxfuse.analysis.normal import constant, filled
 from jaxfuse.program.graph import Emission, Graph, Node, Value, compute
 
 CONST, CARRIED, SLICED = range(3)

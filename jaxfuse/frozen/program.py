@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from jaxfuse.analysis.canonical import is_float_cast, size, widens
+from jaxfuse.analysis.normal import is_float_cast, size, widens
 from jaxfuse.patterns.walk import Chain, Walk, WalkEnd
 from jaxfuse.program.graph import Emission, Graph, Node, Value, compute, evaluate
 

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.analysis.canonical import ADD, CAST, constant, filled, held, scaled
 from jaxfuse.analysis.elementwise import FINITE, is_elementwise, values_of
+from jaxfuse.analysis.normal import ADD, CAST, constant, filled, scaled
+from jaxfuse.analysis.regions import replayed
 from jaxfuse.ops.activations import Activation
 from jaxfuse.ops.naming import derivatives
 from jaxfuse.program.autodiff import backward
@@ -36,10 +37,7 @@ class ActivationGrad(NamedTuple):
         steps = sorted({n for n in (*self.functions, *self.products) if n.index <= self.dz.node.index}, key=lambda n: n.index)
 
         def function(x):
-            made = {self.z: x, self.dy: filled(self.dy, 1)}
-            for node in steps:
-                (made[node.out],) = node.replay([made[v] if v in made else held(v) for v in node.inputs])
-            return [made[self.dz]]
+            return [replayed(steps, {self.z: x, self.dy: filled(self.dy, 1)})[self.dz]]
 
         points = np.concatenate([FINITE, activated.ties])
         slope = values_of(function, self.z.aval, points)

@@ -3,8 +3,9 @@
 import numpy as np
 import jax.numpy as jnp
 
-from jaxfuse.analysis.canonical import Region, constant, mask_tables, region_table, region_values
 from jaxfuse.analysis.elementwise import FINITE, same_limits
+from jaxfuse.analysis.normal import constant
+from jaxfuse.analysis.regions import Region, mask_tables, region_table, region_values
 from jaxfuse.ops.activations import Activation
 from jaxfuse.ops.naming import candidates, derivatives, identified, known_table
 from jaxfuse.patterns.walk import WalkEnd

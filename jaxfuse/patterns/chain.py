@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
-from jaxfuse.analysis.canonical import Region, constant
 from jaxfuse.analysis.layout import Layout
+from jaxfuse.analysis.normal import constant
+from jaxfuse.analysis.regions import Region
 from jaxfuse.ops.activations import Activation
 from jaxfuse.program.graph import Node, Value
 
@@ -46,13 +47,22 @@ class Chain:
         """"bias" and "scale", in the order in which they come first."""
         return tuple(dict.fromkeys("bias" if kind in ("add", "sub") else "scale" for kind, _ in self.affine))
 
-    def label(self, anchor: str) -> str:
-        """Like "conv+bias+add+relu". Factors with a mean before them, or a shift after them, are a normalisation. A number, or
-        factors after a bias as in ConvNeXt, are a scale."""
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """Like ("bias", "add", "relu"). Factors with a mean before them, or a shift after them, are a normalisation, "bn". A number,
+        or factors after a bias as in ConvNeXt, are a scale."""
         steps = self.affine_steps
         factors = any(kind in ("mul", "div") and constant(value) is None for kind, value in self.affine)
         centered = any(kind == "sub" for kind, _ in self.affine) or bool(self.affine) and self.affine[-1][0] == "add"
-        return "+".join([anchor, *(["bn"] if factors and centered and len(steps) == 2 else steps), *self.after_affine])
+        return (*(["bn"] if factors and centered and len(steps) == 2 else steps), *self.after_affine)
+
+    def label(self, anchor: str) -> str:
+        """Like "conv+bias+add+relu"."""
+        return "+".join([anchor, *self.steps])
+
+    def label_of_norm(self, norm: str) -> str:
+        """The same where the steps per channel are the norm's own."""
+        return "+".join([norm, *self.after_affine])
 
     @property
     def after_affine(self) -> tuple[str, ...]:

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.analysis.canonical import is_float_cast, size
 from jaxfuse.analysis.layout import to_layout
+from jaxfuse.analysis.normal import is_float_cast, size
 from jaxfuse.ops.activations import NO_ACTIVATION
 from jaxfuse.ops.op import FusedOp, Kernel
 from jaxfuse.patterns.kernel import require
-from jaxfuse.patterns.walk import Chain, WalkEnd, as_vector, longest
+from jaxfuse.patterns.walk import Chain, WalkEnd, as_vector, longest, require_unread
 from jaxfuse.program.autodiff import Subgraph
 from jaxfuse.program.graph import Emission, Graph, Node, Value
 from jaxfuse.program.liveness import dead_after
@@ -115,13 +115,10 @@ class Contraction:
         original = self.part.original
         ends = tuple(map(original, (chain.end, *chain.masks)))
         argument = (original(chain.region.start),) if chain.region and chain.region.start.dtype == chain.end.dtype else ()
-        for saved in ((), argument):
-            fused_away = dead_after(self.graph, (*ends, *saved))
-            if self.node.index in fused_away:
-                return saved
-        inside = [value for node in self.nodes_of(chain) for value in map(original, node.outputs) if value not in ends]
-        reader = next((user for value in inside for user in value.users if user.index not in fused_away), self.node)
-        raise Unfit(f"what is inside is read by {reader} too")
+        if self.node.index in dead_after(self.graph, ends):
+            return ()
+        require_unread(self.graph, self.nodes_of(chain), (*ends, *argument))
+        return argument
 
 
 def require_no_sharding(node: Node) -> None:

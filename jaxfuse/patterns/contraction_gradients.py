@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.analysis.canonical import size
 from jaxfuse.analysis.gradients import CONTRACTIONS, gradients_of
 from jaxfuse.analysis.layout import inverse, transposed
+from jaxfuse.analysis.normal import size
 from jaxfuse.ops.activations import NO_ACTIVATION, Activation, named
 from jaxfuse.ops.op import FusedOp, Linear
 from jaxfuse.patterns.activation_grad import activation_grads_at

@@ -12,9 +12,10 @@ Weight decay by an L2 loss or by `add_decayed_weights` before the moments: p is 
 
 from typing import NamedTuple
 
-from jaxfuse.analysis.canonical import ADD, CAST, constant, size, uncast
 from jaxfuse.analysis.elementwise import is_elementwise
 from jaxfuse.analysis.layout import RESHAPES
+from jaxfuse.analysis.normal import ADD, CAST, constant, size, uncast
+from jaxfuse.analysis.regions import cone
 from jaxfuse.patterns.walk import depends_on
 from jaxfuse.program.autodiff import backward
 from jaxfuse.program.graph import Graph, Node, Value
@@ -77,21 +78,11 @@ class _Cone(NamedTuple):
 
 
 def _cone(graph: Graph, given: frozenset[Value], end: Value) -> _Cone:
-    nodes: dict[int, Node] = {}
-    inputs, has_gradient, stack = set[Value](), False, [end]
-    while stack and len(nodes) < LARGEST:
-        value = stack.pop()
-        node = value.producer
-        if value.shape != end.shape:
-            continue
-        if value in given:
-            inputs.add(value)
-        elif node is not None and node.index in backward(graph):
-            has_gradient = True
-        elif node is not None and is_elementwise(node) and node.index not in nodes:
-            nodes[node.index] = node
-            stack += node.inputs
-    return _Cone(list(nodes.values()), inputs, has_gradient)
+    back = backward(graph)
+    nodes = cone([end], lambda value: value.shape == end.shape and value not in given and value.node.index not in back
+                 and is_elementwise(value.node), LARGEST)
+    read = {v for v in (end, *[v for n in nodes for v in n.inputs]) if v.shape == end.shape}
+    return _Cone(nodes, read & given, any(v.producer and v.producer.index in back for v in read - given))
 
 
 def _is_negative(node: Node) -> bool:

@@ -7,18 +7,19 @@ a report can say what was almost fused.
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.analysis.canonical import ADD, NotPerChannel, Region, constant, is_float_cast, per_channel, regions, repeats, unwidened
 from jaxfuse.analysis.elementwise import is_elementwise
 from jaxfuse.analysis.layout import Layout
+from jaxfuse.analysis.normal import ADD, NotPerChannel, constant, is_float_cast, per_channel, repeats, unwidened
+from jaxfuse.analysis.regions import Region, regions
 from jaxfuse.patterns.chain import Chain
-from jaxfuse.program.graph import Node, Transposed, Value
-from jaxfuse.program.liveness import FusedReader
+from jaxfuse.program.graph import Graph, Node, Transposed, Value
+from jaxfuse.program.liveness import FusedReader, dead, dead_after
 from jaxfuse.program.site import Unfit
 from jaxfuse.runtime.reasons import no_kernel
 
@@ -71,7 +72,7 @@ class Walk:
             if isinstance(activated, list) or activated and activated.unfused:
                 return activated
         if elsewhere:
-            return WalkEnd(elsewhere, self._missed(chain, users))
+            return WalkEnd(elsewhere, self._unfused_step(chain, users))
         (node,) = users
         if isinstance(node, FusedReader) or node.index in self.claimed:
             return WalkEnd(f"{node} belongs to another fused site")
@@ -148,7 +149,7 @@ class Walk:
             return WalkEnd(small.reason, dict(add="bias", sub="bias").get(kind, "scale"))
         return self._added(chain, node, other)
 
-    def _missed(self, chain: Chain, users: list[Node]) -> str | None:
+    def _unfused_step(self, chain: Chain, users: list[Node]) -> str | None:
         """What the walk would have taken next, had the value no other reader."""
         if chain.activation is not None:
             return None
@@ -204,6 +205,15 @@ def require_batch_sharding(values: Iterable[Value]) -> None:
     found = next((v for v in values if any(v.spec[1:])), None)
     if found is not None:
         raise Unfit(f"{found!r} is sharded along an explicit axis of the mesh, and not along its first dimension")
+
+
+def require_unread(graph: Graph, nodes: Sequence[Node], ends: tuple[Value, ...]) -> None:
+    """Raises `Unfit` where others read what is inside these nodes, of a part of the graph too, once the `ends` are computed otherwise."""
+    fused_away = dead_after(graph, ends)
+    if nodes[0].index not in fused_away:
+        mine = {n.index for n in nodes} | dead(graph) | set(fused_away)
+        readers = (user for n in nodes for v in graph.nodes[n.index].outputs if v not in ends for user in v.users)
+        raise Unfit(f"what is inside is read by {next((n for n in readers if n.index not in mine), nodes[0])} too")
 
 
 def depends_on(values: Iterable[Value], targets: Collection[Value], behind: Collection[Value] = ()) -> bool:

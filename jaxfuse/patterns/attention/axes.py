@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from jaxfuse.analysis.axes import IndexMap, is_long, merged
-from jaxfuse.analysis.canonical import CAST, constant, is_float_cast, widens
+from jaxfuse.analysis.normal import CAST, constant, is_float_cast, widens
 from jaxfuse.program.graph import Node, Value
 
 FARTHEST = 12  # steps to where a value was repeated or moved from

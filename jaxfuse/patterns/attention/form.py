@@ -4,7 +4,8 @@ on to the product with the values. Every axis gets a letter at that first produc
 import dataclasses
 from typing import NamedTuple
 
-from jaxfuse.analysis.canonical import ADD, CAST, constant, is_float_cast, is_long, scale_factor
+from jaxfuse.analysis.axes import is_long
+from jaxfuse.analysis.normal import ADD, CAST, constant, is_float_cast, scale_factor
 from jaxfuse.patterns.attention.axes import Labels, Operand, aligned, moved, origin
 from jaxfuse.program.graph import Node, Value
 from jaxfuse.program.site import Unfit

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfuse.analysis.canonical import unwidened
 from jaxfuse.analysis.gradients import Gradient, between, gradients
+from jaxfuse.analysis.normal import unwidened
 from jaxfuse.ops.attention import OP
 from jaxfuse.ops.attention_config import AttentionConfig, to_layout
 from jaxfuse.ops.dense import refused_precision
@@ -19,10 +19,10 @@ from jaxfuse.patterns.attention.axes import Operand
 from jaxfuse.patterns.attention.form import Form, read_form
 from jaxfuse.patterns.dense.site import batch_axes, config_of, is_product
 from jaxfuse.patterns.kernel import require
-from jaxfuse.patterns.walk import depends_on, require_batch_sharding
+from jaxfuse.patterns.walk import depends_on, require_batch_sharding, require_unread
 from jaxfuse.program.autodiff import backward, forward
 from jaxfuse.program.graph import Emission, Graph, Node, Value
-from jaxfuse.program.liveness import dead, dead_after
+from jaxfuse.program.liveness import dead
 from jaxfuse.program.site import Match, Refusal, Unfit
 
 
@@ -66,7 +66,7 @@ class _Site:
         """The match, and that of the gradients if the program computes them. Raises `Unfit` where no kernel takes it."""
         self._require_precision()
         gradient = self._gradient() if self.part is not self.graph else None
-        self._require_no_reader(gradient)
+        require_unread(self.graph, self.form.nodes, (self.end, *(gradient.defines if gradient else ())))
         avals = [v.aval for v in self.moving], [v.aval for v in self.fixed]
         types = tuple(jax.eval_shape(self._operands, *avals))
         direction = "backward" if gradient else "forward"  # where the program has the gradient both are worth it, or neither
@@ -87,15 +87,6 @@ class _Site:
                 reason = refused_precision(config_of(node).precision, node.inputs[0].dtype)
                 if reason:
                     raise Unfit(reason)
-
-    def _require_no_reader(self, gradient: Gradient | None):
-        """Raises `Unfit` where others read what is inside."""
-        fused_away = dead_after(self.graph, (self.end, *(filter(None, gradient.found) if gradient else ())))
-        if self.node.index in fused_away:
-            return
-        mine = {n.index for n in self.form.nodes} | dead(self.graph) | set(fused_away)
-        inside = [v for n in self.form.nodes for v in map(self.part.original, n.outputs) if v is not self.end]
-        raise Unfit(f"what is inside is read by {next((n for v in inside for n in v.users if n.index not in mine), self.node)} too")
 
     def _operands(self, moving, fixed) -> list:
         """The op's arguments: all biases as one, all masks as one, what is dropped as one, and the values times their factors."""
@@ -141,18 +132,16 @@ class _Site:
         if nodes is None:
             return None
         for found in gradients(self.graph, nodes, self.inputs, self.end, backward(self.graph), tuple(self.fixed)):
-            if any(v is not None for v in found.found):
+            if found.defines:
                 return found
         return None
 
     def _backward(self, gradient: Gradient, saved: tuple[Value, ...]) -> Emission:
         """The gradients, of the op's own arguments and from there of what these are made of. Raises `Unfit` where they wait for each
         other."""
-        found = [(i, value, added) for i, (value, added) in enumerate(zip(gradient.found, gradient.added)) if value is not None]
-        defines = tuple(value for _, value, _ in found)
-        needs = (*self.moving, *self.fixed, *saved, gradient.dy, *[v for _, _, added in found for v in added])
+        needs = (*self.moving, *self.fixed, *saved, gradient.dy, *[v for added in gradient.added for v in added])
         require_batch_sharding(needs)
-        if depends_on(needs, defines):
+        if depends_on(needs, gradient.defines):
             raise Unfit("the gradients of this attention depend on each other")
         config = dataclasses.replace(self.config, saving=True)
         wanted = [value is not None for value in gradient.found[:3]] + ([any(gradient.found[3:])] if self.form.biases else [])
@@ -167,11 +156,11 @@ class _Site:
             given = iter(OP.backward(linear, *arrays, *map(read, saved), dy))
             cotangents = [next(given) if is_wanted else jnp.zeros_like(a) for a, is_wanted in zip(arrays, wanted)]
             _, pullback = jax.vjp(lambda *moving: self._operands(moving, fixed)[: len(wanted)], *moving)
-            made = pullback(cotangents)
-            for i, value, added in found:
-                yield value, sum(map(read, added), made[i].astype(value.dtype)).reshape(value.shape)
+            for value, added, array in zip(gradient.found, gradient.added, pullback(cotangents)):
+                if value is not None:
+                    yield value, sum(map(read, added), array.astype(value.dtype)).reshape(value.shape)
 
-        return Emission(needs, defines, run)
+        return Emission(needs, gradient.defines, run)
 
 
 def _to_layout(operand: Operand, array, letters: str):

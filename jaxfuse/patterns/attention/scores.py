@@ -3,7 +3,7 @@ XLA makes one kernel of."""
 
 import dataclasses
 
-from jaxfuse.analysis.canonical import ADD, CAST, constant
+from jaxfuse.analysis.normal import ADD, CAST, constant
 from jaxfuse.patterns.dense.site import batch_axes, is_product, layer_of
 from jaxfuse.patterns.walk import read_elsewhere
 from jaxfuse.program.autodiff import forward

@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 
 from jaxfuse.analysis.axes import IndexMap
-from jaxfuse.analysis.canonical import CAST, NotPerChannel, chosen, per_channel, unwidened
 from jaxfuse.analysis.layout import Layout, is_reshape
-from jaxfuse.analysis.statistics import Statistics, reductions, shared_over, square, unmasked
+from jaxfuse.analysis.normal import CAST, NotPerChannel, chosen, per_channel, unwidened
+from jaxfuse.analysis.statistics import Statistics
+from jaxfuse.analysis.sums import reductions, shared_over, squared, unmasked
 from jaxfuse.patterns.activations import name_activation
 from jaxfuse.patterns.batch_norm import gradient as batch_norm_grad
 from jaxfuse.patterns.batch_norm.per_channel import uses
-from jaxfuse.patterns.batch_norm.site import Site, Unscaled, label
+from jaxfuse.patterns.batch_norm.site import Site, Unscaled
 from jaxfuse.patterns.walk import Walk, longest, require_batch_sharding
 from jaxfuse.program.graph import Graph, Node, Value
 from jaxfuse.program.site import Match, Refusal, Unfit, UnfusedStep
@@ -18,11 +19,10 @@ from jaxfuse.runtime.reasons import no_kernel
 
 def anchors(graph: Graph) -> list[Node]:
     """Sums over some axes of values that are squared and summed over the same axes too; last first."""
-    sums = [n for n in graph.nodes if n.primitive == "reduce_sum" and n.inputs[0].literal is None]
-    squares = {n: square(n.inputs[0]) for n in sums}
-    summed = {(of.minuend or of.base, n.params["axes"]) for n, of in squares.items() if of}
-    found = {unmasked(n.inputs[0]): n for n in reversed(sums)
-             if n.inputs[0].ndim >= 2 and squares[n] is None and (unmasked(n.inputs[0]), n.params["axes"]) in summed}
+    sums = {n: squared(n.inputs[0]) for n in graph.nodes if n.primitive == "reduce_sum" and n.inputs[0].literal is None}
+    summed = {(of[0], n.params["axes"]) for n, of in sums.items() if of}
+    found = {x: n for n, of in reversed(sums.items())
+             if of is None and n.inputs[0].ndim >= 2 and ((x := unmasked(n.inputs[0])), n.params["axes"]) in summed}
     return list(found.values())
 
 
@@ -60,7 +60,7 @@ def _unflattened(graph: Graph, x: Value, axis: int) -> tuple[Value, int]:
     if own is None:
         return x, axis
     statistics = Statistics(source, (own,))
-    return (source, own) if statistics and _first_step(graph, statistics, frozenset(statistics.nodes)) else (x, axis)
+    return (source, own) if statistics and _first_step(graph, statistics, _served(graph, statistics)) else (x, axis)
 
 
 def _statistics(node: Node, x: Value, axis: int) -> Statistics:
@@ -78,24 +78,29 @@ def _rows(graph: Graph, node: Node, statistics: Statistics, claimed, unprofitabl
     x = statistics.x
     plain = batch_norm_grad.find(graph, statistics)
     for gradient in (*(batch_norm_grad.through_activation(graph, plain) if plain else ()), plain):
-        ignored = frozenset(statistics.nodes) | (gradient.nodes if gradient else frozenset())
-        site, step = Site(graph, node, statistics, gradient, unprofitable), _first_step(graph, statistics, ignored)
+        ignored = gradient.nodes if gradient else _served(graph, statistics)
+        step = _first_step(graph, statistics, ignored)
         if step is None:
             raise Unfit("nothing normalises it: no step on it uses its statistics")
         chains, stop = Walk(graph, statistics.axis, claimed, name_activation, ignored).chains(*step)
-        found, chain, refused = longest(chains, x.dtype, site.fused)
-        if found and site.begins_behind(chain):
+        site, chain, refused = longest(chains, x.dtype, lambda chain: Site(graph, node, statistics, gradient, chain, unprofitable))
+        if site and site.begins_behind:
             break
-    if found:
-        yield found
+    if site:
+        yield site.match
         if gradient:
-            yield site.backward(gradient, found, chain)
-    if refused and label(refused[0]) != label(chain) * bool(found):
+            yield site.backward(gradient)
+    label = chain.label_of_norm("bn")
+    if refused and not (site and refused[0].label_of_norm("bn") == label):
         reason = stop.reason if isinstance(refused[1], Unscaled) else refused[1].reason
-        row = UnfusedStep if found else Refusal
-        yield row(label(refused[0]), node, (x,), reason)
+        yield (UnfusedStep if site else Refusal)(refused[0].label_of_norm("bn"), node, (x,), reason)
     elif stop.unfused:
-        yield UnfusedStep(f"{label(chain)}+{stop.unfused}", node, (x,), stop.reason)
+        yield UnfusedStep(f"{label}+{stop.unfused}", node, (x,), stop.reason)
+
+
+def _served(graph: Graph, statistics: Statistics) -> frozenset[int]:
+    """The nodes that nobody needs once the statistics are computed otherwise."""
+    return batch_norm_grad.only_for(graph, (*statistics.moments,), kept=statistics.x)
 
 
 def _first_step(graph: Graph, statistics: Statistics, ignored: frozenset[int]) -> tuple[Value, Node] | None:

@@ -1,7 +1,8 @@
 """Batch norm with given statistics that no convolution before it took, and what follows it: left to XLA, which makes one pass of it."""
 
-from jaxfuse.analysis.canonical import ADD, CAST, NotPerChannel, constant, is_long, per_channel, size
+from jaxfuse.analysis.axes import is_long
 from jaxfuse.analysis.layout import RESHAPES
+from jaxfuse.analysis.normal import ADD, CAST, NotPerChannel, constant, per_channel, size
 from jaxfuse.patterns.activations import name_activation
 from jaxfuse.patterns.dense.site import is_parameter
 from jaxfuse.patterns.walk import Walk
@@ -35,7 +36,7 @@ def match(graph, node: Node, claimed: set[int], unprofitable):
             yield Refusal("bn inference", node, (start,), stop.reason, nodes=(first, product))
             continue
         unfused = [stop.unfused] if stop.unfused else []
-        pattern = "+".join(["bn inference", *chain.after_affine, *unfused])
+        pattern = "+".join([chain.label_of_norm("bn inference"), *unfused])
         yield Refusal(pattern, node, (start,), stop.reason if unfused else left_to_xla(), nodes=chain.nodes)
 
 
@@ -54,20 +55,19 @@ def _follows_convolution(value: Value) -> bool:
 
 def _is_variance(value: Value) -> bool:
     node = value.producer
-    if node is None or node.primitive not in ADD or not is_long(size(value)):
-        return False
-    small = [v for v in node.inputs if constant(v) is None]
-    return len(small) == 1 and is_parameter(small[0])
+    small = [v for v in node.inputs if constant(v) is None] if node is not None and node.primitive in ADD else []
+    return is_long(size(value)) and len(small) == 1 and is_parameter(small[0])
 
 
 def _products(root: Node) -> list[Node]:
     """Products of the root, or of it times gamma, with something larger."""
-    found, values = [], [root.out]
+    found: dict[Node, None] = {}
+    values = {root.out}
     for _ in range(FARTHEST):
         users = [n for v in values for n in v.users if n.primitive in ("mul", "div", CAST, *RESHAPES)]
-        found += [n for n in users if n.primitive in ("mul", "div") and size(n.out) > size(root.out)]
-        values = list(dict.fromkeys(n.out for n in users if size(n.out) == size(root.out)))
-    return list({n.index: n for n in found}.values())
+        found |= dict.fromkeys(n for n in users if n.primitive in ("mul", "div") and size(n.out) > size(root.out))
+        values = {n.out for n in users if size(n.out) == size(root.out)}
+    return sorted(found, key=lambda n: n.index)
 
 
 def _channel_axis(product: Node, x: Value) -> int | None:

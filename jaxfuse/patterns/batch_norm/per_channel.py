@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.analysis.canonical import size
+from jaxfuse.analysis.normal import size
+from jaxfuse.analysis.regions import cone
 from jaxfuse.analysis.statistics import Statistics
 from jaxfuse.ops.op import equally_varying
 from jaxfuse.patterns.walk import Chain, as_vector, depends_on
-from jaxfuse.program.graph import Graph, Node, Value, evaluate
+from jaxfuse.program.graph import Graph, Value, compute, evaluate
 from jaxfuse.program.site import Unfit
 
 LARGEST_PROGRAM = 64  # nodes of per-channel arithmetic between the statistics and the result
@@ -39,48 +40,27 @@ class PerChannelProgram:
 
 def uses(statistics: Statistics, value: Value, inner: tuple[Value, ...] = ()) -> bool:
     """Whether the value is computed from them, or from one of the values `inner`."""
-    return depends_on([value], [*statistics.known, *inner])
+    return depends_on([value], [*statistics.moments, *inner])
 
 
 def cut_out(statistics: Statistics, chain: Chain):
     """(program, parameters): the arithmetic behind the chain's coefficients, cut at the statistics on one side and at
     whatever does not depend on them on the other. Raises `Unfit` where it is more than that."""
-    known, channels = statistics.known, statistics.x.shape[statistics.axis]
-    parameters: dict[Value, None] = {}
-    order: list[Node] = []
-    reached: set[int] = set()
-
-    def reach(value: Value):
-        if value in known or value.literal is not None or value in parameters:
-            return
-        if not uses(statistics, value):
-            parameters[value] = None
-        elif (node := value.node).index not in reached:
-            reached.add(node.index)
-            for operand in node.inputs:
-                reach(operand)
-            order.append(node)
-
-    for _, value in chain.affine:
-        reach(value)
-    if len(order) > LARGEST_PROGRAM or any(size(v) > channels for n in order for v in n.outputs):
+    moments, channels = statistics.moments, statistics.x.shape[statistics.axis]
+    coefficients = [value for _, value in chain.affine]
+    inside = cone(coefficients, lambda value: value not in moments and uses(statistics, value), LARGEST_PROGRAM)
+    read = dict.fromkeys((*coefficients, *[v for n in inside for v in n.inputs]))
+    parameters = [v for v in read if v.literal is None and v not in moments and v.producer not in inside]
+    if len(inside) > LARGEST_PROGRAM or any(size(v) > channels for n in inside for v in n.outputs):
         raise Unfit("what comes between the statistics and the result is not arithmetic on one number for each channel")
-    given = list(parameters)
 
     def program(mean, var, *arrays):
-        made: dict[Value, object] = dict(zip(given, arrays))
-
-        def read(value):
-            if value.literal is None and value not in made:
-                made[value] = known[value].of(mean, var).astype(value.dtype).reshape(value.shape)
-            return value.literal if value.literal is not None else made[value]
-
-        for node in order:
-            made |= zip(node.outputs, node.replay([read(v) for v in node.inputs]))
-        center, scale, offset = chain.coefficients(lambda value: as_vector(read(value), (channels,)))
+        made = {value: moment.of(mean, var).astype(value.dtype).reshape(value.shape) for value, moment in moments.items()}
+        computed = dict(zip(coefficients, compute(coefficients, made | dict(zip(parameters, arrays)), {})))
+        center, scale, offset = chain.coefficients(lambda value: as_vector(computed[value], (channels,)))
         zero = jnp.zeros((channels,), jnp.float32)
         return zero if center is None else center, zero + 1 if scale is None else scale, zero if offset is None else offset
 
     wide = jnp.promote_types(statistics.x.dtype, jnp.float32)
-    types = [jax.ShapeDtypeStruct((channels,), wide)] * 2 + [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in given]
-    return PerChannelProgram(program, types), given
+    types = [jax.ShapeDtypeStruct((channels,), wide)] * 2 + [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in parameters]
+    return PerChannelProgram(program, types), parameters

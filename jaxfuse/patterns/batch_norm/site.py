@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.analysis.canonical import ADD, CAST, NotPerChannel, per_channel, size
 from jaxfuse.analysis.layout import channels_last, to_layout, transposed
+from jaxfuse.analysis.normal import ADD, CAST, NotPerChannel, per_channel, size
 from jaxfuse.analysis.statistics import Statistics
 from jaxfuse.ops.activations import NO_ACTIVATION
 from jaxfuse.ops.batch_norm import OP
@@ -28,43 +28,43 @@ class Unscaled(Unfit):
     """The walk ended before the variance was used: where it ended is the reason to name."""
 
 
-def label(chain: Chain) -> str:
-    """The per-channel steps of a chain that begins at a value with statistics are its normalisation."""
-    return "+".join(["bn", *chain.after_affine])
-
-
 class Site:
-    """A value with batch statistics that the sum `node` is one of, and the gradient through them, if the program computes it."""
+    """A value with batch statistics that the sum `node` is one of, the `chain` after it, and the gradient through both, if the program
+    computes it. Raises `Unfit` where no kernel takes the chain."""
 
-    def __init__(self, graph: Graph, node: Node, statistics: Statistics, gradient: Gradient | None, unprofitable: Callable):
-        self.graph, self.node, self.statistics, self.gradient = graph, node, statistics, gradient
+    def __init__(self, graph: Graph, node: Node, statistics: Statistics, gradient: Gradient | None, chain: Chain, unprofitable: Callable):
+        self.graph, self.node, self.statistics, self.gradient, self.chain = graph, node, statistics, gradient, chain
         self.x, self.axis, self.unprofitable = statistics.x, statistics.axis, unprofitable
         # The kernels are channels-last, and so is what the fused ops around give and take: transposes between them vanish.
         self.order = channels_last(self.x.ndim, self.axis)
+        self.label = chain.label_of_norm("bn")
+        self.xla_fuses_neighbour = _xla_fuses_neighbour(chain, self.axis)
+        self.derivative = self._derivative()
+        self.saved = self._saved()
+        self.match = self._forward()
 
-    def fused(self, chain: Chain) -> Match:
-        """Raises `Unfit` where no kernel takes the chain."""
-        self._require_its_own(chain)
+    def _forward(self) -> Match:
+        chain, derivative = self.chain, self.derivative
+        self._require_its_own()
         program, parameters = cut_out(self.statistics, chain)
         operands = (self.x,) if chain.residual is None else (self.x, chain.residual)
-        derivative = self._derivative(chain)
         config = BatchNormConfig(self.x.ndim - 1, program, has_residual=chain.residual is not None,
                                  activation=chain.activation or NO_ACTIVATION, saving=derivative is not None,
                                  keeps_mask=derivative is not None and derivative.masked)
         full = jax.ShapeDtypeStruct([self.x.shape[d] for d in self.order], self.x.dtype)
-        types = (*[full] * len(operands), *[jax.ShapeDtypeStruct(v.shape, v.dtype) for v in parameters])
-        if _xla_fuses_neighbour(chain, self.axis):
+        types = (*[full for _ in operands], *[jax.ShapeDtypeStruct(v.shape, v.dtype) for v in parameters])
+        if self.xla_fuses_neighbour:
             cost = self.unprofitable("batch_norm", config, types, cost=batch_norm_grad.FUSED_BY_XLA)
             config = dataclasses.replace(config, xla_fuses_neighbour=bool(cost))
         require(OP.forward, config, types, self.unprofitable, "batch_norm", config, types)
-        kept = _kept_for(derivative, size(self.x), self.x.shape[self.axis])
         passes = 1 + 2 * len([n for n in chain.nodes if n.primitive != CAST]) // 2
-        return Match(label(chain), self.node, chain.nodes, (self._emission(chain, config, parameters, kept),), operands,
+        return Match(self.label, self.node, chain.nodes, (self._emission(config, parameters),), operands,
                      np.dtype(self.x.dtype).itemsize * size(self.x) * passes)
 
-    def _require_its_own(self, chain: Chain):
+    def _require_its_own(self):
         """Raises `Unfit` for a chain that is no normalisation, or that adds what the kernel cannot."""
-        if not any(kind in ("mul", "div") for kind, _ in chain.affine):
+        chain = self.chain
+        if not chain.has_scale:
             raise Unscaled("it is centered, not scaled")
         if chain.residual is None:
             return
@@ -73,13 +73,15 @@ class Site:
         if uses(self.statistics, chain.residual, tuple(v for n in chain.nodes for v in n.outputs)):
             raise Unfit("the residual is computed from x's own statistics")
 
-    def _emission(self, chain: Chain, config: BatchNormConfig, parameters: list[Value], kept: list[Value]) -> Emission:
-        full: tuple[Value, ...] = (transposed(self.graph, self.x, self.order),)
+    def _emission(self, config: BatchNormConfig, parameters: list[Value]) -> Emission:
+        chain, kept, full = self.chain, self.saved, [transposed(self.graph, self.x, self.order)]
         if chain.residual is not None and chain.residual_layout is not None:
             added, undo = to_layout(self.graph, chain.residual, chain.residual_layout, self.order)
-            full = *full, added
+            full.append(added)
+            if self.derivative and self.derivative.has_residual:  # the gradient reads it too
+                self.saved = (*self.saved, added)
         copies = (transposed(self.graph, chain.end, self.order),) if chain.layout.is_identity else ()  # channels-last
-        known = self.statistics.known
+        moments = self.statistics.moments
 
         def run(read):
             first, *residual = map(read, full)
@@ -88,39 +90,45 @@ class Site:
             yield from chain.masks_from(chain.layout.place(y, self.order))
             yield from zip(kept, saved[3:] if config.keeps_mask else saved)
             yield from zip(copies, (y,))
-            for value, moment in known.items():
+            for value, moment in moments.items():
                 yield value, moment.of(mean, var).astype(value.dtype).reshape(value.shape)
 
-        return Emission((*full, *parameters), (chain.end, *copies, *known, *chain.masks, *kept), run)
+        return Emission((*full, *parameters), (chain.end, *copies, *moments, *chain.masks, *kept), run)
 
     # --- the gradient
 
-    def begins_behind(self, chain: Chain) -> bool:
+    @property
+    def begins_behind(self) -> bool:
         """Whether the gradient is that of the chain's activation too, by a function of the activation's argument."""
-        slope = self.gradient and self.gradient.slope
+        slope, chain = self.gradient and self.gradient.slope, self.chain
         return bool(slope and chain.region and chain.activation and chain.region.start is slope.z and slope.is_of(chain.activation))
 
-    def _derivative(self, chain: Chain) -> GradientConfig | None:
+    def _derivative(self) -> GradientConfig | None:
         """How the passes of the gradient are told the activation's derivative, if they can begin before the activation."""
+        chain = self.chain
         if self.gradient is None or chain.activation is None:
             return None
-        if self.begins_behind(chain):
+        if self.begins_behind:
             if chain.residual is not None and chain.activation.is_mask:  # less to read than the residual
                 return GradientConfig(0, True)
             return GradientConfig(0, False, False, chain.activation, chain.residual is not None)
         return GradientConfig(0, True) if batch_norm_grad.mask_of(self.gradient, chain) is not None else None
 
-    def backward(self, gradient: Gradient, forward: Match, chain: Chain) -> Match | Refusal:
-        """The gradient of what is fused as `forward`."""
-        emission, config = forward.emissions[0], self._derivative(chain)
-        kept = tuple(v for v in emission.defines if v.producer is None)
-        residual = emission.needs[1:2] if config and config.has_residual else ()
-        saved = batch_norm_grad.SavedActivation(config, (*kept, *residual)) if config else None
-        beside = _xla_fuses_neighbour(chain, self.axis)
+    def _saved(self) -> tuple[Value, ...]:
+        """What the forward pass saves for it: the bits of the mask, or center, scale and offset."""
+        channels = self.x.shape[self.axis]
+        if self.derivative is None:
+            return ()
+        if self.derivative.masked:
+            return (Value(jax.ShapeDtypeStruct((size(self.x) // max(1, channels), -(-channels // 8)), jnp.uint8)),)
+        return tuple(Value(jax.ShapeDtypeStruct((channels,), jnp.float32)) for _ in range(3))
+
+    def backward(self, gradient: Gradient) -> Match | Refusal:
+        """The gradient of what is fused."""
         try:
-            return batch_norm_grad.fused(self.graph, gradient, forward.pattern, self.node, saved, beside, self.unprofitable)
+            return batch_norm_grad.fused(self, gradient)
         except Unfit as unfit:
-            return Refusal(forward.pattern, self.node, (gradient.g, self.x), unfit.reason, "backward")
+            return Refusal(self.label, self.node, (gradient.g, self.x), unfit.reason, "backward")
 
 
 def _xla_fuses_neighbour(chain: Chain, axis: int) -> bool:
@@ -144,12 +152,3 @@ def _is_normalised(value: Value, axes: tuple[int, ...]) -> bool:
         if any(user.primitive == "reduce_sum" for user in value.users):
             return True
     return False
-
-
-def _kept_for(derivative: GradientConfig | None, elements: int, channels: int) -> list[Value]:
-    """What the forward pass saves for it: the bits of the mask, or center, scale and offset."""
-    if derivative is None:
-        return []
-    if derivative.masked:
-        return [Value(jax.ShapeDtypeStruct((elements // max(1, channels), -(-channels // 8)), jnp.uint8))]
-    return [Value(jax.ShapeDtypeStruct((channels,), jnp.float32)) for _ in range(3)]

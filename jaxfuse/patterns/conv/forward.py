@@ -8,8 +8,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfuse.analysis.canonical import constant, varying_axes
 from jaxfuse.analysis.layout import channels_last, is_transposed, only_moved, transposed
+from jaxfuse.analysis.normal import constant, varying_axes
 from jaxfuse.ops.conv.config import batch_groups_as_features
 from jaxfuse.ops.conv.conv import OP, ConvConfig
 from jaxfuse.ops.op import Kernel
@@ -94,7 +94,7 @@ def _batch_moved(spec: ConvConfig | lax.ConvDimensionNumbers) -> bool:
     return spec.lhs_spec[0] != 0 or spec.out_spec[0] != 0
 
 
-def is_weight_gradient(node: Node, is_backward: bool = False) -> bool:
+def is_weight_gradient(node: Node, is_backward: bool) -> bool:
     """Whether its batch is not the first axis because that is where a weight gradient has the features. A layer may have it
     there too, but not with a filter larger than what it gives."""
     dn = node.params["dimension_numbers"]

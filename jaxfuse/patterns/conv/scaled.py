@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxfuse.analysis.canonical import NotPerChannel, constant, is_float_cast, per_channel, unwidened
-from jaxfuse.analysis.forms import Form, Forms, Vector, batch_sum, is_sum_of_gradient
+from jaxfuse.analysis.forms import ChannelForms, Form, batch_sum, is_sum_of_gradient
 from jaxfuse.analysis.layout import in_place, is_reshape
+from jaxfuse.analysis.normal import NotPerChannel, constant, is_float_cast, per_channel, unwidened
 from jaxfuse.program.graph import Graph, Node, Value
 
 
@@ -21,7 +21,7 @@ class Scaled(NamedTuple):
     g: Value
     y: Value
     axis: int
-    factor: Vector
+    factor: Form
     sums: tuple[tuple[Value, Form], ...]
 
     @property
@@ -34,7 +34,7 @@ class Scaled(NamedTuple):
 
     def times(self, read, w, axis: int):
         """The filter, or its gradient, times the factor; `axis` is the convolution's output channels."""
-        factor = jnp.broadcast_to(self.factor.of(read).reshape(-1), (w.shape[axis],))
+        factor = jnp.broadcast_to(self.factor.vector(read).reshape(-1), (w.shape[axis],))
         return (w * jnp.expand_dims(factor, [d for d in range(w.ndim) if d != axis])).astype(w.dtype)
 
     def results(self, read, w, axis: int, dw, sum_g) -> Iterator[tuple[Value, object]]:
@@ -43,21 +43,21 @@ class Scaled(NamedTuple):
         wide = jnp.promote_types(w.dtype, jnp.float32)
         sum_gy = jnp.sum(dw.astype(wide) * w.astype(wide), others)
         for value, form in self.sums:
-            yield value, batch_sum(form, self.y, self.g, sum_g, sum_gy, 0, read).astype(value.dtype).reshape(value.shape)
+            yield value, batch_sum(value, form, self.y, self.g, sum_g, sum_gy, 0, read)
 
 
 def ways(graph: Graph, node: Node, dz: Value, axis: int) -> Iterator[Scaled]:
     """How the cotangent `dz` of the convolution `node` comes from that of a value scaled along `axis`: by parameters, by numbers."""
     y, dz = _reshaped(node.out), in_place(dz)
     for g in _unscaled(graph, dz, axis):
-        forms = Forms(y, axis, (), [g])
-        form = forms.of.get(dz)
-        if form is None or set(form.terms) != {(g,)}:
+        forms = ChannelForms(y, axis, [g])
+        known = forms.known.get(dz)
+        if known is None or set(known.form.coefficients) != {(g,)}:
             continue
-        sums = [(value, form) for value, form in forms.sums
+        sums = [(value, form) for value, form in forms.sums.items()
                 if is_sum_of_gradient(form, y) and g in form.tensors]
         if not any(form.degree == 1 and len(form.tensors) > 1 for _, form in sums):
-            yield Scaled(g, y, axis, form.terms[g,], tuple(sums))
+            yield Scaled(g, y, axis, known.form.coefficients[g,], tuple(sums))
 
 
 def _reshaped(value: Value) -> Value:

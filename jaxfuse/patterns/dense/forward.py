@@ -37,7 +37,9 @@ def match(graph: Graph, node: Node, claimed: set[int], unprofitable):
             yield from _found(row, unprofitable)
     groups: dict[tuple, list[Layer]] = {}
     for layer in layers:  # a query's scale is no reason to compute it apart from key and value
-        groups.setdefault((layer.label.removesuffix("+scale"), layer.stop if layer.stop.unfused else None), []).append(layer)
+        steps = layer.chain.steps
+        alike = steps[:-1] if steps[-1:] == ("scale",) else steps
+        groups.setdefault((alike, layer.stop if layer.stop.unfused else None), []).append(layer)
     for (_, stop), group in groups.items():
         group = sorted(group, key=lambda layer: len(layer.label))
         label, reason = (f"{group[0].label}+{stop.unfused}", stop.reason) if stop else (group[0].label, "")

@@ -6,7 +6,7 @@ Contractions of the backward pass that are none of these are recognised and repo
 
 import dataclasses
 
-from jaxfuse.analysis.canonical import CAST, uncast
+from jaxfuse.analysis.normal import CAST, uncast
 from jaxfuse.ops.dense import OP
 from jaxfuse.patterns import contraction_gradients as contractions
 from jaxfuse.patterns.contraction_gradients import Gradients

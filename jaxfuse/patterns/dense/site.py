@@ -4,8 +4,8 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from jaxfuse.analysis.canonical import ADD, CAST, varying_axes
 from jaxfuse.analysis.layout import RESHAPES
+from jaxfuse.analysis.normal import ADD, CAST, varying_axes
 from jaxfuse.ops.dense import OP, DenseConfig
 from jaxfuse.patterns.activations import name_activation
 from jaxfuse.patterns.contraction import NARROW, Axes, Contraction, require_no_sharding

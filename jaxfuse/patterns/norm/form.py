@@ -1,4 +1,4 @@
-"""What a recognised norm computes, as the op's config and its parameters: read from its form in each row (analysis/rows.py)."""
+"""What a recognised norm computes, as the op's config and its parameters: read from its form in each row (analysis/statistics.py)."""
 
 import itertools
 import math
@@ -7,12 +7,11 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.analysis.axes import IndexMap, is_long
-from jaxfuse.analysis.forms import Parameter
-from jaxfuse.analysis.rows import MEAN, ONE, VAR, Rows
-from jaxfuse.analysis.statistics import Statistics
+from jaxfuse.analysis.axes import is_long
+from jaxfuse.analysis.forms import Form, Parameter
+from jaxfuse.analysis.statistics import MEAN, ONE, VAR, Statistics
 from jaxfuse.ops.norm_config import NormConfig
-from jaxfuse.program.graph import Node, Value
+from jaxfuse.program.graph import Value
 from jaxfuse.program.site import Unfit
 
 UNREAD = "its steps are not those of a normalisation by mean and variance"
@@ -50,7 +49,7 @@ class NormForm(NamedTuple):
         groups, length = self.inner[1], self.inner[2] // self.repeats
 
         def spread(parameter):
-            vector = jnp.asarray(read(parameter.value)).astype(jnp.float32).reshape(-1)
+            vector = parameter.vector(read).astype(jnp.float32)
             inside = parameter.stride // self.repeats if parameter.length > 1 else 1
             return jnp.tile(jnp.repeat(vector, inside), groups * length // (inside * parameter.length)).reshape(groups, length)
 
@@ -61,39 +60,32 @@ class NormForm(NamedTuple):
         return total(self.gammas, jnp.float32(1)), total(self.betas, jnp.float32(0))
 
 
-def read_form(statistics: Statistics, same: list[Value], nodes: list[Node], end: Value) -> NormForm:
-    """The form of `end`. Raises `Unfit` where it has none."""
-    x = statistics.x
-    known = Rows(statistics, same, nodes).known.get(end)
-    if known is None or known.places is None or x not in known.form.tensors:
-        raise Unfit(UNREAD)
-    if known.places.flat != IndexMap.of(x.shape).flat:
+def read_form(norm: Statistics, end: Value) -> NormForm:
+    """The form of `end`. Raises `Unfit` where it is no norm's."""
+    x, known = norm.x, norm.known[end]
+    if known.places is None or known.places.flat != norm.places.flat:
         raise Unfit(f"{end!r} has the elements of {x!r} in another order")
-    scales = {tuple(factor for factor in factors if factor is not x): table for factors, table in known.form.terms.items() if x in factors}
-    offsets = {factors: table for factors, table in known.form.terms.items() if x not in factors}
-    scaled = {key: table for key, table in scales.items() if np.abs(table).max() > 0}
-    root = next((_root(table) for table in scaled.values()), None)
+    scales, offsets = (known.form.coefficients.get(tensors, Form({})).terms for tensors in ((x,), ()))
+    root = next((_root(table) for table in scales.values()), None)
     if root is None:
         raise Unfit(UNREAD)
-    unit = next(iter(scaled.values())) / root.factor
+    unit = next(iter(scales.values())) / root.factor
     gammas, betas = [], []
     for key in dict.fromkeys((*scales, *offsets)):
-        table, rest = scaled.get(key, 0 * ONE), offsets.get(key, 0 * ONE)
+        table, rest = ONE * scales.get(key, 0), ONE * offsets.get(key, 0)
         rest = rest if root.centered else rest - MEAN * table
         factor, shift = (table / unit).mean(), rest.mean()
-        if not _equal(table, factor * unit) or not np.allclose(rest, shift, 1e-6, 1e-7 * np.abs(table).max()):
+        if not np.allclose(table, factor * unit, 1e-6, 0) or not np.allclose(rest, shift, 1e-6, 1e-7 * np.abs(table).max()):
             raise Unfit(UNREAD)
-        gammas += [(float(factor), key)] * bool(factor)
-        betas += [(float(shift), key)] * bool(abs(shift) > 1e-7)
-    if gammas == [(1.0, ())] or len(gammas) == 1 and not gammas[0][1] and abs(gammas[0][0] - 1) < 1e-6:
+        if factor:
+            gammas.append((float(factor), key))
+        if abs(shift) > 1e-7:
+            betas.append((float(shift), key))
+    if len(gammas) == 1 and not gammas[0][1] and abs(gammas[0][0] - 1) < 1e-6:
         gammas = []
     used = {p for _, product in (*gammas, *betas) for p in product}
-    view = _view(x, set(range(x.ndim)) - set(statistics.kept), [(p.stride, p.length) for p in used if p.length > 1])
+    view = _view(x, set(range(x.ndim)) - set(norm.kept), [(p.stride, p.length) for p in used if p.length > 1])
     return NormForm(root, *view, gammas, betas)
-
-
-def _equal(a, b) -> bool:
-    return np.allclose(a, b, rtol=1e-6, atol=0)
 
 
 def _root(table) -> Root | None:

@@ -1,27 +1,32 @@
 """Layer, RMS, group and instance norm: statistics of each row, each group of channels, each channel of each example.
 
-From a sum of squares the walk goes forward over what is computed of the statistics alone (broadcasts, epsilon, gamma and beta
-multiplied in) and over what is done to x with it. Where that ends, the norm ends. form.py reads off what it computes, site.py
-makes a Match of it.
+From a sum of squares the forms of what is computed of x and of the statistics are followed, gamma and beta included, as far
+as it is a norm. form.py reads off what the last of them is, site.py makes a Match of it.
 """
 
-import dataclasses
 import functools
 
-from jaxfuse.analysis.axes import IndexMap
-from jaxfuse.analysis.canonical import ADD, CAST, constant, is_float_cast, size, varying_axes
-from jaxfuse.analysis.layout import RESHAPES, Layout
-from jaxfuse.analysis.statistics import Statistics, narrowest, square
+import numpy as np
+
+from jaxfuse.analysis.elementwise import RULES
+from jaxfuse.analysis.forms import Form, Known, Parameter
+from jaxfuse.analysis.layout import RESHAPES
+from jaxfuse.analysis.normal import ADD, CAST, constant, is_float_cast, narrowest, size, varying_axes
+from jaxfuse.analysis.regions import cone
+from jaxfuse.analysis.statistics import MEAN, Statistics
+from jaxfuse.analysis.sums import squared
+from jaxfuse.patterns.activations import name_activation
 from jaxfuse.patterns.dense.site import is_parameter
-from jaxfuse.patterns.norm.site import add_before, fused
-from jaxfuse.patterns.walk import depends_on
+from jaxfuse.patterns.norm.form import read_form
+from jaxfuse.patterns.norm.site import Site
+from jaxfuse.patterns.walk import Chain, Walk, depends_on, longest
 from jaxfuse.program.autodiff import forward
 from jaxfuse.program.graph import Node, Value
-from jaxfuse.program.site import Refusal
+from jaxfuse.program.site import Match, Refusal, Unfit, UnfusedStep
+from jaxfuse.runtime.reasons import no_kernel
 
 SHAPED = (*RESHAPES, "transpose", CAST)
-ARITHMETIC = (*ADD, "sub", "mul", "div", "neg", "max", "sqrt", "rsqrt", "square", "integer_pow", "pow", "select_n", "stop_gradient")
-LARGEST = 64  # nodes of one norm
+ARITHMETIC = (*ADD, "sub", "mul", "div", "neg", "max", "sqrt", "rsqrt", "square", "integer_pow", "pow", "select_n")
 
 
 def anchors(graph):
@@ -31,50 +36,74 @@ def anchors(graph):
 
 def _normalised(node: Node) -> Value | None:
     """What the sum of squares `node` is a statistic of."""
-    found = square(node.inputs[0])
-    if found is None or found.masked:
-        return None
-    return found.minuend if found.is_deviation else found.base
+    base, masked = squared(node.inputs[0]) or (None, True)
+    return None if masked else base
 
 
 def match(graph, node: Node, claimed: set[int], unprofitable):
-    """Yields a Match or a Refusal if the sum of squares is made into a normalisation of rows."""
+    """Yields the norm that the sum of squares is made into as a Match, with as much before and after it as the kernel takes, and its
+    gradient as another; a Refusal for what it does not take."""
     x = _normalised(node)
     if x is None:
         return
-    kept = [d for d in range(x.ndim) if d not in node.params["axes"]]
-    if node.index in claimed or len(kept) == 1 and kept != [0]:  # the latter is batch_norm's
+    kept = tuple(d for d in range(x.ndim) if d not in node.params["axes"])
+    if node.index in claimed or len(kept) == 1 and kept != (0,):  # the latter is batch_norm's
         return
     part = forward(graph)
-    norm = _Norm(part, node, x)
-    if norm.end is None or not (norm.centered or norm.has_mean()) or any(n.index in claimed for n in norm.nodes):
+    norm = Norm(part, x, kept)
+    if norm.crossed and norm.end is None and norm.has_mean:
+        yield Refusal("norm", node, (x,), f"{norm.crossed} combines rows of {x!r} with statistics of others")
+    if norm.end is None or not (norm.centered or norm.has_mean) or any(n.index in claimed for n in norm.nodes):
         return
-    name, reason = _name(norm, norm.end, tuple(node.params["axes"]), kept)
-    reason = reason or norm.stop_gradient_reason() or norm.read_elsewhere(part) or norm.mismatch
+    end = norm.end
+    name, reason = _name(norm, end)
+    reason = reason or norm.stop_gradient_reason() or norm.read_elsewhere() or norm.mismatch
+    before = _add_before(part, x, claimed)
+    label, nodes = (f"add+{name}", (before, *norm.nodes)) if before else (name, (*norm.nodes,))
     if reason:
-        before = add_before(part, x, claimed)
-        unfused = norm.unfused if norm.mismatch == reason else ""
-        nodes = (*([before] if before else []), *norm.nodes)
-        yield Refusal(f"{'add+' * (before is not None)}{name}{unfused}", node, (x,), reason, nodes=nodes)
+        yield Refusal(f"{label}{norm.unfused if reason == norm.mismatch else ''}", node, (x,), reason, nodes=nodes)
         return
-    yield from fused(graph, part, node, norm, name, claimed, unprofitable)
+    chains, _ = Walk(part, end.ndim - 1, claimed, name_activation).chains(end)
+    form = functools.cache(lambda: read_form(norm, end))
+    dtype = x.dtype if any(chain.end.dtype == x.dtype for chain in chains) else end.dtype
+
+    def attempt(chain: Chain) -> list[Match]:
+        site = Site(graph, part, node, norm, form(), chain, before if x.dtype == dtype else None, name)
+        if chain.affine or chain.residual is not None:
+            raise Unfit(no_kernel("it adds to or scales the normalised value"))
+        return site.matches(unprofitable)
+
+    found, _, refused = longest(chains, dtype, attempt)
+    yield from found or ()
+    if refused and not found:
+        yield Refusal(refused[0].label_of_norm(label), node, (x,), refused[1].reason, nodes=(*nodes, *refused[0].nodes))
+    elif refused and refused[0].after_affine:
+        yield UnfusedStep(refused[0].label_of_norm(label), node, (x,), refused[1].reason)
 
 
-def _name(norm: "_Norm", end: Value, axes: tuple[int, ...], kept: list[int]) -> tuple[str, str]:
+def _add_before(part, x: Value, claimed: set[int]) -> Node | None:
+    """A residual add that nothing else took, right before the norm."""
+    node = x.producer
+    if node is not None and node.primitive in ADD and node.index not in claimed and len(set(node.inputs)) == 2:
+        if all(v.shape == x.shape and v.dtype == x.dtype and size(v) > 1 and len(varying_axes(v)) > 1 for v in node.inputs):
+            return node
+    return None
+
+
+def _name(norm: "Norm", end: Value) -> tuple[str, str]:
     """(name, what is wrong with the axes)."""
-    x, last = norm.x, norm.x.ndim - 1
-    trailing = tuple(sorted(axes)) == tuple(range(len(kept), x.ndim))
-    if _regrouped(x, axes, end):
+    x, axes, kept, last = norm.x, sorted(norm.axes), norm.kept, norm.x.ndim - 1
+    trailing = axes == list(range(len(kept), x.ndim))
+    if _regrouped(x, len(axes), end):
         return "group_norm", ""
-    if 0 not in axes and x.ndim > 2 and (kept == [0, last] or trailing and len(axes) > 1 and norm.scaled_along(kept)):
+    if 0 in kept and x.ndim > 2 and (kept == (0, last) or trailing and len(axes) > 1 and norm.has_channel_parameters):
         return "instance_norm", ""
     if trailing:
         return "layer_norm" if norm.centered else "rms_norm", ""
-    reason = f"statistics over axes {tuple(sorted(map(int, axes)))} of {x!r}: a layer norm is over the last axes"
-    return "norm", reason
+    return "norm", f"statistics over axes {tuple(axes)} of {x!r}: a layer norm is over the last axes"
 
 
-def _regrouped(x: Value, axes: tuple[int, ...], end: Value) -> bool:
+def _regrouped(x: Value, axes: int, end: Value) -> bool:
     """Whether x is another array with its channels split into groups, normalised over more than the channels of one place,
     or to be put together again."""
     node = narrowest(x).producer
@@ -82,176 +111,158 @@ def _regrouped(x: Value, axes: tuple[int, ...], end: Value) -> bool:
         return False
     source = node.inputs[0]
     split = x.shape[-1] != source.shape[-1]
-    return len(axes) > 1 and (split or x.ndim > source.ndim) or split and end.shape != x.shape
+    return axes > 1 and (split or x.ndim > source.ndim) or split and end.shape != x.shape
 
 
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """How far a full-size value is on its way from x to the normalised value."""
+def _given(x: Value) -> list[Value]:
+    """x, and what it is a reshape or cast of: the norm may read it in several shapes."""
+    values = [x]
+    while len(values) < 3 and (node := values[-1].producer) is not None and (node.primitive == "reshape" or is_float_cast(node)):
+        values.append(node.inputs[0])
+    return values
 
-    centered: bool = False
-    scaled: bool = False
 
+class Norm(Statistics):
+    """What is computed from x and its statistics: `end`, the normalised value with gamma and beta, or None."""
 
-class _Norm:
-    """What is computed from the sum of squares `node` of x: `end`, the normalised value with gamma and beta, or None."""
-
-    def __init__(self, part, node: Node, x: Value):
-        self.x, self.axes = x, set(map(int, node.params["axes"]))
-        self.statistics: dict[Value, None] = {}  # in order
-        self.full: dict[Value, _Step] = {}
-        self.parameters: list[tuple[Value, Value]] = []  # gamma and beta, with the value that they are applied to
-        self.nodes: list[Node] = []
+    def __init__(self, part, x: Value, kept: tuple[int, ...]):
+        self.part, self.axes = part, set(range(x.ndim)) - set(kept)
         self.mismatch = self.unfused = ""
-        self.first = node.index
-        self.same = self._shapes(x)
-        self._seed(node, x)
-        self._follow()
-        self.end = self._end([v for v, step in self.full.items() if step.scaled and (self._readers(v) or part.is_returned(v))])
-        self.centered = self.end is not None and self.full[self.end].centered
+        self.crossed: Node | None = None  # what combines rows with statistics of others
+        self.given = _given(x)
+        casts = [n.out for value in self.given for n in value.users if is_float_cast(n) and n.out not in self.given]
+        super().__init__(x, kept, (*self.given, *casts))
+        ends = [v for v in self.known if self._is_scaled(v) and self._is_read(v)]
+        self.end = self._end(sorted(ends, key=lambda v: v.node.index))
+        self.nodes = self._inside(self.end) if self.end else []
+        self.centered = self.end is not None and self._is_centered(self.end)
 
-    @functools.cached_property
-    def moments(self) -> Statistics:
-        """Those of x that a kernel computes."""
-        seen = [(value, Layout(self.x.shape, IndexMap.of(value.shape))) for value in self.same]
-        return Statistics(self.x, tuple(d for d in range(self.x.ndim) if d not in self.axes), seen)
+    # --- forms: statistics of any kind, and parameters
+
+    def _computed(self, node: Node) -> Known | None:
+        if node.primitive == "stop_gradient":
+            return self.known[node.inputs[0]]
+        full = next((v for v in node.inputs if self.is_tensor(v)), None)
+        if full is None:
+            operands = [self._operand(v, node) for v in node.inputs]
+            tables = [known and known.form.table for known in operands]
+            if node.primitive in ARITHMETIC and all(table is not None for table in tables):
+                made = np.asarray(RULES[node.primitive](node.params, *tables))
+                return self._placed(node, Form.number(made), [known for known in operands if known])
+        elif not self._takes(node, full):
+            return None
+        return super()._computed(node)
+
+    def _operand(self, value: Value, node: Node) -> Known | None:
+        known = super()._operand(value, node)
+        return known or (self._parameter(value, node) if self._is_small(value) else None)
+
+    def _placed(self, node: Node, form: Form | None, operands: list[Known]) -> Known | None:
+        made = super()._placed(node, form, operands)
+        if made is None and form is not None and form.degree == 1 and not all(known.form.tensors for known in operands):
+            self.crossed = node
+        return made
+
+    def _takes(self, node: Node, full: Value) -> bool:
+        """Whether what the node does to a full-size value is a step of a norm."""
+        scaled = self._is_scaled(full)
+        if len(node.inputs) != 2:
+            return not scaled
+        other = node.inputs[node.inputs[0] is full]
+        if self.is_tensor(other):
+            return node.primitive == "mul" and not scaled and not self._is_scaled(other)
+        if other in self.known:
+            return not scaled or node.primitive not in ("mul", "div")
+        if node.primitive not in (*ADD, "sub", "mul") or not self._is_small(other) or self._is_made_of_the_end(other):
+            return False
+        if not scaled:
+            return node.primitive == "mul" or constant(other) == 0
+        return constant(other) is None and self._fits(node, other, full)
+
+    def _is_small(self, value: Value) -> bool:
+        """A number, or a parameter: not another full-size value."""
+        smaller = len(varying_axes(value)) < len(self.kept) + 1 and (size(value) < size(self.x) or is_parameter(value))
+        return smaller or constant(value) is not None
+
+    def _is_made_of_the_end(self, other: Value) -> bool:
+        """Whether it is computed from what is normalised already, as the mean of a norm that follows is: no gamma or beta."""
+        return depends_on([other], [value for value in self.known if self._is_scaled(value)])
+
+    def _fits(self, node: Node, parameter: Value, value: Value) -> bool:
+        """Gamma and beta vary along normalised axes, or along the channels if x was regrouped or an instance is normalised."""
+        along = varying_axes(parameter)
+        channels = {1, value.ndim - 1} if len(self.axes) > 1 or len(self.kept) == 2 else set()
+        if value.shape != self.x.shape or along <= self.axes or len(along) == 1 and along <= channels:
+            return True
+        axes, wrong = tuple(sorted(self.axes)), min(along - self.axes)
+        self.mismatch = self.mismatch or f"operand {parameter!r} varies along axis {wrong}, the normalised axes are {axes}"
+        self.unfused = self.unfused or ("+scale" if node.primitive == "mul" else "+bias")
+        return False
+
+    # --- where it ends
+
+    def _is_scaled(self, value: Value) -> bool:
+        """Whether x is multiplied by what depends on its statistics."""
+        form = self.known[value].form
+        return form.degree == 1 and any(np.ptp(table) > 0 for table in form.coefficients[self.x,].terms.values())
+
+    def _is_read(self, value: Value) -> bool:
+        """By what has no form."""
+        return self.part.is_returned(value) or any(not n.outputs or n.out not in self.known for n in value.users)
 
     def _end(self, ends: list[Value]) -> Value | None:
         """The one of the scaled values, which others read, that the norm ends in: before a transpose in the end, from where the walk
         goes on; and of what is read here as it is and there in another shape or type, the last that all of these are made of.
         What follows is no part of it."""
         paths = [self._path(end) for end in ends]
-        last = max(ends, key=lambda v: v.node.index, default=None)
         if len(ends) == 1:
-            end = next((before for v, before in reversed([*zip(paths[0], paths[0][1:])]) if v.node.primitive == "transpose"), last)
-        else:
-            end = next((v for v in (paths or [[]])[0] if all(v in path for path in paths)), None)
-        after = [v.node for path in paths if end for v in path[: path.index(end)]]
-        self.nodes = [n for n in self.nodes if n not in after]
-        self.full = {value: step for value, step in self.full.items() if value.producer not in after}
-        return end or last
+            turned = [before for v, before in zip(paths[0], paths[0][1:]) if v.node.primitive == "transpose"]
+            return turned[-1] if turned else ends[0]
+        common = [v for v in paths[0] if all(v in path for path in paths)] if paths else []
+        return common[0] if common else ends[-1] if ends else None
 
     def _path(self, value: Value) -> list[Value]:
         """The value and what it is a cast or a move of, as far as that is scaled."""
-        path, mine = [value], {n.index for n in self.nodes}
-        while (node := path[-1].node).index in mine and node.primitive in SHAPED and self.full[node.inputs[0]].scaled:
+        path = [value]
+        while (node := path[-1].node).primitive in SHAPED and self._is_scaled(node.inputs[0]):
             path.append(node.inputs[0])
         return path
 
-    def _seed(self, node: Node, x: Value):
-        """With the sum of squares, the sum of x over the same axes, x and its other shapes and types."""
-        for value in self.same:
-            self.full[value] = _Step()
-            for user in value.users:
-                if user.primitive == "reduce_sum" and user.params["axes"] == node.params["axes"]:
-                    self.statistics[user.out] = None
-                    self.nodes.append(user)
-        self.statistics[node.out] = None
-        self.nodes += [narrowest(node.inputs[0]).node, node]
+    def _inside(self, end: Value) -> list[Node]:
+        """The nodes that compute `end` of what is given and of the parameters, and what else is computed of the statistics."""
+        of_statistics = [value for value, known in self.known.items() if not known.form.tensors]
+        return cone([end, *of_statistics], lambda value: value in self.known and value not in self.given)
 
-    def _follow(self):
-        """What is computed of the seeds, in program order."""
-        frontier = {n.index: n for value in (*self.full, *self.statistics) for n in value.users if n.index >= 0}
-        seen = {n.index for n in self.nodes}
-        while frontier and len(seen) < LARGEST:
-            node = frontier.pop(min(frontier))
-            if node.index in seen or len(node.outputs) != 1 or node.primitive not in (*ARITHMETIC, *SHAPED):
-                continue
-            if node.primitive == CAST and not is_float_cast(node):  # to an integer: another number
-                continue
-            seen.add(node.index)
-            if self._is_statistic(node):
-                self.statistics[node.out] = None
-            elif (step := self._step(node)) is not None:
-                self.full[node.out] = step
-            else:
-                continue
-            self.nodes.append(node)
-            frontier |= {n.index: n for n in node.out.users if n.index >= 0}
+    # --- what it is
 
-    def _shapes(self, x: Value) -> list[Value]:
-        """x, what it is a reshape or cast of, and the casts and reshapes of these."""
-        values = [x]
-        while len(values) < 3 and (node := values[-1].producer) is not None and (node.primitive == "reshape" or is_float_cast(node)):
-            values.append(node.inputs[0])
-        return values + [n.out for value in values for n in value.users if is_float_cast(n) and n.out not in values]
+    def _is_centered(self, value: Value) -> bool:
+        """Whether something is taken from x that depends on its statistics."""
+        form = self.known[value].form
+        scales = form.coefficients[self.x,].terms
+        return not all(np.allclose(form.terms.get(parameters, 0), MEAN * table) for parameters, table in scales.items())
 
-    def _is_statistic(self, node: Node) -> bool:
-        """Computed from statistics, parameters and numbers, not from x."""
-        others = [v for v in node.inputs if v not in self.statistics]
-        return len(others) < len(node.inputs) and all(self._is_small(v) for v in others)
-
-    def _is_small(self, value: Value) -> bool:
-        """A number, or a parameter: not another full-size value."""
-        if value in self.full:
-            return False
-        smaller = len(varying_axes(value)) < self.x.ndim - len(self.axes) + 1 and (size(value) < size(self.x) or is_parameter(value))
-        return smaller or constant(value) is not None
-
-    def _step(self, node: Node) -> _Step | None:
-        """What the node does to x on its way, None if it is no step of a norm."""
-        inside = [v for v in node.inputs if v in self.full]
-        if not inside:
-            return None
-        before = [self.full[v] for v in inside]
-        step = _Step(any(s.centered for s in before), any(s.scaled for s in before))
-        if node.primitive in SHAPED:
-            return step if step.scaled or step.centered or node.primitive == CAST else None
-        others = [v for v in node.inputs if v not in self.full]
-        if len(node.inputs) != 2 or len(others) != 1:
-            return None
-        (other,) = others
-        if other in self.statistics:
-            if node.primitive in ("mul", "div"):
-                return None if step.scaled else dataclasses.replace(step, scaled=True)
-            return dataclasses.replace(step, centered=True) if node.primitive in (*ADD, "sub") else None
-        if node.primitive not in (*ADD, "sub", "mul") or not self._is_small(other) or self._is_made_of_the_end(other):
-            return None
-        if not step.scaled:
-            return step if node.primitive == "mul" or constant(other) == 0 else None
-        return step if constant(other) is None and self._fits(node, other, inside[0]) else None
-
-    def _is_made_of_the_end(self, other: Value) -> bool:
-        """Whether it is computed from what is normalised already, as the mean of a norm that follows is: no gamma or beta."""
-        return depends_on([other], [value for value, step in self.full.items() if step.scaled])
-
-    def _fits(self, node: Node, parameter: Value, value: Value) -> bool:
-        """Gamma and beta vary along normalised axes, or along the channels if x was regrouped or an instance is normalised."""
-        kind = "scale" if node.primitive == "mul" else "bias"
-        along = varying_axes(parameter)
-        channels = {1, value.ndim - 1} if len(self.axes) > 1 or self.x.ndim - len(self.axes) == 2 else set()
-        if value.shape != self.x.shape or along <= self.axes or len(along) == 1 and along <= channels:
-            self.parameters.append((parameter, value))
-            return True
-        axes = tuple(sorted(self.axes))
-        wrong = min(along - self.axes)
-        self.mismatch = self.mismatch or f"operand {parameter!r} varies along axis {wrong}, the normalised axes are {axes}"
-        self.unfused = self.unfused or f"+{kind}"
-        return False
-
-    def _readers(self, value: Value) -> list[Node]:
-        """What reads the value and is not part of the norm."""
-        mine = {n.index for n in self.nodes}
-        return [n for n in value.users if n.index not in mine]
-
+    @property
     def has_mean(self) -> bool:
         """Whether a sum is divided by its count: what is divided by its length is a vector, not a norm layer."""
-        return any(moment.weight == 1 for moment in self.moments.known.values())
+        return any(moment.weight == 1 for moment in self.moments.values())
 
-    def scaled_along(self, kept: list[int]) -> bool:
+    @property
+    def has_channel_parameters(self) -> bool:
         """Whether gamma or beta has one number for each channel, not for each place in a row."""
-        return any(v.ndim == self.x.ndim and varying_axes(p) and varying_axes(p) <= set(kept) for p, v in self.parameters)
+        form, kept = self.known[self.end].form if self.end else Form({}), [self.places.runs[d] for d in self.kept]
+        return any(isinstance(p, Parameter) and ((p.stride, p.length),) in kept for factors in form.terms for p in factors)
 
     def stop_gradient_reason(self) -> str:
         """The op's value is the same, its gradient is not."""
         node = next((n for n in self.nodes if n.primitive == "stop_gradient"), None)
         return f"{node} holds a part of it: the kernel's gradient is that of the whole" if node else ""
 
-    def read_elsewhere(self, part) -> str:
-        for value, step in self.full.items():
-            if value is not self.end and (step.scaled or step.centered):
-                if readers := self._readers(value):
+    def read_elsewhere(self) -> str:
+        for value in (node.out for node in self.nodes):
+            form = self.known[value].form
+            if value is not self.end and form.degree == 1 and form is not self.itself:
+                if readers := [n for n in value.users if n not in self.nodes]:
                     return f"{value!r} is read by {readers[0]} too"
-                if part.is_returned(value):
+                if self.part.is_returned(value):
                     return f"{value!r} is returned by the program"
         return ""

@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxfuse.analysis.canonical import ADD, CAST, Region, constant, uncast
 from jaxfuse.analysis.elementwise import is_elementwise
-from jaxfuse.analysis.layout import RESHAPES
+from jaxfuse.analysis.normal import ADD, CAST, constant, uncast
+from jaxfuse.analysis.regions import Region
 from jaxfuse.ops.activations import Activation
 from jaxfuse.patterns.activations import name_activation
+from jaxfuse.patterns.dense.site import REARRANGED
 from jaxfuse.program.graph import Node, Value
 
-REARRANGED = (*RESHAPES, CAST, "transpose", "slice", "split", "concatenate")
 LARGEST_GATE = 40  # nodes between a gate and the dense layers it comes from
 LONGEST_SPELLING = 10  # nodes of a gate's function that is not one primitive
 

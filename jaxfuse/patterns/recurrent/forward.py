@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from jaxfuse.analysis.canonical import ADD, uncast
+from jaxfuse.analysis.normal import ADD, uncast
 from jaxfuse.analysis.scan_pairs import Loop
 from jaxfuse.patterns.recurrent import gradient
 from jaxfuse.patterns.recurrent.cell import Cell, cell_of, is_product

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfuse.analysis.canonical import ADD, CAST, uncast
+from jaxfuse.analysis.normal import ADD, CAST, uncast
 from jaxfuse.analysis.scan_pairs import Loop
 from jaxfuse.patterns.recurrent.cell import Cell, Gate
-from jaxfuse.patterns.recurrent.products import every_step
+from jaxfuse.patterns.recurrent.products import over_time
 from jaxfuse.program.graph import Graph, Node, Value, compute
 from jaxfuse.program.site import Unfit
 
@@ -63,13 +63,10 @@ class Steps:
         def of_step(*arrays):
             return compute(values, dict(zip([*self.fixed, *self.known], arrays)), {})
 
-        return self.every_step(of_step, list(self.fixed.values()), list(self.known.values()))
+        return over_time(of_step, list(self.fixed.values()), list(self.known.values()), self.length)
 
     def compute_fixed(self, value: Value):
         return compute([value], dict(self.fixed), {})[0]
-
-    def every_step(self, function, shared: list, steps: list) -> list:
-        return every_step(function, shared, steps, self.length)
 
 
 class Columns(NamedTuple):
@@ -218,7 +215,8 @@ class Follower:
             elif depends is Depends.FIXED:
                 total.constant.append(product(rows, self.steps.compute_fixed(value)))
             else:
-                (made,) = self.steps.every_step(lambda rows, x: [product(rows, x).array], [rows], self.steps.compute([value]))
+                of_steps = self.steps.compute([value])
+                (made,) = over_time(lambda rows, x: [product(rows, x).array], [rows], of_steps, self.steps.length)
                 total.varying.append(Columns(made, -2 if at and node.out.ndim > 1 else -1, None))
         return total
 

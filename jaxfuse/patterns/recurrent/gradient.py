@@ -12,16 +12,15 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import partial_eval
 
-from jaxfuse.analysis.canonical import CAST, constant
 from jaxfuse.analysis.gradients import Sums
-from jaxfuse.analysis.layout import RESHAPES
+from jaxfuse.analysis.normal import constant
 from jaxfuse.analysis.scan_pairs import CONST, Loop, ScanPair, pairs
+from jaxfuse.patterns.dense.site import REARRANGED
 from jaxfuse.program.autodiff import backward
 from jaxfuse.program.graph import CUSTOM_DERIVATIVE_CALLS, Emission, Graph, Node, Value, compute
 from jaxfuse.program.site import Match, Unfit
 from jaxfuse.runtime.private import scan_over
 
-REARRANGED = (*RESHAPES, CAST, "transpose", "concatenate", "slice", "split", "stack")
 DEEPEST = 6  # nodes before the loop that a constant of it is followed back over
 MOST_CHOICES = 4  # of outputs that cotangents may be of
 OTHER = "the loop that computes its gradient is not the one that JAX makes of it"
@@ -72,7 +71,7 @@ class _Pair:
         while stack:
             value, depth = stack.pop()
             node = value.producer
-            if _type(value) in sums or depth == 0 or node is None or node.primitive not in REARRANGED:
+            if _type(value) in sums or depth == 0 or node is None or node.primitive not in (*REARRANGED, "stack"):
                 leaves[value] = None
             else:
                 stack += [(v, depth - 1) for v in node.inputs[::-1] if v.literal is None]

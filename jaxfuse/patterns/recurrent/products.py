@@ -13,7 +13,7 @@ from jaxfuse.program.graph import Emission, Graph, Node, evaluate
 from jaxfuse.program.site import Unfit
 
 
-def every_step(function, shared: list, steps: list, length: int) -> list:
+def over_time(function, shared: list, steps: list, length: int) -> list:
     """`function(*shared, *of_step)` at every step, as lists; `steps` have all steps first."""
     axes = (*[None] * len(shared), *[0] * len(steps))
     graph = Graph(jax.make_jaxpr(jax.vmap(function, axes, axis_size=length))(*shared, *steps))

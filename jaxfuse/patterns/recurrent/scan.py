@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxfuse.analysis.canonical import uncast
+from jaxfuse.analysis.normal import uncast
 from jaxfuse.analysis.scan_pairs import Loop
 from jaxfuse.ops.gru import OP as GRU, GRUConfig
 from jaxfuse.ops.lstm import OP as LSTM, LSTMConfig

@@ -11,7 +11,7 @@ from jaxfuse.tuning import tuned
 
 SHORTEST_SUM = 192  # products: outputs of shorter ones oneDNN writes faster
 MOST_PIXELS = {jnp.dtype(jnp.bfloat16): 800}  # of the outputs: with more of them oneDNN's layout of the filter costs little
-FEWEST_TILES = 48  # of 2×2 outputs: below it a transformed filter, 16/9 times as large, takes longer to read
+FEWEST_TILES = 16  # of 2×2 outputs: a transformed filter is 16/9 times as large
 
 
 class Packing(enum.Enum):
@@ -28,7 +28,8 @@ def fastest(config, x, w) -> Packing:
         return Packing.none
     if positions // math.prod(config.window_strides) > MOST_PIXELS.get(x.dtype, positions):
         return Packing.none
-    by_winograd = fits_winograd(config, x, w) and channels >= 32 and positions >= 4 * FEWEST_TILES
+    tiles = batch * math.prod(-(-n // 2) for n in image)
+    by_winograd = fits_winograd(config, x, w) and channels >= 32 and tiles >= FEWEST_TILES
     return Packing.winograd if by_winograd else Packing.direct
 
 

@@ -1,0 +1,236 @@
+"""The normal form of a node: what it computes, however it was written. A *view*: a replay keeps the user's nodes.
+
+A node is a sum of values times numbers, a product of values to powers, or neither:
+
+    x - y, -x, c·x, x/c, psum(x, ())        sums:      x + (-1)·y,  (-1)·x,  c·x,  (1/c)·x,  1·x
+    x·y, x/y, x·x, square(x), rsqrt(x)      products:  x·y,  x·y⁻¹,  x²,  x²,  x^(-1/2)
+
+And what an operand is: a number that the program fixes (`constant`), a widened value (`unwidened`), or one number for each channel
+of another value, through reshapes, broadcasts and casts (`per_channel`).
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfuse.analysis.axes import is_long
+from jaxfuse.analysis.elementwise import RULES
+from jaxfuse.analysis.layout import RESHAPES
+from jaxfuse.program.graph import Node, Value
+
+ADD = ("add", "add_any")
+CAST = "convert_element_type"
+
+Terms = tuple[tuple[Value, float], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """Σ value·number"""
+
+    terms: Terms
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """Π value^number"""
+
+    terms: Terms
+
+
+def _product(*terms: tuple[Value, float]) -> Sum | Product:
+    """Equal factors together; a factor that is a number makes it a sum of one."""
+    (first, power), *rest = terms
+    if rest and rest[0][0] is first:
+        return Product(((first, power + rest[0][1]),))
+    for (value, exponent), (number, sign) in (terms, terms[::-1]) if rest else ():
+        if exponent == 1 and (c := constant(number)):
+            return Sum(((value, c**sign),))
+    return Product(terms)
+
+
+# primitive -> the normal form of a node of it, by its parameters and operands; None: this one has none
+NORMAL: dict[str, Callable[..., Sum | Product | None]] = {
+    "add": lambda p, x, y: Sum(((x, 1.0), (y, 1.0))),
+    "add_any": lambda p, x, y: Sum(((x, 1.0), (y, 1.0))),
+    "sub": lambda p, x, y: Sum(((x, 1.0), (y, -1.0))),
+    "neg": lambda p, x: Sum(((x, -1.0),)),
+    "mul": lambda p, x, y: _product((x, 1.0), (y, 1.0)),
+    "div": lambda p, x, y: _product((x, 1.0), (y, -1.0)),
+    "square": lambda p, x: Product(((x, 2.0),)),
+    "integer_pow": lambda p, x: Product(((x, float(p["y"])),)),
+    "pow": lambda p, x, y: None if (c := constant(y)) is None else Product(((x, c),)),
+    "sqrt": lambda p, x: Product(((x, 0.5),)),
+    "rsqrt": lambda p, x: Product(((x, -0.5),)),
+    "psum": lambda p, *xs: None if p["axes"] or len(xs) > 1 else Sum(((xs[0], 1.0),)),  # vmap's, of the transpose of a mean
+}
+
+
+def normal(node: Node) -> Sum | Product | None:
+    return NORMAL[node.primitive](node.params, *node.inputs) if node.primitive in NORMAL else None
+
+
+def scaled(node: Node) -> tuple[Value, float] | None:
+    """(value, c), where the node gives value·c with a number c."""
+    form = normal(node)
+    return form.terms[0] if isinstance(form, Sum) and len(form.terms) == 1 else None
+
+
+def scale_factor(node: Node, value: Value) -> float | None:
+    """c, where the node is value·c with a number c."""
+    known = scaled(node)
+    return known[1] if known and known[0] is value else None
+
+
+def is_square(node: Node, value: Value) -> bool:
+    return normal(node) == Product(((value, 2.0),))
+
+
+# --- numbers -----------------------------------------------------------------------------------------------------
+
+
+def constant(value: Value, depth: int = 8) -> float | None:
+    """The real number, if the value is one number that the program fixes: written into it, broadcast, cast, or computed from
+    such numbers (jnp.var divides by `144 - ddof`) in a few steps, at most `depth` deep."""
+    if value.literal is not None:
+        return float(value.literal) if np.ndim(value.literal) == 0 and not np.iscomplexobj(value.literal) else None
+    node = value.producer
+    if node is None or depth == 0:
+        return None
+    if node.primitive in (*RESHAPES, CAST):
+        return constant(node.inputs[0], depth - 1)
+    if node.primitive == "reduce_sum" and node.inputs[0].literal is None:  # a mask of ones, counted
+        one = constant(node.inputs[0], depth - 1)
+        return None if one is None else one * (size(node.inputs[0]) // max(1, size(value)))
+    if node.primitive not in RULES:
+        return None
+    operands = [constant(v, depth - 1) for v in node.inputs]
+    return None if None in operands else float(RULES[node.primitive](node.params, *operands))
+
+
+def chosen(value: Value) -> Value:
+    """What a select whose condition the program fixes always gives: a mask that masks nothing."""
+    node = value.producer
+    if node is None or node.primitive != "select_n":
+        return value
+    which = constant(node.inputs[0])
+    return value if which is None else node.inputs[1 + int(which)]
+
+
+def size(value: Value) -> int:
+    return math.prod(value.shape)
+
+
+def constant_array(value: Value):
+    """What a constant value of the program holds."""
+    return value.literal if value.literal is not None else filled(value, constant(value))
+
+
+def filled(value: Value, number):
+    """The number in the value's shape and type, sharded along explicit axes of a mesh and varying over those of a `shard_map`."""
+    sharding = value.aval.sharding if any(value.spec) else None
+    varying = tuple(value.aval.manual_axis_type.varying)
+    full = jax.lax.broadcast_in_dim(jnp.asarray(number, value.dtype), value.shape, (), out_sharding=sharding)
+    return jax.lax.pcast(full, varying, to="varying") if varying else full
+
+
+# --- casts -------------------------------------------------------------------------------------------------------
+
+
+def is_float_cast(node: Node) -> bool:
+    """Between floats of 16 bits and more. Those of 8 bits are formats of storage: what is rounded to them stays rounded."""
+    return node.primitive == CAST and all(
+        jnp.issubdtype(v.dtype, jnp.floating) and v.dtype.itemsize > 1 for v in (node.inputs[0], node.out))
+
+
+def widens(cast: Node) -> bool:
+    """Whether the cast loses nothing, by JAX's rules of promotion. Floats of 8 bits and integers of 4 have none: they stay
+    what the program makes of them."""
+    try:
+        return jnp.promote_types(cast.inputs[0].dtype, cast.out.dtype) == cast.out.dtype
+    except jax.dtypes.TypePromotionError:
+        return False
+
+
+def unwidened(value: Value) -> Value:
+    """What a widening cast was made of, if it is one: kernels compute in float32 all the same."""
+    node = value.producer
+    if node is not None and is_float_cast(node) and node.inputs[0].literal is None and widens(node):
+        return node.inputs[0]
+    return value
+
+
+def uncast(value: Value, *also: str) -> Value:
+    """What casts, and the primitives `also`, were made of."""
+    while value.producer is not None and value.producer.primitive in (CAST, *also):
+        value = value.producer.inputs[0]
+    return value
+
+
+def narrowest(value: Value) -> Value:
+    """What widening casts were made of."""
+    while (inner := unwidened(value)) is not value:
+        value = inner
+    return value
+
+
+# --- one number for each channel ----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class NotPerChannel:
+    reason: str
+
+
+def per_channel(value: Value, like: Value, axes: int | tuple[int, ...]) -> Value | NotPerChannel:
+    """The smallest value that `value` repeats along every axis of `like` but `axes` (`[channels]` in some shape, or one
+    number), or the reason why there is none. Under `vmap` the channels may be several axes, of which no one repeats."""
+    axes = (axes,) if isinstance(axes, int) else axes
+    channels = math.prod(like.shape[axis] for axis in axes)
+    if value.ndim not in (0, like.ndim):
+        return NotPerChannel(f"operand of shape {list(value.shape)} against {list(like.shape)}")
+    elsewhere = varying_axes(value) - set(axes)
+    if elsewhere:
+        along = " and ".join(map(str, axes)) or "squeezed away"
+        return NotPerChannel(f"operand {value!r} varies along axis {min(elsewhere)}, the channel axis is {along}")
+    smallest: Value | None = None
+    source: Value | None = value
+    while source is not None:
+        smallest = source if size(source) in (1, channels) else smallest
+        source = _repeated(source)
+    if smallest is not None:
+        return smallest
+    return NotPerChannel(f"operand {value!r} is not one number for each of the {channels} channels")
+
+
+def _repeated(value: Value) -> Value | None:
+    """What the value repeats: through broadcasts, reshapes, widening casts, and transposes of what has one axis only."""
+    node = value.producer
+    if node is None or node.primitive not in (*RESHAPES, CAST, "transpose"):
+        return None
+    (inner,) = node.inputs
+    narrowed = node.primitive == CAST and not widens(node)
+    return None if narrowed or node.primitive == "transpose" and sum(map(is_long, value.shape)) > 1 else inner
+
+
+def repeats(value: Value) -> bool:
+    """Whether it is a smaller value, broadcast."""
+    return varying_axes(value) != {axis for axis, n in enumerate(value.shape) if is_long(n)}
+
+
+def varying_axes(value: Value) -> set[int]:
+    """Axes along which the value may change; broadcasts are seen through."""
+    axes = {i for i, n in enumerate(value.shape) if is_long(n)}
+    node = value.producer
+    if node is None:
+        return axes
+    if node.primitive == "broadcast_in_dim":
+        return {node.params["broadcast_dimensions"][i] for i in varying_axes(node.inputs[0])} & axes
+    if node.primitive in ("pvary", CAST):
+        return varying_axes(node.inputs[0])
+    factored = scaled(node)
+    return axes if factored is None else varying_axes(factored[0])

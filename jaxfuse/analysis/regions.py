@@ -1,0 +1,93 @@
+"""What is between values: the nodes from some to another, and what is done to a value as one elementwise function, with the table of
+what that computes."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfuse.analysis.elementwise import POINTS, is_elementwise, table_of, values_of
+from jaxfuse.analysis.normal import constant, constant_array, is_float_cast
+from jaxfuse.program.graph import Node, Value
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """The elementwise function that `nodes` compute from `start` alone. Of them only `end` is read outside, and `masks`,
+    comparisons that autodiff keeps of it."""
+
+    start: Value
+    end: Value
+    nodes: tuple[Node, ...]
+    masks: tuple[Value, ...] = ()
+
+    def replay(self, array, wanted: tuple[Value, ...]) -> list:
+        """The wanted values for another array in place of `start`."""
+        made = replayed(self.nodes, {self.start: array})
+        return [made[v] for v in wanted]
+
+
+def replayed(nodes: Iterable[Node], made: dict[Value, Any]) -> dict[Value, Any]:
+    """With what the nodes, of one output each, make of the values that are made already and of constants."""
+    for node in nodes:
+        (made[node.out],) = node.replay([made[v] if v in made else constant_array(v) for v in node.inputs])
+    return made
+
+
+def cone(ends: Iterable[Value], takes: Callable[[Value], bool], most: int | None = None) -> list[Node]:
+    """The nodes, in program order, that compute the ends, back over the values that the function takes; more than `most` are not all."""
+    nodes: dict[int, Node] = {}
+    stack = [*ends]
+    while stack and (most is None or len(nodes) <= most):
+        value = stack.pop()
+        node = value.producer
+        if node is not None and node.index not in nodes and takes(value):
+            nodes[node.index] = node
+            stack += node.inputs
+    return [nodes[i] for i in sorted(nodes)]
+
+
+LONGEST_FUNCTION = 24  # nodes; jax.nn.gelu with tanh is 8, mish by hand 10
+
+
+def regions(start: Value, is_returned: Callable[[Value], bool], ignored: frozenset[int] = frozenset()) -> list[Region]:
+    """Every region that starts here, shortest first; readers with an index in `ignored` do not count."""
+    inside: dict[int, Node] = {}
+    values = [start]
+    found, frontier = [], {n.index: n for n in start.users}
+    while frontier and len(inside) < LONGEST_FUNCTION:
+        node = frontier.pop(min(frontier))
+        if node.index in ignored or is_float_cast(node):  # a step of its own: dtypes decide how far a kernel may go
+            continue
+        if not (is_elementwise(node) and all(v in values or constant(v) is not None for v in node.inputs)):
+            continue
+        inside[node.index] = node
+        values.append(node.out)
+        frontier |= {n.index: n for n in node.out.users if n.index not in inside}
+        read = [v for v in values if is_returned(v) or any(n.index not in inside and n.index not in ignored for n in v.users)]
+        masks = tuple(v for v in read if v.dtype == bool and not is_returned(v))
+        ends = [v for v in read if v not in masks]
+        if len(ends) == 1 and ends[0] is not start and jnp.issubdtype(ends[0].dtype, jnp.floating):
+            found.append(Region(start, ends[0], tuple(inside[i] for i in sorted(inside)), masks))
+    return found
+
+
+def region_table(region: Region, points: np.ndarray = POINTS) -> np.ndarray | None:
+    """Value and derivative of the region's function on these points, by default those of analysis/elementwise.py."""
+    return table_of(lambda x: region.replay(x, (region.end,))[0], region.start.aval, points)
+
+
+def region_values(region: Region, wanted: tuple[Value, ...], points: np.ndarray) -> np.ndarray | None:
+    """What values of the region are at these points of its argument."""
+    return values_of(lambda x: region.replay(x, wanted), region.start.aval, points)
+
+
+def mask_tables(region: Region) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """What the masks are on the points of analysis/elementwise.py, and what they would be if they were computed from the function's
+    value instead of its argument. Where both agree, as for x > 0 and relu(x) > 0, nothing needs to keep the argument."""
+    ends = region_values(region, (region.end,), POINTS)
+    if ends is None:
+        return None, None
+    return region_values(region, region.masks, POINTS), region_values(region, region.masks, ends[0])
