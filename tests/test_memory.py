@@ -37,8 +37,11 @@ def test_memory_stays_in_the_process():
     assert int(retained.stdout) < 0.3 * int(plain.stdout)
 
 
+COMPUTED = "import jax; x = jax.numpy.ones((512, 512)); (x @ x).block_until_ready(); "  # by XLA's threads: to list devices may be too short
+
+
 def test_too_late_is_an_error_with_the_remedy():
-    code = "import jax, jaxfuse; jax.devices(); jaxfuse.retain_memory()"
+    code = COMPUTED + "import jaxfuse; jaxfuse.retain_memory()"
     assert "RuntimeError: retain_memory: too late" in (error := python("-c", code).stderr) and "python -m jaxfuse run script.py" in error
 
 
@@ -47,7 +50,7 @@ def test_by_the_environment():
     assert python("-c", code, JAXFUSE_RETAIN_MEMORY="1").stdout == "True\n"
     by_default = code + "; jaxfuse.runtime.memory.retain_if_asked(by_default=True); print(jaxfuse.runtime.memory.is_retained())"  # the demo
     assert [python("-c", by_default, JAXFUSE_RETAIN_MEMORY=asked).stdout for asked in ("", "0")] == ["False\nTrue\n", "False\nFalse\n"]
-    late = python("-c", "import jax; jax.devices(); " + code, JAXFUSE_RETAIN_MEMORY="1")
+    late = python("-c", COMPUTED + code, JAXFUSE_RETAIN_MEMORY="1")
     assert late.stdout == "False\n" and "RuntimeWarning: JAXFUSE_RETAIN_MEMORY: retain_memory: too late" in late.stderr
 
 
