@@ -1,4 +1,4 @@
-// Products of matrices by our own loops, for CPUs where oneDNN's are the slower ones; see the table in README.md.
+// Products of matrices by our own loops, for CPUs where oneDNN's are the slower ones; see benchmarks/results/kernels.md.
 #pragma once
 
 #include <functional>

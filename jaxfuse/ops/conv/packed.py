@@ -131,7 +131,9 @@ def refuse(config: ConvConfig, x, w) -> str | None:
 
 
 def _refuse(config: PackedConfig, args: Sequence) -> str | None:
-    return f"empty array of shape {args[0].shape}" if 0 in args[0].shape else None
+    x = args[0]
+    empty = f"empty array of shape {x.shape}" if 0 in x.shape else None
+    return empty or refuse(config.conv, x, jax.ShapeDtypeStruct(config.shape, config.dtype))
 
 
 def _reference(config: PackedConfig, *args):
