@@ -54,7 +54,9 @@
   F(dnnl_version)
 
 #define TRAMPOLINE(name)                                                                                            \
-  extern "C" __attribute__((visibility("hidden"), used)) void* jaxfuse_at_##name = nullptr;                         \
+  extern "C" {                                                                                                      \
+  __attribute__((visibility("hidden"), used)) void* jaxfuse_at_##name = nullptr;                                    \
+  }                                                                                                                 \
   asm(".text\n.globl " #name "\n.hidden " #name "\n.type " #name ", @function\n" #name                              \
       ":\n\tendbr64\n\tjmp *jaxfuse_at_" #name "(%rip)\n.size " #name ", .-" #name "\n");
 FUNCTIONS(TRAMPOLINE)
