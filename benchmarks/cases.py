@@ -110,11 +110,13 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Model:
-    """A network on square RGB images with 1000 classes."""
+    """A network of `parameters` numbers with 1000 classes: of square RGB images, or of `size` tokens if it has a vocabulary."""
 
     title: str
     network: str
+    parameters: int
     size: int = 224
+    vocabulary: int = 0
 
 
 @dataclass(frozen=True)
@@ -177,11 +179,19 @@ OPTIMIZERS = {
     "adamw_resnet50": Optimizer("AdamW, ResNet-50's parameters", "adamw", "resnet50"),
 }
 MODELS = {
-    "resnet50": Model("ResNet-50", "resnet50"),
-    "mobilenet_v2": Model("MobileNetV2", "mobilenet_v2"),
+    "resnet50": Model("ResNet-50", "resnet50", 25_557_032),
+    "mobilenet_v2": Model("MobileNetV2", "mobilenet_v2", 3_504_872),
+    "efficientnet_b0": Model("EfficientNet-B0", "efficientnet_b0", 5_288_548),
+    "convnext_tiny": Model("ConvNeXt-Tiny", "convnext_tiny", 28_589_128),
+    "vit_s16": Model("ViT-S/16", "vit_s16", 22_050_664),
+    "bert_base": Model("BERT-base, 128 tokens", "bert_base", 110_249_704, size=128, vocabulary=30522),
 }
-# Its stages: expansion, features, blocks, stride of the first.
+TRAINED = ("resnet50", "mobilenet_v2")
+# Stages: expansion, features, blocks, stride of the first.
 MOBILENET_V2 = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
+# The same, and the size of the depthwise filters.
+EFFICIENTNET_B0 = (
+    (1, 16, 1, 1, 3), (6, 24, 2, 2, 3), (6, 40, 2, 2, 5), (6, 80, 3, 2, 3), (6, 112, 3, 1, 5), (6, 192, 4, 2, 5), (6, 320, 1, 1, 3))
 # Titles as in the trackers of jax-ml/jax and openxla/xla. (name, task, dtype)
 ISSUES = {
     ("jax#23713", "forward", "f32"): "Depthwise convolution in `flax.nnx.Conv` is significantly slower than PyTorch and TensorFlow",
@@ -238,7 +248,7 @@ class Case:
 
 def _table():
     for name, shape in MODELS.items():
-        for task, batches in (("inference", (1, 8)), ("training", (8,))):
+        for task, batches in (("inference", (1, 8)), ("training", (8,) if name in TRAINED else ())):
             for batch in batches:
                 for dtype in ("f32", "bf16"):
                     yield Case(f"{name}.b{batch}.{dtype}.{task}", "model", task, dtype, batch, shape)
@@ -278,5 +288,5 @@ def quick(case):
         return replace(case, batch=issues.sizes(case.name, True)["batch"], shape=replace(case.shape, small=True))
     if case.kind == "optimizer":
         return replace(case, shape=replace(case.shape, small=True))
-    size = 64 if case.kind == "model" else min(case.shape.size, 28)
+    size = min(case.shape.size, 64 if case.kind == "model" else 28)
     return replace(case, batch=min(case.batch, 2), shape=replace(case.shape, size=size))

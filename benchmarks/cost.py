@@ -11,7 +11,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 
 import jaxfuse
 from jaxfuse.fuse import plan
@@ -32,39 +31,9 @@ def best(function, repeats: int, clock=time.perf_counter) -> float:
 
 # --- compile -----------------------------------------------------------------------------------------------------
 
-
-class EncoderLayer(nn.Module):
-    """BERT's: attention and feed-forward, a layer norm after each residual."""
-
-    hidden: int
-    heads: int
-
-    @nn.compact
-    def __call__(self, x):
-        x = nn.LayerNorm()(x + nn.SelfAttention(self.heads, deterministic=True)(x))
-        return nn.LayerNorm()(x + nn.Dense(self.hidden)(nn.gelu(nn.Dense(4 * self.hidden)(x), approximate=False)))
-
-
-class Bert(nn.Module):
-    """BERT-base by default, with a classifier."""
-
-    layers: int = 12
-    hidden: int = 768
-    heads: int = 12
-
-    @nn.compact
-    def __call__(self, tokens, train=False):
-        positions = jnp.arange(tokens.shape[1])
-        x = nn.Embed(30522, self.hidden)(tokens) + nn.Embed(512, self.hidden)(positions)
-        x = nn.LayerNorm()(x)
-        for _ in range(self.layers):
-            x = EncoderLayer(self.hidden, self.heads)(x)
-        return nn.Dense(1000)(jnp.tanh(nn.Dense(self.hidden)(x[:, 0])))
-
-
 NETWORKS = {
     "resnet50": (models.ResNet50(), jax.ShapeDtypeStruct((8, 224, 224, 3), jnp.float32)),
-    "bert-base": (Bert(), jax.ShapeDtypeStruct((8, 128), jnp.int32)),
+    "bert-base": (models.BertBase(), jax.ShapeDtypeStruct((8, 128), jnp.int32)),
 }
 
 

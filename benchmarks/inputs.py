@@ -136,8 +136,12 @@ def parameters(case):
     return [normal(*shape, scale=s) for shape, s in zip(shapes, scale)], [normal(*shape, scale=0.01) for shape in shapes]
 
 
-def images(case):
-    return Normal(case)(case.batch, case.shape.size, case.shape.size, 3)
+def network(case):
+    """What a network takes: images, or int32 tokens."""
+    normal, shape = Normal(case), case.shape
+    if shape.vocabulary:
+        return normal.random.integers(shape.vocabulary, size=(case.batch, shape.size), dtype=np.int32)
+    return normal(case.batch, shape.size, shape.size, 3)
 
 
 def labels(case):

@@ -47,7 +47,9 @@ class JaxPeer:
         return prepare(case) if prepare else self._op(case, folder)
 
     def _array(self, value, dtype):
-        """bf16 inputs are rounded first: the float64 reference starts from what the others start from."""
+        """bf16 inputs are rounded first: the float64 reference starts from what the others start from. Tokens stay integers."""
+        if np.issubdtype(value.dtype, np.integer):
+            return jnp.asarray(value)
         value = jnp.asarray(value, DTYPES[dtype])
         return value.astype(jnp.float64) if self.exact else value
 
@@ -92,13 +94,13 @@ class JaxPeer:
         from . import models
 
         model = models.NETWORKS[case.shape.network](dtype=jnp.float64 if self.exact else DTYPES[case.dtype])
-        images = self._array(inputs.images(case), case.dtype)
-        variables = jax.tree.map(partial(self._array, dtype="f32"), models.random_variables(model, images))
+        given = self._array(inputs.network(case), case.dtype)
+        variables = jax.tree.map(partial(self._array, dtype="f32"), models.random_variables(model, given))
         if case.task == "inference" and self.freeze:
             frozen = self.freeze(model.apply, variables)
-            return Prepared(lambda: jax.block_until_ready(frozen(images)), lambda logits: {"logits": logits}, None)
+            return Prepared(lambda: jax.block_until_ready(frozen(given)), lambda logits: {"logits": logits}, None)
         if case.task == "inference":
-            return self._compiled(self.fuse(model.apply), [variables, images], lambda logits: {"logits": logits})
+            return self._compiled(self.fuse(model.apply), [variables, given], lambda logits: {"logits": logits})
         params, batch_stats = variables["params"], variables["batch_stats"]
         state = models.TrainState(params, batch_stats, jax.tree.map(jnp.zeros_like, params))
         train_step = models.make_train_step(model, self.fuse)
@@ -108,7 +110,7 @@ class JaxPeer:
             state, loss = result
             return {"loss": loss, **_leaves("gradient", state.momentum), **_leaves("batch_stats", state.batch_stats)}
 
-        return self._donating(train_step, state, (images, jnp.asarray(inputs.labels(case))), named)
+        return self._donating(train_step, state, (given, jnp.asarray(inputs.labels(case))), named)
 
     def _optimizer(self, case):
         init, update = layers_jax.optimizer(case.shape.rule)

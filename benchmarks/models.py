@@ -1,4 +1,4 @@
-"""ResNet-50, MobileNetV2 and a train step as a Flax user writes them: nothing here knows of jaxfuse."""
+"""Networks and a train step as a Flax user writes them: nothing here knows of jaxfuse."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from .cases import MOBILENET_V2
+from .cases import EFFICIENTNET_B0, MOBILENET_V2
+from .transformers_flax import BertBase, ViTS16
 
 
 class Bottleneck(nn.Module):
@@ -79,6 +80,50 @@ class MobileNetV2(nn.Module):
         return nn.Dense(1000, dtype=self.dtype)(x)
 
 
+class MBConv(nn.Module):
+    """An inverted residual with swish, whose channels are weighted by what squeeze-and-excitation makes of their means."""
+
+    features: int
+    expansion: int
+    strides: int
+    size: int
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x, train):
+        conv = partial(nn.Conv, use_bias=False, dtype=self.dtype)
+        norm = partial(nn.BatchNorm, use_running_average=not train, momentum=0.9, dtype=self.dtype)
+        hidden = self.expansion * x.shape[-1]
+        y = x
+        if self.expansion > 1:
+            y = nn.swish(norm()(conv(hidden, (1, 1))(y)))
+        depthwise = conv(hidden, (self.size, self.size), (self.strides, self.strides), feature_group_count=hidden)
+        y = nn.swish(norm()(depthwise(y)))
+        mean = y.mean(axis=(1, 2), keepdims=True)
+        squeezed = nn.swish(nn.Conv(x.shape[-1] // 4, (1, 1), dtype=self.dtype)(mean))
+        y = y * nn.sigmoid(nn.Conv(hidden, (1, 1), dtype=self.dtype)(squeezed))
+        y = norm()(conv(self.features, (1, 1))(y))
+        return x + y if x.shape == y.shape else y
+
+
+class EfficientNetB0(nn.Module):
+    """Tan and Le 2019."""
+
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        conv = partial(nn.Conv, use_bias=False, dtype=self.dtype)
+        norm = partial(nn.BatchNorm, use_running_average=not train, momentum=0.9, dtype=self.dtype)
+        x = nn.swish(norm()(conv(32, (3, 3), (2, 2))(x)))
+        for expansion, features, blocks, strides, size in EFFICIENTNET_B0:
+            for block in range(blocks):
+                x = MBConv(features, expansion, strides if block == 0 else 1, size, self.dtype)(x, train)
+        x = nn.swish(norm()(conv(1280, (1, 1))(x)))
+        x = x.mean(axis=(1, 2))
+        return nn.Dense(1000, dtype=self.dtype)(x)
+
+
 class ConvNeXtTiny(nn.Module):
     """Liu et al. 2022: depthwise 7×7, layer norm, and two dense layers with gelu in every block."""
 
@@ -97,11 +142,18 @@ class ConvNeXtTiny(nn.Module):
                 y = norm()(nn.Conv(features, (7, 7), feature_group_count=features, dtype=self.dtype)(x))
                 y = nn.gelu(nn.Dense(4 * features, dtype=self.dtype)(y), approximate=False)
                 scale = self.param(f"scale_{stage}_{block}", nn.initializers.constant(1e-6), (features,))
-                x = x + scale * nn.Dense(features, dtype=self.dtype)(y)
+                x = x + jnp.asarray(scale, self.dtype) * nn.Dense(features, dtype=self.dtype)(y)
         return nn.Dense(1000, dtype=self.dtype)(norm()(x.mean(axis=(1, 2))))
 
 
-NETWORKS = {"resnet50": ResNet50, "mobilenet_v2": MobileNetV2, "convnext_tiny": ConvNeXtTiny}
+NETWORKS = {
+    "resnet50": ResNet50,
+    "mobilenet_v2": MobileNetV2,
+    "efficientnet_b0": EfficientNetB0,
+    "convnext_tiny": ConvNeXtTiny,
+    "vit_s16": ViTS16,
+    "bert_base": BertBase,
+}
 
 
 class TrainState(NamedTuple):
@@ -130,7 +182,7 @@ def make_train_step(model, fuse, learning_rate=1e-3):
     return train_step
 
 
-def random_variables(model, images):
+def random_variables(model, inputs):
     """{"params", "batch_stats"} of float32 numpy arrays, the same in every process; every scale, bias and statistic is away
     from 0 and 1, so that an error in any of them shows."""
     random = np.random.default_rng(0)
@@ -138,7 +190,9 @@ def random_variables(model, images):
     def fill(path, leaf):
         name, normal = path[-1].key, random.standard_normal(leaf.shape, np.float32)
         if name == "kernel":
-            return normal * np.float32(np.prod(leaf.shape[:-1]) ** -0.5 * 2**0.5)
+            # Those of queries, keys and values have an axis of heads among their outputs.
+            summed = leaf.shape[:1] if path[-2].key in ("query", "key", "value") else leaf.shape[:-1]
+            return normal * np.float32(np.prod(summed) ** -0.5 * 2**0.5)
         if name in ("scale", "var"):
             # The last norm of a residual branch starts small, as in the usual recipes (there at 0): else rounding grows
             # from block to block until gradients are noise.
@@ -146,5 +200,5 @@ def random_variables(model, images):
             return np.float32(middle) * random.uniform(0.7, 1.3, leaf.shape).astype(np.float32)
         return np.float32(0.1) * normal
 
-    shapes = jax.eval_shape(model.init, jax.random.key(0), images)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), inputs)
     return jax.tree_util.tree_map_with_path(fill, shapes)

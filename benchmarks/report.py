@@ -9,7 +9,7 @@ from .peers import OURS, PEERS
 
 LINE = 118
 SECTIONS = {
-    "model": "Networks, 224×224",
+    "model": "Networks, 224×224 or 128 tokens",
     "batch_norm": "Batch norm in training, batch 8",
     "conv": "Convolution + bias + activation",
     "dense": "Dense layers, 128 tokens",

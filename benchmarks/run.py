@@ -60,9 +60,10 @@ def measure(case, crew, count, seconds, advance=lambda: None):
     with tempfile.TemporaryDirectory() as folder:
         prepared, row["errors"], row["unchecked"] = _check(case, crew, Path(folder), advance)
     row["astray"] = checks.astray(row["errors"], case.dtype)
-    if {"jaxfuse", "xla"} <= row["errors"].keys():
-        fused, unfused = row["errors"]["jaxfuse"], row["errors"]["xla"]
-        row["worse_than_xla"] = checks.worse(fused, unfused, case.kind, case.dtype)
+    if "xla" in row["errors"]:
+        ours = [name for name in peers.OURS if name in row["errors"]]
+        worse = {name: checks.worse(row["errors"][name], row["errors"]["xla"], case.kind, case.dtype) for name in ours}
+        row["worse_than_xla"] = [f"{name}: {sentence}" for name in ours for sentence in worse[name]]
     ready = [crew.workers[name] for name, answer in prepared.items() if "error" not in answer]
     taken, failed = turns.take_turns(ready, count, seconds, advance=advance)
     for name, sentence in failed.items():

@@ -91,16 +91,18 @@ class TorchPeer:
 
     def _model(self, case):
         torch.manual_seed(0)
-        model = torch_models.NETWORKS[case.shape.network]().to(memory_format=torch.channels_last)
-        dtype = DTYPES["f32" if case.task == "training" else case.dtype]
-        images = layers_torch.to_torch(torch.from_numpy(inputs.images(case)).to(dtype), "x", images=True)
+        model = torch_models.network(case.shape).to(memory_format=torch.channels_last)
+        given = torch_models.given(case)
+        if given.is_floating_point():
+            dtype = DTYPES["f32" if case.task == "training" else case.dtype]
+            given = given.to(dtype, memory_format=torch.channels_last)
         if case.task == "inference":
             apply = self.compile(model.eval().to(DTYPES[case.dtype]))
-            prepared = Prepared(torch.no_grad()(lambda: apply(images)), lambda logits: {"logits": logits})
+            prepared = Prepared(torch.no_grad()(lambda: apply(given)), lambda logits: {"logits": logits})
             return self._finite(prepared, (case.batch, 1000))
         labels = torch.from_numpy(inputs.labels(case)).long()
         train_step = torch_models.make_train_step(self.compile(model.train()), autocast=case.dtype == "bf16")
-        return self._finite(Prepared(lambda: train_step(images, labels), lambda loss: {"loss": loss}), ())
+        return self._finite(Prepared(lambda: train_step(given, labels), lambda loss: {"loss": loss}), ())
 
     def _finite(self, prepared, shape):
         """The weights are PyTorch's own, so a model's numbers cannot be compared with the other peers'; that they are

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks import cases, checks, inputs, peer, peers, pictures, plan, readme, report, swapped, turns
+from benchmarks import cases, checks, inputs, peer, peers, pictures, plan, readme, report, resident, run, swapped, turns
 from benchmarks.__main__ import main
 from processes import printed_by
 
@@ -270,3 +270,48 @@ def test_a_peer_that_is_not_installed_is_left_out_by_name(monkeypatch):
     interpreters, left_out = peers.available(["openvino"], sys.executable)
     assert not interpreters and left_out == [f"openvino is left out: {sys.executable} cannot import a_module_that_nobody_has; "
                                              "--torch-python names an interpreter that can."]
+
+
+@pytest.mark.parametrize("name", cases.MODELS)
+def test_a_network_has_the_parameters_of_its_papers(name):
+    """PyTorch's counts its own when it is built."""
+    jax = pytest.importorskip("jax")
+    models = pytest.importorskip("benchmarks.models")
+    (case,) = cases.select([f"{name}.b1.f32.inference"])
+    variables = jax.eval_shape(models.NETWORKS[name]().init, jax.random.key(0), inputs.network(case))
+    assert sum(leaf.size for leaf in jax.tree.leaves(variables["params"])) == case.shape.parameters
+
+
+def test_transformers_run_small_with_the_right_numbers(tmp_path):
+    """The frozen network is held to XLA's error, too."""
+    path = tmp_path / "transformers.json"
+    pytest.importorskip("flax")
+    assert main(["vit_s16.b1.f32", "--quick", "--peers", "jaxfuse,frozen,xla", "--turns", "1", "--json", str(path)]) == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    assert not row["unchecked"] and row["worse_than_xla"] == [] and row["errors"].keys() == {"jaxfuse", "frozen", "xla"}
+
+
+def test_a_frozen_network_that_is_worse_than_xla_is_a_failure(monkeypatch):
+    (case,) = cases.select(["vit_s16.b1.f32"])
+    found = {"jaxfuse": {"logits": {"rms": 1e-6, "max": 1e-6}}, "frozen": {"logits": {"rms": 1e-3, "max": 1e-3}}}
+    monkeypatch.setattr(run, "_check", lambda *_: ({}, found | {"xla": found["jaxfuse"]}, None))
+    row = run.measure(case, FakeCrew(), 1, 0.1)
+    assert run.failures(row) == [f"{case.name}: frozen: logits: rms error 0.001 fused, 1e-06 unfused"]
+
+
+class FakeCrew:
+    allocator, workers = "tuned", {}
+
+
+def test_memory_of_a_process_that_loads_a_network():
+    case = cases.quick(cases.select(["mobilenet_v2.b1.f32.inference"])[0])
+    found = resident.in_processes("frozen", case, sys.executable, 2)
+    weights = 4 * case.shape.parameters / 2**20
+    assert 20 < found["before"] < found["after"] - weights and found["after"] <= found["peak"] < found["before"] + 2000
+
+
+def test_tokens_are_of_the_vocabulary_and_images_are_not():
+    (bert,), (vit,) = cases.select(["bert_base.b8.bf16"]), cases.select(["vit_s16.b8.bf16"])
+    tokens, images = inputs.network(bert), inputs.network(vit)
+    assert tokens.shape == (8, 128) and tokens.dtype == np.int32 and 0 <= tokens.min() and 20000 < tokens.max() < bert.shape.vocabulary
+    assert images.shape == (8, 224, 224, 3) and images.dtype == np.float32
