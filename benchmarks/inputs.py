@@ -136,12 +136,13 @@ def parameters(case):
     return [normal(*shape, scale=s) for shape, s in zip(shapes, scale)], [normal(*shape, scale=0.01) for shape in shapes]
 
 
-def network(case):
-    """What a network takes: images, or int32 tokens."""
+def network(case, channels_first=False):
+    """What a network takes: images, NHWC or NCHW, or int32 tokens."""
     normal, shape = Normal(case), case.shape
     if shape.vocabulary:
         return normal.random.integers(shape.vocabulary, size=(case.batch, shape.size), dtype=np.int32)
-    return normal(case.batch, shape.size, shape.size, 3)
+    images = normal(case.batch, shape.size, shape.size, 3)
+    return np.ascontiguousarray(images.transpose(0, 3, 1, 2)) if channels_first else images
 
 
 def labels(case):

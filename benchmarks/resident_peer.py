@@ -30,7 +30,7 @@ def make(name: str, case: cases.Case, path: Path) -> None:
 
 def measure(name: str, case: cases.Case, path: Path, calls: int) -> dict[str, float]:
     """MiB of this process: before the file is loaded, at its peak, and after the calls."""
-    given = inputs.network(case)
+    given = inputs.network(case, channels_first=name != "frozen")
     if name == "frozen":
         import jax
 
