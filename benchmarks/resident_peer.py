@@ -37,22 +37,24 @@ def measure(name: str, case: cases.Case, path: Path, calls: int) -> dict[str, fl
         import jaxfuse
 
         jax.devices()
-        before = _mebibytes("VmRSS")
+        before = _mebibytes()["VmRSS"]
         loaded = jaxfuse.load(path)
         run = lambda array: np.asarray(loaded(array))
     else:
         runtime = RUNTIMES[name]()
-        before = _mebibytes("VmRSS")
+        before = _mebibytes()["VmRSS"]
         run = runtime.load(path, case.dtype)
     for _ in range(calls):
         logits = run(given)
     assert np.isfinite(logits).all()
-    return {"before": before, "peak": _mebibytes("VmHWM"), "after": _mebibytes("VmRSS")}
+    now = _mebibytes()
+    return {"before": before, "peak": now["VmHWM"], "after": now["VmRSS"]}
 
 
-def _mebibytes(field: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{field}:"))
+def _mebibytes() -> dict[str, float]:
+    """What Linux tells of this process's memory, all at one moment."""
+    rows = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
+    return {row[0].rstrip(":"): int(row[1]) / 1024 for row in rows if row[-1] == "kB"}
 
 
 def main() -> None:
