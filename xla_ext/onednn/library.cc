@@ -31,6 +31,7 @@
   F(dnnl_memory_desc_query)                                                                                            \
   F(dnnl_memory_desc_query_v2)                                                                                         \
   F(dnnl_memory_destroy)                                                                                               \
+  F(dnnl_memory_set_data_handle_v2)                                                                                    \
   F(dnnl_post_ops_append_binary)                                                                                       \
   F(dnnl_post_ops_append_eltwise)                                                                                      \
   F(dnnl_post_ops_append_sum)                                                                                          \
