@@ -83,14 +83,22 @@ def _points(op: str, size_sweep: SizeSweep, dtype: str, effort: Effort) -> tuple
         size = max((size for _, size in sites(op, size_sweep.program, operands)), default=None)
         if size is None:
             continue
-        onednn |= any("onednn" in site.kernel for site in explain(size_sweep.program, *operands, policy="always").fused)
+        own = [site for site in explain(size_sweep.program, *operands, policy="always").fused
+               if site.pattern.partition("+")[0] not in size_sweep.neighbours]
+        onednn |= any("onednn" in site.kernel for site in own)
         for direction in DIRECTIONS:
             found.append((size, direction))
-            for way in (size_sweep.program, fuse(size_sweep.program, policy="always")):
+            for way in (_without(size_sweep), fuse(size_sweep.program, policy="always")):
                 calls.append(functools.partial(_chain(way, direction), *operands))
     times = [round(1e6 * seconds / LENGTH, 2) for seconds in in_turns(calls, effort.rounds, effort.seconds)]
     points = (Point(size, xla, fused, direction) for (size, direction), xla, fused in zip(found, times[::2], times[1::2]))
     return tuple(points), onednn
+
+
+def _without(size_sweep: SizeSweep):
+    """The program with its neighbours fused alone."""
+    program, neighbours = size_sweep.program, size_sweep.neighbours
+    return fuse(program, policy="always", patterns=neighbours) if neighbours else program
 
 
 def arguments(shapes, dtype: str) -> list[jax.Array]:

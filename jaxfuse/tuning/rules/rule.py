@@ -79,10 +79,12 @@ class Rule(NamedTuple):
 
 class SizeSweep(NamedTuple):
     """What to measure for a shape class: `program(x, *parameters)`, plain JAX with a value of x's shape, at growing shapes,
-    each a tuple with the shape of every argument."""
+    each a tuple with the shape of every argument. `neighbours` are patterns that are fused both ways: ops that the program has
+    beside this one, so that it meets its operands as it does in a network."""
 
     program: Callable
     shapes: tuple[tuple[tuple[int, ...], ...], ...]
+    neighbours: tuple[str, ...] = ()
 
 
 class OpRules(NamedTuple):
