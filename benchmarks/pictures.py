@@ -90,6 +90,8 @@ def ratios(rows: list[dict], path: Path) -> bool:
 
 KIND_COLOURS = {"conv": OUR_COLOUR, "dense": "#d9541e", "transformer": "#6a51a3", "recurrent": "#2a8a57", "batch_norm": "#c9a227",
                 "norm": "#c0392b"}
+KIND_TITLES = {"conv": "conv", "dense": "dense", "transformer": "attention, BERT layer", "recurrent": "LSTM, GRU",
+               "batch_norm": "batch norm", "norm": "layer, RMS, group norm"}
 
 
 def roofline(points, peaks, path: Path) -> None:
@@ -104,17 +106,18 @@ def roofline(points, peaks, path: Path) -> None:
         for bandwidth, style, name in ((peaks.memory, "-", "memory"), (peaks.last_level, "--", "last-level cache")):
             ridge = peak / bandwidth
             panel.plot([low / 2, ridge, 2 * high], [low / 2 * bandwidth, peak, peak], style, color=FAINT, linewidth=1, zorder=1)
-            panel.annotate(f"{name}, {bandwidth:g} GB/s", (low / 1.9, low / 1.9 * bandwidth), xytext=(0, 4), textcoords="offset points",
-                           rotation=38, rotation_mode="anchor", fontsize=7, color=FAINT)
-        panel.annotate(f"{dtype}, {peak:g} GFLOP/s", (2 * high, peak), xytext=(0, 3), textcoords="offset points", ha="right", fontsize=8,
-                       color=FAINT)
+            panel.annotate(f"{name}, {bandwidth:g} GB/s", (low / 1.9, low / 1.9 * bandwidth), xytext=(0, 5), textcoords="offset points",
+                           rotation=45, rotation_mode="anchor", transform_rotates_text=True, fontsize=7, color=FAINT)
+        above = dict(xytext=(0, 3), textcoords="offset points", ha="right")
+        panel.annotate(f"{peak:g} GFLOP/s", (2 * high, peak), fontsize=7, color=FAINT, **above)
+        panel.set_title(dtype, fontsize=9)
         for kind, colour in KIND_COLOURS.items():
             chosen = [point for point in points if (point.case.kind, point.case.dtype) == (kind, dtype)]
             for task, marker in (("forward", "o"), ("gradient", "D")):
                 dots = [(point.intensity, point.ours) for point in chosen if point.case.task == task]
                 if dots:
-                    panel.scatter(*zip(*dots), s=22, marker=marker, color=colour, zorder=3,
-                                  label=f"{report.SECTIONS[kind].partition(',')[0].partition(' +')[0]}, {report.TASKS[task]}")
+                    label = f"{KIND_TITLES[kind]}, {report.TASKS[task]}"
+                    panel.scatter(*zip(*dots), s=22, marker=marker, color=colour, zorder=3, label=label)
             for point in (point for point in chosen if point.xla):
                 panel.plot([point.intensity] * 2, [point.xla, point.ours], color=colour, linewidth=0.8, alpha=0.5, zorder=2)
         panel.set_xscale("log")

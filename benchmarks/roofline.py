@@ -7,7 +7,7 @@ two cores of Zen 5 (benchmarks/README.md); for another give its own.
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from rich.table import Table
 from . import inputs, pictures, report
 from .cases import CASES, Case
 
+ORDER = {case.name: place for place, case in enumerate(CASES)}
 SIZES = {"f32": 4, "bf16": 2}
 
 
@@ -110,14 +111,14 @@ def traffic(case: Case) -> float:
     return 3 * sum(operands.values()) - operands.get("residual", 0) + 2 * output
 
 
-def points(result: dict, peaks: Peaks) -> list[Point]:
-    """Of all ops of the result that were measured."""
+def points(rows: Iterable[dict], peaks: Peaks) -> list[Point]:
+    """Of all ops that were measured, in the order of the cases."""
     found = []
-    for row in result["rows"]:
+    for row in sorted(rows, key=lambda row: ORDER[row["case"]]):
         times = {name: answer.get("ms") for name, answer in row["peers"].items()}
-        if row["kind"] not in _FLOPS or not times.get("jaxfuse") or row["allocator"] != "tuned":
+        if row["kind"] not in _FLOPS or not times.get("jaxfuse"):
             continue
-        case = next(case for case in CASES if case.name == row["case"])
+        case = CASES[ORDER[row["case"]]]
         count, moved = flops(case), traffic(case)
         xla = min((times[name] for name in ("xla", "xla-tuned") if times.get(name)), default=None)
         roof = peaks.roof(case.dtype, count / moved, moved < peaks.cache * 1e6)
@@ -139,20 +140,20 @@ def table(found: list[Point]) -> Table:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.roofline", description=__doc__)
-    parser.add_argument("result", type=Path, metavar="RESULT.json", help="of `python -m benchmarks`")
-    parser.add_argument("--png", type=Path, help="where the picture goes (default: RESULT-roofline.png)")
+    parser.add_argument("results", type=Path, nargs="+", metavar="RESULT.json", help="of `python -m benchmarks`; of a case in two the last")
+    parser.add_argument("--png", type=Path, help="where the picture goes (default: RESULT-roofline.png of the last)")
     for name, value, unit in (("f32", 542, "GFLOP/s"), ("bf16", 1089, "GFLOP/s"), ("memory", 70, "GB/s"), ("last-level", 199, "GB/s"),
                               ("cache", 32, "MB of the last-level cache")):
         parser.add_argument(f"--{name}", type=float, default=value, metavar="N", help=f"{unit} (default: %(default)s)")
     given = parser.parse_args(argv)
     peaks = Peaks(given.f32, given.bf16, given.memory, given.last_level, given.cache)
-    result = json.loads(given.result.read_text())
-    found = points(result, peaks)
+    rows = {row["case"]: row for path in given.results for row in json.loads(path.read_text())["rows"] if row["allocator"] == "tuned"}
+    found = points(rows.values(), peaks)
     if not found:
-        raise SystemExit(f"benchmarks: {given.result} has no op whose arithmetic is known; measure some: python -m benchmarks conv dense")
+        raise SystemExit(f"benchmarks: {given.results[-1]} has no op whose arithmetic is known: python -m benchmarks conv dense")
     console = Console(highlight=False, width=None if Console().is_terminal else 150)
     console.print(table(found))
-    path = given.png or given.result.with_name(f"{given.result.stem}-roofline.png")
+    path = given.png or given.results[-1].with_name(f"{given.results[-1].stem}-roofline.png")
     pictures.roofline(found, peaks, path)
     console.print(f"{path} is written.")
     return 0

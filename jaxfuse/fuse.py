@@ -116,7 +116,7 @@ def explain(fn: Callable, *args, policy: str = "measured", platform: str | None 
             except Exception as error:
                 failure = error
             else:
-                return build.whole(plan(closed, decider), getattr(fn, "__qualname__", type(fn).__name__), policy, measure)
+                return build.whole(plan(closed, decider), _name(fn), policy, measure)
         return _untraceable(failure)
 
 
@@ -134,6 +134,10 @@ def _rewritten(traced: Traced, decider: Decider, strict: bool):
     if strict and unfused:
         raise FusionError(f"{len(unfused)} sites stay unfused\n" + "\n".join(map(str, unfused)))
     return jax.tree.unflatten(traced.out_tree, program(traced.leaves))
+
+
+def _name(fn: Callable) -> str:
+    return getattr(fn, "__qualname__", type(fn).__name__).rpartition("<locals>.")[2]
 
 
 def _untraceable(failure: Exception) -> FusionReport:
