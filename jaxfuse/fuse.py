@@ -67,12 +67,13 @@ def fuse(fn=None, /, *, policy="measured", strict=False, patterns=None, skip=(),
     return Fused(fn, functools.partial(_run, unprofitable, selection, strict), again, options, selection)
 
 
-def inline(fn: Callable[P, R], *, policy: str = "measured") -> Callable[P, R]:
+def inline(fn: Callable[P, R], *, policy: str = "measured", inference: bool = False) -> Callable[P, R]:
     """As `fuse(fn)`, but traced anew at every call and compiled with the caller: for a layer of a larger program.
 
-    Within a function that is itself being fused, fn as it is: the whole is fused. So where fn cannot be traced.
+    Within a function that is itself being fused, fn as it is: the whole is fused. So where fn cannot be traced. In `inference` no
+    gradient follows.
     """
-    decider = functools.partial(Decider, policies.unprofitable(policy))
+    decider = functools.partial(Decider, policies.unprofitable(policy, inference))
 
     @functools.partial(functools.update_wrapper, wrapped=fn, updated=())
     def call(*args, **kwargs):
@@ -106,7 +107,8 @@ def explain(fn: Callable, *args, policy: str = "measured", platform: str | None 
 
     Raises: ValueError for an unknown policy or platform.
     """
-    decider = Decider(policies.unprofitable(policy), fn.selection if isinstance(fn, Fused) else ALL)
+    unprofitable = policies.unprofitable(policy, inference=getattr(fn, "is_inference", False))
+    decider = Decider(unprofitable, fn.selection if isinstance(fn, Fused) else ALL)
     if platform is not None:
         one_of(platform, platforms.NAMES, "platform", aliases={"gpu": "cuda"})
     with platforms.assumed(platform or platforms.committed((args, kwargs))):

@@ -100,6 +100,18 @@ def built_in_rules(tmp_path_factory):
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def compiled_once(tmp_path_factory):
+    """The processes that tests start, one for each instruction set say, share what XLA compiles; this one has read its settings."""
+    folder = tmp_path_factory.getbasetemp()  # of this process; with xdist its parent is that of the whole run
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(folder / "compiled"))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+        yield
+
+
 @pytest.fixture(autouse=True)
 def programs_of_its_own():
     """Two tests that fuse the same function may have changed what it is rewritten to."""

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import cuda_emulated
+from arrays import array
 from jaxfuse.ops.batch_norm import OP as BATCH_NORM, Standard
 from jaxfuse.ops.batch_norm_config import BatchNormConfig
 from jaxfuse.ops.conv.config import ConvConfig
@@ -79,7 +80,7 @@ def test_headers_against_float64(tmp_path):
 
 
 def random(seed, shape, dtype=jnp.float32, scale=1.0, offset=0.0):
-    return (scale * jax.random.normal(jax.random.key(seed), shape) + offset).astype(dtype)
+    return array(scale * np.random.default_rng(seed).normal(size=shape) + offset, dtype)
 
 
 def like(*arrays):

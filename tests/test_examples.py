@@ -1,5 +1,7 @@
 """The examples in their short form, as a user starts them."""
 
+import os
+
 import pytest
 
 from processes import ROOT, printed_by
@@ -19,6 +21,7 @@ SAYS = {
     "unet_segmentation": "bn+relu",
 }
 NOT_COMPARED = {"distributed"}  # with the unfused program; its processes are compared with one
+DEVICES = {"equinox_data_parallel": 2}  # which it asks for itself only where the environment has no flags
 
 
 def test_every_example_is_run():
@@ -27,6 +30,8 @@ def test_every_example_is_run():
 
 @pytest.mark.parametrize("name", SAYS)
 def test_example(name):
-    text = " ".join(printed_by(EXAMPLES / f"{name}.py", "--steps", "3").split())
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES.get(name, 1)}"
+    text = " ".join(printed_by(EXAMPLES / f"{name}.py", "--steps", "3", XLA_FLAGS=flags).split())
     assert SAYS[name] in text and "nothing" not in text and "conv" in text, text
     assert name in NOT_COMPARED or "unfused" in text, text
+    assert name not in DEVICES or f"{DEVICES[name]} devices" in text, text

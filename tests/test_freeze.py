@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 import jaxfuse
+from arrays import array
 from compare import as_near_to_the_truth, same
 from layers import conv
 from processes import printed_by
@@ -35,12 +36,12 @@ class Network(nn.Module):
 
 def variables_of(model, x=X):
     """Random, every one of them."""
-    flat, tree = jax.tree.flatten(model.init(jax.random.key(1), x))
+    flat, tree = jax.tree.flatten(jax.eval_shape(model.init, jax.random.key(1), x))
     random = np.random.default_rng(0)
 
     def drawn(like):
         signs = random.choice([-1, 1], like.shape[-1:] if like.ndim > 1 else ())
-        return jnp.asarray(random.uniform(0.5, 1.5, like.shape) * signs, like.dtype)
+        return array(random.uniform(0.5, 1.5, like.shape) * signs, like.dtype)
 
     return jax.tree.unflatten(tree, list(map(drawn, flat)))
 

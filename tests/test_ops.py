@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
+from arrays import array
 from cases import CASES, CORE
 from compare import as_float64, by_xla, distance, fused, jit, kinds, pairs, unfused, value_and_gradients, with_cotangents
 from jaxfuse import ops
@@ -268,7 +269,7 @@ def worst(module, dtype):
     cases = [c for c in CASES.values() if c.module == module and (dtype == "float32" or "relu" not in c.name)]
     given = [with_cotangents(case, case.inputs(dtype)) for case in cases]
     made = jit(lambda given: [value_and_gradients(case.fused, *args) for case, args in zip(cases, given)])(given)
-    wide = [unfused(case)(*jax.tree.map(lambda a: a.astype(jnp.float32), args)) for case, args in zip(cases, given)]
+    wide = [unfused(case)(*jax.tree.map(lambda a: array(a, jnp.float32), args)) for case, args in zip(cases, given)]
     return max(float(distance(a, b)) for a, b in pairs(made, wide))
 
 

@@ -21,11 +21,11 @@ def points(*rows):
     return tuple(Point(size, xla, fused, direction) for size, *pairs in rows for direction, (xla, fused) in zip(DIRECTIONS, pairs))
 
 
-def judged(monkeypatch, rules, x=X, direction="forward", shape="any"):
+def judged(monkeypatch, rules, x=X, direction="forward", shape="any", inference=False):
     table = OpRules("elements", lambda config, types: math.prod(types[0].shape), {}, lambda *_: shape)
     monkeypatch.setitem(TABLE, "op", table)
     monkeypatch.setattr(measured, "rules", lambda op: rules)
-    return policy.unprofitable("measured")("op", None, (x,), direction)
+    return policy.unprofitable("measured", inference)("op", None, (x,), direction)
 
 
 @pytest.mark.parametrize("rows, smallest", [
@@ -44,6 +44,14 @@ def test_the_smallest_size_follows_from_the_points(rows, smallest):
 def test_both_directions_of_a_rule_must_win():
     rule = Rule(points((10, (2, 1), (2, 4)), (100, (9, 3), (9, 3))))
     assert rule.smallest == 100
+
+
+def test_in_inference_the_gradient_does_not_count(monkeypatch):
+    rules = (Rule(points((10, (2, 1), (2, 4)), (1000, (9, 3), (9, 3)))),)
+    assert "too small" in judged(monkeypatch, rules)
+    assert judged(monkeypatch, rules, inference=True) == ""
+    apart = (Rule(points((10, (1, 2))), direction="forward"),)
+    assert "slower" in judged(monkeypatch, apart, inference=True)
 
 
 WINS, LOSES = points((1, (2, 1))), points((500, (1, 2)))

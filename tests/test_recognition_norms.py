@@ -41,7 +41,10 @@ def test_norm_of_what_a_layer_makes_that_is_left_to_xla(dtype):
 def test_statistics_along_another_axis_of_equal_length():
     """Without keepdims the mean of each row is subtracted from each column: numbers fit, places do not."""
     crossed = lambda x, g, b: (x - x.mean(-1)) * lax.rsqrt(((x - x.mean(-1)) ** 2).mean(-1) + 1e-5) * g + b
-    assert fused(crossed, randn(8, 8), GAMMA, BETA) == []
+    args = randn(8, 8), GAMMA, BETA
+    assert fused(crossed, *args) == []
+    ((pattern, reason),) = rows(crossed, *args)
+    assert pattern == "norm" and reason.endswith("combines rows of float32[8, 8] with statistics of others")
 
 
 NO_NORMS = {

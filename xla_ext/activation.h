@@ -28,6 +28,7 @@ struct Piecewise {
   float inward[2];          // whether the value there is the middle piece's: it decides on the sign of a zero
   float at_nan, slope_at_nan;
   float ends[2];  // the values at the bounds
+  bool clips;     // between the bounds the value is z itself, with its sign and if it is a NaN, and beyond them and there constant
 };
 
 // Of one activation: alpha of elu and celu, or what is piecewise linear.

@@ -46,6 +46,12 @@ bool has_derivative_from_y(const Piecewise& f) {
   return rises && ties && (std::isnan(f.at_nan) || slope_at(f, f.ends, f.at_nan) == f.slope_at_nan);
 }
 
+bool clips(const Piecewise& f) {
+  const auto [lower, middle, upper] = f.slopes;
+  const bool middle_is_z = f.center == 0 && middle == 1 && f.offsets[1] == 0 && std::signbit(f.offsets[1]) && std::isnan(f.at_nan);
+  return middle_is_z && lower == 0 && upper == 0 && f.inward[0] == 0 && f.inward[1] == 0;
+}
+
 bool is_derivative_a_bit(const Piecewise& f) {
   return std::all_of(f.slopes, f.slopes + 3, [](float slope) { return slope == 0 || slope == 1; });
 }
@@ -71,8 +77,8 @@ Parameters parameters_attr(const Call& call) {
   const float* p = numbers.begin();
   if (row.numbers == 0) return {};
   if (row.numbers == 1) return {p[0], {}};
-  Piecewise f{p[0], {p[1], p[2]}, {p[3], p[4], p[5]}, {p[6], p[7], p[8]}, {p[9], p[10]}, {p[11], p[12]}, p[13], p[14], {}};
-  f.ends[0] = end(f, 0, 0), f.ends[1] = end(f, 1, 2);
+  Piecewise f{p[0], {p[1], p[2]}, {p[3], p[4], p[5]}, {p[6], p[7], p[8]}, {p[9], p[10]}, {p[11], p[12]}, p[13], p[14], {}, false};
+  f.ends[0] = end(f, 0, 0), f.ends[1] = end(f, 1, 2), f.clips = clips(f);
   return {0, f};
 }
 

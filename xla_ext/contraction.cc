@@ -39,30 +39,33 @@ std::vector<Chunk> chunks_of(const Panels& p, int64_t per) {
 // A filter that is packed, chunk by chunk of a panel.
 class Packing {
  public:
-  Packing(const Filter& filter, const Panels& panels)
-      : f_(filter), panels_(panels), element_(element_of(panels.dtype)), per_(per_step(element_)), chunks_(chunks_of(panels, per_)) {}
+  Packing(const Filter& filter, const Panels& panels, Layout layout)
+      : f_(filter), panels_(panels), layout_(layout), element_(element_of(panels.dtype)), per_(per_step(element_)), chunks_(chunks_of(panels, per_)) {}
 
   const std::vector<Chunk>& chunks() const { return chunks_; }
   int64_t lines(const Chunk& chunk) const { return chunk.taps * parts(chunk.inner, per_); }
-  // Bytes from the beginning of a panel.
-  int64_t place(const Chunk& chunk) const { return (chunk.tap * panels_.steps() + chunk.first / per_) * kLineBytes; }
-  int64_t count() const { return parts(panels_.columns, kPanel) * int64_t(chunks_.size()); }
+  const Layout& layout() const { return layout_; }
+  // Bytes from the beginning of the panels that a tile meets; and from the beginning of all.
+  int64_t place(const Chunk& chunk) const { return (chunk.tap * panels_.steps() + chunk.first / per_) * layout_.line; }
+  int64_t place(int64_t group) const { return group * (kernels().columns / kPanel) * panels_.bytes(); }
+  int64_t count() const { return parts(panels_.columns, kernels().columns) * int64_t(chunks_.size()); }
 
   // One of `count` parts of all panels.
   bool pack(int64_t i, char* to) const {
-    const int64_t panel = i / int64_t(chunks_.size());
+    const int64_t group = i / int64_t(chunks_.size());
     const Chunk& chunk = chunks_[i % chunks_.size()];
-    return pack(panel, chunk, to + panel * panels_.bytes() + place(chunk));
+    return pack(group, chunk, to + place(group) + place(chunk));
   }
 
-  bool pack(int64_t panel, const Chunk& chunk, char* to) const {
-    const int64_t column = panel * kPanel, columns = std::min(kPanel, panels_.columns - column);
+  // The panels that a tile meets.
+  bool pack(int64_t group, const Chunk& chunk, char* to) const {
+    const int64_t column = group * kernels().columns, columns = std::min(kernels().columns, panels_.columns - column);
     const auto pack = element_ == Element::f32 ? kernels().pack_f32 : kernels().pack_bf16;
     bool finite = true;
-    for (int64_t tap = chunk.tap; tap < chunk.tap + chunk.taps; ++tap, to += parts(chunk.inner, per_) * kLineBytes) {
+    for (int64_t tap = chunk.tap; tap < chunk.tap + chunk.taps; ++tap, to += parts(chunk.inner, per_) * layout_.line) {
       const int64_t offset = f_.taps[tap] + chunk.first * f_.inner_step + column * f_.column_step;
       const void* from = static_cast<const char*>(f_.data) + offset * int64_t(ffi::ByteWidth(f_.dtype));
-      finite &= pack({element_of(f_.dtype), from, f_.inner_step, f_.column_step}, columns, chunk.inner, to);
+      finite &= pack({element_of(f_.dtype), from, f_.inner_step, f_.column_step}, columns, chunk.inner, to, layout_);
     }
     return finite;
   }
@@ -70,6 +73,7 @@ class Packing {
  private:
   const Filter& f_;
   const Panels panels_;
+  const Layout layout_;
   const Element element_;
   const int64_t per_;
   const std::vector<Chunk> chunks_;
@@ -82,17 +86,17 @@ class Plan {
  public:
   Plan(const Problem& problem, size_t number)
       : p_(problem), number_(number), loops_(kernels()), element_(element_of(problem.dtype)),
-        panels_{p_.inner, p_.columns, int64_t(p_.filter.taps.size()), p_.dtype}, packing_(p_.filter, panels_),
-        wide_panels_(parts(p_.columns, loops_.columns)) {
+        panels_{p_.inner, p_.columns, int64_t(p_.filter.taps.size()), p_.dtype}, packing_(p_.filter, panels_, p_.filter.panels ? panels_.layout() : side_by_side()),
+        groups_(parts(p_.columns, loops_.columns)) {
     const int64_t row_bytes = std::max<int64_t>(1, p_.inner * int64_t(ffi::ByteWidth(p_.dtype)));
     const int64_t tiles = std::clamp<int64_t>(kRowBytes / (loops_.rows * row_bytes), 2, kMostTiles);
     block_rows_ = even(p_.rows, tiles * loops_.rows);
     block_rows_ = std::min(p_.rows, parts(block_rows_, loops_.rows) * loops_.rows);
     row_blocks_ = parts(p_.rows, block_rows_);
-    const int64_t wanted = std::min(wide_panels_, parts(kTasksPerThread * max_threads(), row_blocks_));
-    task_panels_ = parts(wide_panels_, wanted);
-    column_parts_ = parts(wide_panels_, task_panels_);
-    if (!p_.filter.panels && row_blocks_ > 1) packed_ = std::make_unique<Scratch>(panels_.all_bytes());
+    const int64_t wanted = std::min(groups_, parts(kTasksPerThread * max_threads(), row_blocks_));
+    task_groups_ = parts(groups_, wanted);
+    column_parts_ = parts(groups_, task_groups_);
+    if (!p_.filter.panels && row_blocks_ > 1) packed_ = std::make_unique<Scratch>(side_by_side_bytes(panels_));
   }
 
   // Parts of the panels that are packed beforehand, because several tasks meet them.
@@ -104,23 +108,28 @@ class Plan {
   bool run(int64_t task, const Finish& finish) const {
     const int64_t row = task / column_parts_ * block_rows_, rows = std::min(block_rows_, p_.rows - row);
     const int64_t pointers = panels_.taps * rows * sizeof(char*), sums_bytes = rows * loops_.columns * sizeof(float);
-    const int64_t own_panels = whole() ? 0 : chunk_bytes() * kernel_panels();
+    const int64_t own_panels = whole() ? 0 : chunk_bytes();
     const Scratch scratch(own_panels + sums_bytes + pointers);
     float* const sums = reinterpret_cast<float*>(scratch.data() + own_panels);
     const char** const at = reinterpret_cast<const char**>(scratch.data() + own_panels + sums_bytes);
     p_.point(row, rows, at, rows);
     bool finite = true;
-    const int64_t first_panel = task % column_parts_ * task_panels_;
-    for (int64_t panel = first_panel; panel < std::min(wide_panels_, first_panel + task_panels_); ++panel) {
-      const int64_t column = panel * loops_.columns, columns = std::min(loops_.columns, p_.columns - column);
+    const int64_t first = task % column_parts_ * task_groups_;
+    for (int64_t group = first; group < std::min(groups_, first + task_groups_); ++group) {
+      const int64_t column = group * loops_.columns, columns = std::min(loops_.columns, p_.columns - column);
       const auto finish_rows = [&](int64_t begin, int64_t end) {
         finish({number_, row + begin, end - begin, column, columns, sums + begin * loops_.columns, loops_.columns});
       };
       for (const Chunk& chunk : packing_.chunks()) {
         Tile tile = tile_of(chunk, columns);
-        whole() ? point_to(tile, panel, chunk) : (void)(finite &= pack(tile, panel, chunk, columns, scratch.data()));
+        if (whole()) {
+          point_to(tile, group, chunk);
+        } else {
+          finite &= packing_.pack(group, chunk, scratch.data());
+          tile.panels = scratch.data();
+        }
         const bool last = &chunk == &packing_.chunks().back();
-        multiply(tile, chunk, at, rows, sums, panel == first_panel, [&](int64_t begin, int64_t end) { if (last) finish_rows(begin, end); });
+        multiply(tile, chunk, at, rows, sums, group == first, [&](int64_t begin, int64_t end) { if (last) finish_rows(begin, end); });
       }
       if (packing_.chunks().empty()) std::fill_n(sums, rows * loops_.columns, 0.0f), finish_rows(0, rows);
     }
@@ -130,30 +139,21 @@ class Plan {
  private:
   // All panels, where they are packed before the tasks.
   const char* whole() const { return packed_ ? packed_->data() : p_.filter.panels; }
-  int64_t kernel_panels() const { return loops_.columns / kPanel; }
-  int64_t chunk_bytes() const { return packing_.chunks().empty() ? 0 : packing_.lines(packing_.chunks()[0]) * kLineBytes; }
+  int64_t chunk_bytes() const { return packing_.chunks().empty() ? 0 : packing_.lines(packing_.chunks()[0]) * packing_.layout().line; }
 
   Tile tile_of(const Chunk& chunk, int64_t columns) const {
     const int64_t per = per_step(element_);
     return {nullptr, nullptr, 0, chunk.first * int64_t(ffi::ByteWidth(p_.dtype)), chunk.taps, parts(chunk.inner, per),
-            chunk.inner % per != 0, 2 * columns <= loops_.columns, nullptr, 0, nullptr, 0};
+            chunk.inner % per != 0, 2 * columns <= loops_.columns, nullptr, packing_.layout(), nullptr, 0};
   }
 
   // The chunk's panels, and those that come next, where all are packed.
-  void point_to(Tile& tile, int64_t panel, const Chunk& chunk) const {
-    tile.panel_bytes = panels_.bytes();
-    tile.panels = whole() + panel * kernel_panels() * tile.panel_bytes + packing_.place(chunk);
+  void point_to(Tile& tile, int64_t group, const Chunk& chunk) const {
+    tile.panels = whole() + packing_.place(group) + packing_.place(chunk);
     const bool last = &chunk == &packing_.chunks().back();
-    if (last && panel + 1 == wide_panels_) return;
-    tile.fetch = last ? whole() + (panel + 1) * kernel_panels() * tile.panel_bytes : tile.panels + packing_.lines(chunk) * kLineBytes;
+    if (last && group + 1 == groups_) return;
+    tile.fetch = last ? whole() + packing_.place(group + 1) : tile.panels + packing_.lines(chunk) * packing_.layout().line;
     tile.fetched = packing_.lines(packing_.chunks()[0]);
-  }
-
-  bool pack(Tile& tile, int64_t panel, const Chunk& chunk, int64_t columns, char* to) const {
-    tile.panel_bytes = chunk_bytes(), tile.panels = to;
-    bool finite = true;
-    for (int64_t i = 0; i * kPanel < columns; ++i) finite &= packing_.pack(panel * kernel_panels() + i, chunk, to + i * tile.panel_bytes);
-    return finite;
   }
 
   // Rows by the chunk, tile by tile. `finish` is told which rows are done.
@@ -168,7 +168,7 @@ class Plan {
       const int64_t begin = i * rows / tiles, end = (i + 1) * rows / tiles;
       tile.rows = at + chunk.tap * rows + begin;
       tile.next = fetch_rows && i + 1 < tiles ? at + chunk.tap * rows + std::min(end, rows - loops_.rows) : nullptr;
-      tile.fetch = fetch + i * lines / tiles * kLineBytes, tile.fetched = (i + 1) * lines / tiles - i * lines / tiles;
+      tile.fetch = fetch + i * lines / tiles * packing_.layout().line, tile.fetched = (i + 1) * lines / tiles - i * lines / tiles;
       multiply(tile, end - begin, sums + begin * loops_.columns, first);
       if ((i + 1) % kTilesTogether == 0 || i + 1 == tiles) finished(unfinished, end), unfinished = end;
     }
@@ -180,8 +180,8 @@ class Plan {
   const Element element_;
   const Panels panels_;
   const Packing packing_;
-  const int64_t wide_panels_;
-  int64_t block_rows_, row_blocks_, task_panels_, column_parts_;
+  const int64_t groups_;  // of panels that a tile meets
+  int64_t block_rows_, row_blocks_, task_groups_, column_parts_;
   std::unique_ptr<Scratch> packed_;
 };
 
@@ -218,9 +218,13 @@ const Kernels& kernels() { return has_bf16() ? avx512_bf16_kernels : choose(port
 int64_t Panels::steps() const { return parts(inner, per_step(element_of(dtype))); }
 int64_t Panels::bytes() const { return taps * steps() * kLineBytes; }
 int64_t Panels::all_bytes() const { return parts(columns, kPanel) * bytes(); }
+Layout Panels::layout() const { return {kLineBytes, bytes()}; }
+
+Layout side_by_side() { return {kernels().columns * kStepBytes, kLineBytes}; }
+int64_t side_by_side_bytes(const Panels& p) { return padded(p.columns, kernels().columns) / kPanel * p.bytes(); }
 
 bool pack(const Filter& filter, const Panels& panels, char* to) {
-  const Packing packing(filter, panels);
+  const Packing packing(filter, panels, panels.layout());
   std::atomic<bool> finite{true};
   parallel_for(packing.count(), [&](int64_t i) {
     if (!packing.pack(i, to)) finite = false;

@@ -37,7 +37,13 @@ struct Panels {
   int64_t steps() const;      // of a tap
   int64_t bytes() const;      // of a panel
   int64_t all_bytes() const;  // of all of them
+  Layout layout() const;
 };
+
+// How they lie while they are used in one call only: those that a tile meets side by side, so that they are written line by line,
+// which is a quarter faster. For as many panels as there are tiles of columns.
+Layout side_by_side();
+int64_t side_by_side_bytes(const Panels& panels);
 
 // Packs all of it, on threads; whether it is finite.
 bool pack(const Filter& filter, const Panels& panels, char* to);

@@ -17,6 +17,11 @@ constexpr int64_t kPositions = 32;  // that are transposed together
 constexpr int64_t kPanel = 16;
 constexpr int64_t kLineBytes = kPanel * kStepBytes;
 
+// Where panels lie: bytes from a line to the next of the same panel, and from a panel to the next.
+struct Layout {
+  int64_t line, panel;
+};
+
 // A matrix that becomes panels: element k of column n is at data + k·inner_step + n·column_step.
 struct Columns {
   Element element;
@@ -33,18 +38,18 @@ struct Tile {
   bool odd;     // the last step of a row has one number only, and nothing behind it is read
   bool narrow;  // only the first half of the columns is wanted
   const char* panels;
-  int64_t panel_bytes;  // from one panel to the next, where the columns are of several
-  const char* fetch;    // lines of panels that are wanted soon, to be fetched into the second-level cache
-  int64_t fetched;      // how many of each panel
+  Layout layout;
+  const char* fetch;  // lines of panels that are wanted soon, to be fetched into the second-level cache
+  int64_t fetched;    // how many of each panel
 };
 
 struct Kernels {
   int64_t rows, columns;  // of a tile, whose sums fill the registers
 
-  // `inner` elements of each of `count` columns, at most kPanel, as lines of a panel; zeros behind the last column, and behind the
-  // last element of a step. Whether all of them are finite.
-  bool (*pack_f32)(const Columns&, int64_t count, int64_t inner, void* to);
-  bool (*pack_bf16)(const Columns&, int64_t count, int64_t inner, void* to);
+  // `inner` elements of each of `count` columns, at most a tile's, as lines of panels; zeros behind the last column of a panel, and
+  // behind the last element of a step. Whether all elements are finite.
+  bool (*pack_f32)(const Columns&, int64_t count, int64_t inner, char* to, Layout layout);
+  bool (*pack_bf16)(const Columns&, int64_t count, int64_t inner, char* to, Layout layout);
   // Element c of each position's line becomes element p of row c, rows `stride` bytes apart; `count` is a multiple of kPositions.
   void (*transpose_f32)(const char* const* positions, int64_t count, int64_t channels, char* to, int64_t stride);
   void (*transpose_bf16)(const char* const* positions, int64_t count, int64_t channels, char* to, int64_t stride);

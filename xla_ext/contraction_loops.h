@@ -76,29 +76,30 @@ Floats step_beside(const T* from, int64_t inner_step, int64_t k, int64_t inner, 
 }
 
 template <class Step, class T>
-void pack_beside(const T* from, int64_t inner_step, int64_t count, int64_t inner, float* to, Finite& finite) {
-  for (int64_t k = 0; k < inner; k += Step::kElements, to += kPanel) {
+void pack_beside(const T* from, int64_t inner_step, int64_t count, int64_t inner, char* to, Layout layout, Finite& finite) {
+  for (int64_t k = 0; k < inner; k += Step::kElements, to += layout.line) {
 #pragma GCC unroll 2
-    for (int64_t n = 0; n < kPanel; n += kLanes) {
-      Floats line{};
+    for (int64_t n = 0; n < kColumns; n += kLanes) {
+      float* const at = reinterpret_cast<float*>(to + n / kPanel * layout.panel) + n % kPanel;
       if (n + kLanes <= count) {
-        line = step_beside<Step>(from + n, inner_step, k, inner, Whole{}, finite);
+        store(at, step_beside<Step>(from + n, inner_step, k, inner, Whole{}, finite));
       } else if (n < count) {
-        line = step_beside<Step>(from + n, inner_step, k, inner, First{count - n}, finite);
+        store(at, step_beside<Step>(from + n, inner_step, k, inner, First{count - n}, finite));
+      } else if (n / kPanel * kPanel < count) {
+        store(at, Floats{});
       }
-      store(to + n, line);
     }
   }
 }
 
 // Columns that lie anywhere, from element `first` on.
 template <class Step, class T>
-void pack_elements(const T* from, const Columns& c, int64_t count, int64_t first, int64_t inner, float* to, Finite& finite) {
+void pack_elements(const T* from, const Columns& c, int64_t count, int64_t first, int64_t inner, char* to, int64_t line, Finite& finite) {
   for (int64_t k = first; k < inner; k += Step::kElements) {
     for (int64_t n = 0; n < kPanel; ++n) {
       const T* at = from + n * c.column_step;
       const Floats step = n < count ? step_beside<Step>(at, c.inner_step, k, inner, First{1}, finite) : Floats{};
-      store(to + k / Step::kElements * kPanel + n, step, First{1});
+      store(reinterpret_cast<float*>(to + k / Step::kElements * line) + n, step, First{1});
     }
   }
 }
@@ -119,7 +120,7 @@ inline Floats steps_of_line(const float* from, OfPairs, Finite& finite) {
 }
 
 template <class Step, class T>
-void pack_lines(const T* from, const Columns& c, int64_t count, int64_t inner, float* to, Finite& finite) {
+void pack_lines(const T* from, const Columns& c, int64_t count, int64_t inner, char* to, int64_t line, Finite& finite) {
   constexpr int64_t kBlock = kLanes * Step::kElements;
   const int64_t whole = inner / kBlock * kBlock;
   for (int64_t k = 0; k < whole; k += kBlock) {
@@ -131,21 +132,26 @@ void pack_lines(const T* from, const Columns& c, int64_t count, int64_t inner, f
       }
       transpose(block);
 #pragma GCC unroll 16
-      for (int64_t i = 0; i < kLanes; ++i) store(to + (k / Step::kElements + i) * kPanel + n, block[i]);
+      for (int64_t i = 0; i < kLanes; ++i) store(reinterpret_cast<float*>(to + (k / Step::kElements + i) * line) + n, block[i]);
     }
   }
-  pack_elements<Step>(from, c, count, whole, inner, to, finite);
+  pack_elements<Step>(from, c, count, whole, inner, to, line, finite);
 }
 
 template <class Step>
-bool pack(const Columns& c, int64_t count, int64_t inner, void* to) {
+bool pack(const Columns& c, int64_t count, int64_t inner, char* to, Layout layout) {
   Finite finite;
   with_dtype(c.element == Element::bf16, [&](auto type) {
     const auto* from = static_cast<const decltype(type)*>(c.data);
-    float* steps = static_cast<float*>(to);
-    if (c.column_step == 1) return pack_beside<Step>(from, c.inner_step, count, inner, steps, finite);
-    if (c.inner_step == 1) return pack_lines<Step>(from, c, count, inner, steps, finite);
-    pack_elements<Step>(from, c, count, 0, inner, steps, finite);
+    if (c.column_step == 1) return pack_beside<Step>(from, c.inner_step, count, inner, to, layout, finite);
+    for (; count > 0; from += kPanel * c.column_step, count -= kPanel, to += layout.panel) {
+      const int64_t columns = count < kPanel ? count : kPanel;
+      if (c.inner_step == 1) {
+        pack_lines<Step>(from, c, columns, inner, to, layout.line, finite);
+      } else {
+        pack_elements<Step>(from, c, columns, 0, inner, to, layout.line, finite);
+      }
+    }
   });
   return finite.all();
 }
@@ -186,19 +192,19 @@ constexpr int64_t kLineSteps = 64 / kStepBytes;  // of a row, in a line of the c
 class Fetch {
  public:
   explicit Fetch(const Tile& tile)
-      : panels_(tile.fetch), panel_bytes_(tile.panel_bytes), left_(tile.fetched),
+      : panels_(tile.fetch), layout_(tile.layout), left_(tile.fetched),
         together_((tile.fetched * kLineSteps + tile.taps * tile.steps - 1) / (tile.taps * tile.steps)) {}
 
   void some() {
-    for (int64_t i = 0; i < together_ && left_ > 0; ++i, --left_, panels_ += kLineBytes) {
+    for (int64_t i = 0; i < together_ && left_ > 0; ++i, --left_, panels_ += layout_.line) {
 #pragma GCC unroll 2
-      for (int64_t n = 0; n < kColumns; n += kPanel) __builtin_prefetch(panels_ + n / kPanel * panel_bytes_, 0, 2);
+      for (int64_t n = 0; n < kColumns; n += kPanel) __builtin_prefetch(panels_ + n / kPanel * layout_.panel, 0, 2);
     }
   }
 
  private:
   const char* panels_;
-  const int64_t panel_bytes_;
+  const Layout layout_;
   int64_t left_;
   const int64_t together_;
 };
@@ -221,14 +227,16 @@ void multiply(const Tile& tile, float* sums, bool first) {
     const auto add_step = [&](auto load_a) {
       Floats b[vectors];
 #pragma GCC unroll 2
-      for (int64_t j = 0; j < vectors; ++j) b[j] = load(reinterpret_cast<const float*>(line + j * kLanes / kPanel * tile.panel_bytes) + j * kLanes % kPanel);
+      for (int64_t j = 0; j < vectors; ++j) {
+        b[j] = load(reinterpret_cast<const float*>(line + j * kLanes / kPanel * tile.layout.panel) + j * kLanes % kPanel);
+      }
 #pragma GCC unroll 16
       for (int64_t i = 0; i < rows; ++i) {
         const Floats factor = load_a(a[i]);
 #pragma GCC unroll 2
         for (int64_t j = 0; j < vectors; ++j) total[i][j] = Step::multiply_add(factor, b[j], total[i][j]);
       }
-      line += kLineBytes;
+      line += tile.layout.line;
     };
     for (int64_t begin = 0; begin < whole; begin += kLineSteps) {
       const int64_t end = begin + kLineSteps < whole ? begin + kLineSteps : whole;

@@ -12,7 +12,7 @@
 namespace jaxfuse::conv::contracted {
 namespace {
 
-using contraction::kernels, contraction::kLineBytes, contraction::kPanel, contraction::kPositions, contraction::kStepBytes;
+using contraction::kernels, contraction::kPositions, contraction::kStepBytes;
 
 // Output o reads, by tap k, the input o·stride + k·dilation - padding_low. Where there is one tap, only inputs that are read
 // are packed; else every input from the first that is read to the last, those of a phase of the stride side by side.
@@ -119,14 +119,12 @@ class Task {
     point(b, lines);
     const auto pack = p_.bytes == 4 ? loops_.pack_f32 : loops_.pack_bf16;
     const auto multiply = p_.bytes == 4 ? loops_.multiply_f32 : loops_.multiply_bf16;
-    const int64_t per = kStepBytes / p_.bytes, line_bytes = steps(length) * kLineBytes, panel_bytes = lines * line_bytes;
+    const int64_t per = kStepBytes / p_.bytes, line_bytes = steps(length) * layout_.line;
     for (int64_t n = 0; n < outputs_; n += loops_.columns) {
       const int64_t count = std::min(loops_.columns, outputs_ - n);
-      for (int64_t panel = 0; panel * kPanel < count; ++panel) {
-        for (int64_t line = 0; line < lines; ++line) {
-          pack({p_.bytes == 4 ? Element::f32 : Element::bf16, g_of(b, line, output_ + n + panel * kPanel), p_.outputs, 1},
-               std::min(kPanel, count - panel * kPanel), length, g_.data() + panel * panel_bytes + line * line_bytes);
-        }
+      for (int64_t line = 0; line < lines; ++line) {
+        pack({p_.bytes == 4 ? Element::f32 : Element::bf16, g_of(b, line, output_ + n), p_.outputs, 1}, count, length,
+             g_.data() + line * line_bytes, layout_);
       }
       for (int64_t tap = 0; tap < p_.taps(); ++tap) {
         const int64_t column_tap = tap % p_.columns.taps, row_tap = tap / p_.columns.taps;
@@ -134,7 +132,7 @@ class Task {
                                (p_.rows.phase_of(row_tap) * p_.rows.packed(b.rows) + p_.rows.place_of(row_tap)) * row_;
         for (int64_t c = 0; c < inputs_; c += loops_.rows, sums += loops_.rows * loops_.columns) {
           multiply({pointers_.data() + c, nullptr, inputs_, offset * p_.bytes, lines, steps(length), length % per != 0,
-                    2 * count <= loops_.columns, g_.data(), panel_bytes, nullptr, 0}, std::min(loops_.rows, inputs_ - c), sums, first);
+                    2 * count <= loops_.columns, g_.data(), layout_, nullptr, 0}, std::min(loops_.rows, inputs_ - c), sums, first);
         }
       }
     }
@@ -184,6 +182,7 @@ class Task {
 
   const Problem& p_;
   const contraction::Kernels& loops_;
+  const contraction::Layout layout_ = contraction::side_by_side();
   const int64_t input_, inputs_, output_, outputs_, row_, phase_, stride_;
   const Scratch zeros_, x_, g_;
   std::vector<const char*> positions_, pointers_;

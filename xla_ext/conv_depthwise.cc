@@ -219,7 +219,7 @@ bool all_one(const Shape& extents) {
   return std::all_of(extents.begin(), extents.end(), [](int64_t extent) { return extent == 1; });
 }
 
-// As measured, see the table in README.md.
+// As measured, see "Depthwise" in benchmarks/results/kernels.md.
 bool onednn_is_faster(Pass pass, const Geometry& g, const Tensor& w, const Tensor& y) {
   const bool small = w.size() <= 9 * g.groups, strided = !all_one(g.strides), dense = all_one(g.dilation);
   if (g.spatial_rank() != 2 || !onednn::is_loaded()) return false;

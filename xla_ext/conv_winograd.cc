@@ -18,8 +18,6 @@
 namespace jaxfuse::conv::winograd {
 namespace {
 
-using contraction::kLineBytes;
-
 const Kernels& kernels() { return choose(portable_kernels, avx2_kernels, avx512_kernels); }
 
 constexpr int64_t kInner = 128;            // products of a sum in f32, which is then added to those before
@@ -50,12 +48,13 @@ class Winograd {
   // By the filter that is transformed and packed, if it is given.
   Winograd(const Forward& f, const char* filter)
       : f_(f), s_(f.geometry, f.x, f.w, f.y()), loops_(kernels()), products_(contraction::kernels()),
-        panels_{s_.channels, s_.features, kPoints, DType::F32}, row_(s_.channels + kPadding), filter_(filter), zeros_(s_.channels),
+        panels_{s_.channels, s_.features, kPoints, DType::F32}, layout_(filter ? panels_.layout() : contraction::side_by_side()),
+        row_(s_.channels + kPadding), filter_(filter), zeros_(s_.channels),
         epilogue_(f.epilogue, {f.y().size() / s_.features, s_.features}) {}
 
   // By f.w; `flipped`: read from its last tap to its first.
   bool run(bool flipped) {
-    const Scratch filter(panels_.all_bytes());
+    const Scratch filter(contraction::side_by_side_bytes(panels_));
     transform_filter(flipped, filter.data());
     filter_ = filter.data();
     return run();
@@ -67,14 +66,14 @@ class Winograd {
   void transform_filter(bool flipped, char* to) const {
     const Shape strides = f_.geometry.filter_strides(f_.w);
     constexpr int64_t kStep = 32;  // channels
-    const int64_t steps = parts(s_.channels, kStep), point = s_.channels * kPanel;
-    parallel_for(parts(s_.features, kPanel) * steps, [&](int64_t i) {
-      const int64_t panel = i / steps, feature = panel * kPanel, channel = i % steps * kStep;
+    const int64_t steps = parts(s_.channels, kStep), columns = products_.columns, point = s_.channels * columns;
+    parallel_for(parts(s_.features, columns) * steps, [&](int64_t i) {
+      const int64_t feature = i / steps * columns, channel = i % steps * kStep;
       const float* w = f_.w.as<float>() + feature * strides[0] + channel * strides[1];
       Filter filter{w, strides[2], strides[3], strides[1], strides[0]};
       if (flipped) filter = {w + 2 * (strides[2] + strides[3]), -strides[2], -strides[3], strides[1], strides[0]};
       loops_.transform_filter(filter, std::min(kStep, s_.channels - channel), s_.features - feature,
-                              reinterpret_cast<float*>(to + panel * panels_.bytes()) + channel * kPanel, point);
+                              reinterpret_cast<float*>(to) + feature * s_.channels * kPoints + channel * columns, columns, point);
     });
   }
 
@@ -125,8 +124,8 @@ class Winograd {
 
   // As many features of them as a tile of products has.
   bool run(const Part& part, int64_t feature) const {
-    const char* panels = filter_ + feature / kPanel * panels_.bytes();
-    for (int64_t p = 0; p < kPoints; ++p, panels += s_.channels * kLineBytes) {
+    const char* panels = filter_ + feature / contraction::kPanel * panels_.bytes();
+    for (int64_t p = 0; p < kPoints; ++p, panels += s_.channels * layout_.line) {
       multiply(part.rows.data(), part.count, feature, p * part.count * row_, panels, part.sums + p * part.products);
     }
     return finish(part.first, part.count, feature, part.sums, part.z);
@@ -149,11 +148,11 @@ class Winograd {
     const bool narrow = 2 * (s_.features - feature) <= products_.columns;
     for (int64_t k = 0; k < s_.channels; k += kInner) {
       const int64_t steps = std::min(kInner, s_.channels - k);
-      const char* const at = panels + k * kLineBytes;
+      const char* const at = panels + k * layout_.line;
       for (int64_t i = 0; i < tiles; ++i) {
         const int64_t begin = i * count / tiles, end = (i + 1) * count / tiles, fetched = i * steps / tiles;
         const contraction::Tile tile{rows + begin, nullptr, count, (offset + k) * int64_t(sizeof(float)), 1, steps, false, narrow, at,
-                                     panels_.bytes(), at + (steps + fetched) * kLineBytes, (i + 1) * steps / tiles - fetched};
+                                     layout_, at + (steps + fetched) * layout_.line, (i + 1) * steps / tiles - fetched};
         products_.multiply_f32(tile, end - begin, sums + begin * products_.columns, k == 0);
       }
     }
@@ -183,6 +182,7 @@ class Winograd {
   const Kernels& loops_;
   const contraction::Kernels& products_;
   const contraction::Panels panels_;
+  const contraction::Layout layout_;
   const int64_t row_;
   const char* filter_;
   const std::vector<float> zeros_;

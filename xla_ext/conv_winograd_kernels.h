@@ -5,8 +5,6 @@
 
 namespace jaxfuse::conv::winograd {
 
-using contraction::kPanel;
-
 constexpr int64_t kSide = 4, kPoints = kSide * kSide;  // of a transformed tile; it gives 2×2 outputs
 
 // The taps of a filter: tap (i, j) from channel c to feature k is at w + i·line + j·column + c·channel + k·feature.
@@ -25,9 +23,8 @@ struct Outputs {
 };
 
 struct Kernels {
-  // G·g·Gᵀ of `count` features, at most kPanel, for each channel; point p of channel c is a line of a panel (contraction_kernels.h)
-  // at to + p·point + c·kPanel, with zeros behind the features.
-  void (*transform_filter)(const Filter&, int64_t channels, int64_t count, float* to, int64_t point);
+  // G·g·Gᵀ of `count` features for each channel; point p of channel c is at to + p·point + c·columns, with zeros behind the features.
+  void (*transform_filter)(const Filter&, int64_t channels, int64_t count, float* to, int64_t columns, int64_t point);
   // Bᵀ·d·B of one tile, whose pixels are given line by line; point p of channel c is at to[p·point + c].
   void (*transform_input)(const float* const* pixels, int64_t channels, float* to, int64_t point);
   // Aᵀ·m·A; whether all of it is finite.

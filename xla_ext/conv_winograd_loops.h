@@ -34,9 +34,9 @@ inline Floats load_features(const float* w, int64_t step, int64_t count) {
   return load(values);
 }
 
-void transform_filter(const Filter& f, int64_t channels, int64_t count, float* to, int64_t point) {
+void transform_filter(const Filter& f, int64_t channels, int64_t count, float* to, int64_t columns, int64_t point) {
   for (int64_t c = 0; c < channels; ++c) {
-    for (int64_t k = 0; k < kPanel; k += kLanes) {
+    for (int64_t k = 0; k < columns; k += kLanes) {
       const float* w = f.w + c * f.channel + k * f.feature;
       Four lines[3];
       for (int64_t i = 0; i < 3; ++i) {
@@ -44,7 +44,7 @@ void transform_filter(const Filter& f, int64_t channels, int64_t count, float* t
         for (int64_t j = 0; j < 3; ++j) g.at[j] = load_features(w + i * f.line + j * f.column, f.feature, count - k);
         lines[i] = filter_line(g);
       }
-      float* at = to + c * kPanel + k;
+      float* at = to + c * columns + k;
       for (int64_t j = 0; j < kSide; ++j) {
         const Four u = filter_line({lines[0].at[j], lines[1].at[j], lines[2].at[j]});
         for (int64_t i = 0; i < kSide; ++i) store(at + (i * kSide + j) * point, u.at[i]);

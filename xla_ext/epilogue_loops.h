@@ -24,6 +24,27 @@ void apply(const Tile& given, int64_t begin, int64_t end) {
   }
 }
 
+constexpr int64_t kGroupRows = 8;  // that are taken together, vector of columns by vector
+
+// What inference wants of sums in f32, without questions in the inner loop: 1 and -0 stand for no scale and no bias.
+template <class T, Activation activation, bool has_residual>
+void apply_to_groups(const Tile& given, int64_t begin, int64_t end) {
+  const Tile tile = given;
+  for (int64_t first = begin; first < end; first += kGroupRows) {
+    const int64_t last = first + kGroupRows < end ? first + kGroupRows : end;
+    for_vectors(0, tile.columns, [&](int64_t c, auto lanes) {
+      const Floats scale = tile.scale ? load(tile.scale + c, lanes) : Floats{} + 1.0f;
+      const Floats bias = tile.bias ? load(tile.bias + c, lanes) : Floats{} - 0.0f;
+      for (int64_t row = first; row < last; ++row) {
+        const int64_t at = row * tile.stride + c;
+        Floats z = load(static_cast<const float*>(tile.sums) + row * tile.sums_stride + c, lanes) * scale + bias;
+        if (has_residual) z += load(static_cast<const T*>(tile.residual) + at, lanes);
+        store(static_cast<T*>(tile.y) + at, round_to<T>(activated<activation>(z, tile.parameters)), lanes);
+      }
+    });
+  }
+}
+
 template <class T, Activation activation>
 void restore(const Tile& tile, int64_t begin, int64_t end) {
   T* y = static_cast<T*>(tile.y);
@@ -41,8 +62,6 @@ Floats store_gradient(const GradientTile& tile, int64_t at, Lanes lanes) {
   if (tile.g) store(static_cast<T*>(tile.g) + at, g, lanes);
   return g;
 }
-
-constexpr int64_t kGroupRows = 8;  // whose sum is taken in registers
 
 template <class T, Activation activation>
 void gradient_of_columns(const GradientTile& given, int64_t begin, int64_t end, float* sums) {
@@ -86,8 +105,11 @@ void with_types(const Tile& tile, F f) {
 constexpr Kernels kernels = {
     [](const Tile& tile, int64_t begin, int64_t end) {
       with_types(tile, [&](auto t, auto activation) {
-        tile.row_features ? apply<decltype(t), activation.value, true>(tile, begin, end)
-                          : apply<decltype(t), activation.value, false>(tile, begin, end);
+        using T = decltype(t);
+        if (tile.row_features) return apply<T, activation.value, true>(tile, begin, end);
+        if (!tile.sums || !tile.sums_f32 || tile.z || tile.residual_last) return apply<T, activation.value, false>(tile, begin, end);
+        tile.residual ? apply_to_groups<T, activation.value, true>(tile, begin, end)
+                      : apply_to_groups<T, activation.value, false>(tile, begin, end);
       });
     },
     [](const Tile& tile, int64_t begin, int64_t end) {

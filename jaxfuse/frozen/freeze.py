@@ -37,6 +37,8 @@ class Frozen:
     among the arguments, such as a bool, is part of the signature.
     """
 
+    is_inference = True  # `jaxfuse.explain` judges its sites so too
+
     def __init__(self, fn: Callable, bound: tuple, positions: tuple[int, ...], policy: str):
         self.__name__ = "frozen"
         functools.update_wrapper(self, fn, updated=())
@@ -129,7 +131,8 @@ class Frozen:
 
         functools.update_wrapper(plain, self._fn, updated=())
         with as_a_program_of_its_own():
-            fused = Packed(inline(program, policy=self._policy), program.constants, *program.types, self._policy, self._packed)
+            run_fused = inline(program, policy=self._policy, inference=True)
+            fused = Packed(run_fused, program.constants, *program.types, self._policy, self._packed)
         self._keep(program, fused, [*traced.closed.consts, *self._arrays()])
 
         def run(constants, arrays):

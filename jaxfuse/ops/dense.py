@@ -56,10 +56,6 @@ class DenseConfig:
         return (tuple(d for d in range(len(x.shape)) if d not in (*self.x_contracted, *self.x_batch)),
                 tuple(d for d in range(len(w.shape)) if d not in (*self.w_contracted, *self.w_batch)))
 
-    def told_by_value(self) -> bool:
-        """Whether y determines the activation's derivative."""
-        return self.activation.derivative_from_y
-
 
 @ours
 def dense(
@@ -250,7 +246,7 @@ OP = FusedOp(
     reference=_reference,
     keep=_keep,
     tangent=_tangent,
-    for_autodiff=lambda config: dataclasses.replace(config, saving=not config.told_by_value()),
+    for_autodiff=lambda config: dataclasses.replace(config, saving=not config.activation.derivative_from_y),
     forward_kernels=(Kernel(None, _refuse_forward, _run_forward),),
     backward_kernels=(Kernel(None, _refuse_backward, _run_backward),),
     forward_axes=_forward_axes,

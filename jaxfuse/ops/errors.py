@@ -1,7 +1,6 @@
 """Errors of ops called with arguments that do not fit: they name op, argument, what came, what was expected, what to do."""
 
 import dataclasses
-import difflib
 import numbers
 from collections.abc import Mapping
 from typing import NoReturn
@@ -9,6 +8,8 @@ from typing import NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jaxfuse.runtime.names import nearest
 
 Array = jax.Array | np.ndarray  # what the ops take
 
@@ -93,8 +94,8 @@ def one_of(name, known, what: str, where: str = "", aliases: Mapping[str, str] |
     if isinstance(name, str) and name in known:
         return name
     meant = {each.lower(): each for each in known} | dict(aliases or {})
-    near = difflib.get_close_matches(getattr(name, "__name__", str(name)).lower(), list(meant), n=1)
-    hint = f"did you mean {meant[near[0]]!r}? " if near else "choose another "
+    near = nearest(getattr(name, "__name__", str(name)).lower(), meant)
+    hint = f"did you mean {meant[near]!r}? " if near else "choose another "
     raise OpError(f"{where}unknown {what} {name!r}; {hint}(known: {', '.join(map(repr, known))})")
 
 

@@ -1,14 +1,15 @@
-"""What was meant by a word that is not known."""
+"""What to write for a word or a file that is not there, as the end of a message."""
 
-import difflib
 from collections.abc import Iterable
 from pathlib import Path
+
+from jaxfuse.runtime.names import nearest
 
 
 def meant(word: str, known: Iterable[str]) -> str:
     """"; did you mean X?", or "" where nothing known is near."""
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    near = nearest(word, known)
+    return f"; did you mean {near}?" if near else ""
 
 
 def files(name: str) -> str:
@@ -16,6 +17,6 @@ def files(name: str) -> str:
     path = Path(name)
     if not path.parent.is_dir():
         return f"; there is no folder {path.parent}"
-    beside = {file.name: str(path.parent / file.name) for file in path.parent.iterdir() if file.is_file()}
-    near = difflib.get_close_matches(path.name, list(beside), n=1)
-    return f"; did you mean {beside[near[0]]}?" if near else ""
+    beside = {file.name: file for file in path.parent.iterdir() if file.is_file()}
+    near = nearest(path.name, beside)
+    return f"; did you mean {beside[near]}?" if near else ""

@@ -1,6 +1,7 @@
 """Where a fused kernel is worth it. "measured" asks the rules, which are measurements: those of `python -m jaxfuse bench
 --tune` on this machine where there are any, else those that come with the package (`rules/`). On CUDA it goes by counted bytes."""
 
+import functools
 import math
 
 from jaxfuse.ops.errors import one_of
@@ -12,13 +13,13 @@ from jaxfuse.tuning.rules import TABLE, cuda, packed
 POLICIES = ("measured", "always", "never")
 
 
-def unprofitable(policy: str):
+def unprofitable(policy: str, inference: bool = False):
     """A function (op name, config, argument types, direction="forward", cost="") -> reason to leave the site alone, or "".
 
-    `cost` is what a pattern itself knows against it: a kernel would take it, and gain nothing.
+    `cost` is what a pattern itself knows against it: a kernel would take it, and gain nothing. In `inference` no gradient follows.
     """
     one_of(policy, POLICIES, "policy")
-    return dict(measured=_measured, always=_always, never=_never)[policy]
+    return dict(measured=functools.partial(_measured, inference), always=_always, never=_never)[policy]
 
 
 def packing(policy: str, config, x, w) -> packed.Packing:
@@ -36,11 +37,11 @@ def _never(op, config, types, direction="forward", cost="") -> str:
     return SwitchedOff('policy "never"')
 
 
-def _measured(op, config, types, direction="forward", cost="") -> str:
+def _measured(inference, op, config, types, direction="forward", cost="") -> str:
     platform = platforms.current()
     if platform not in ("cpu", "cuda"):
         return no_kernel()
-    reason = _by_bytes(op, config, types) if platform == "cuda" else _by_rules(op, config, types, direction)
+    reason = _by_bytes(op, config, types) if platform == "cuda" else _by_rules(op, config, types, direction, inference)
     reason = reason or cost
     return Unprofitable(reason) if reason else ""
 
@@ -49,13 +50,13 @@ def _by_bytes(op, config, types) -> str:
     return cuda.expects_no_gain(op, TABLE[op].shape_class(config, types), config, types)
 
 
-def _by_rules(op, config, types, direction: str) -> str:
+def _by_rules(op, config, types, direction: str, inference: bool) -> str:
     table = TABLE[op]
     site = direction, str(types[0].dtype), table.shape_class(config, types), tuned.isa()
     rule = next((rule for rule in (*tuned.rules(op), *measured.rules(op)) if rule.fits(*site)), None)
     if rule is None:
         return f"{op} {direction} of {site[1]} ({site[2]}) has not been measured; python -m jaxfuse bench --tune does it"
-    size = table.size(config, types)
+    rule, size = rule.in_inference if inference else rule, table.size(config, types)
     if rule.smallest == math.inf:
         return f"slower than XLA at every size that was measured, up to {rule.largest} {table.unit}"
     if size < rule.smallest:

@@ -3,6 +3,7 @@
 // seen here is a race within a warp, memory spaces, and the device's own mathematical functions.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cmath>
@@ -40,8 +41,8 @@ inline dim3 threadIdx, blockIdx, blockDim, gridDim;
 namespace emulation {
 
 struct Fiber {
-  ucontext_t context;
   std::unique_ptr<char[]> stack;
+  jmp_buf place;  // where it gave way
   dim3 index;
   float shared_value;  // for shuffles
   bool finished;
@@ -49,31 +50,44 @@ struct Fiber {
 
 inline std::vector<Fiber> fibers;
 inline size_t current;
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline std::function<void()> body;
 inline std::mutex one_kernel;
 
-inline void enter() {
-  body();
-  fibers[current].finished = true;
-  swapcontext(&fibers[current].context, &scheduler);
+// Not by swapcontext, which sets the signal mask by two calls of the system: there are millions of barriers.
+inline void barrier() {
+  if (!_setjmp(fibers[current].place)) _longjmp(scheduler, 1);
 }
 
-inline void barrier() { swapcontext(&fibers[current].context, &scheduler); }
+// A fiber runs the bodies of one block after another.
+inline void run_bodies() {
+  for (;;) {
+    body();
+    fibers[current].finished = true;
+    barrier();
+  }
+}
+
+// Until it gives way.
+inline void resume(Fiber& fiber) {
+  if (_setjmp(scheduler)) return;
+  if (fiber.stack) _longjmp(fiber.place, 1);
+  constexpr size_t kStack = 64 << 10;
+  fiber.stack.reset(new char[kStack]);
+  ucontext_t context;
+  getcontext(&context);
+  context.uc_stack.ss_sp = fiber.stack.get();
+  context.uc_stack.ss_size = kStack;
+  makecontext(&context, run_bodies, 0);
+  setcontext(&context);
+}
 
 // Every thread of the block runs to its next barrier, in turn, until all are finished.
 inline void run_block(unsigned threads) {
-  constexpr size_t kStack = 64 << 10;
   if (fibers.size() < threads) fibers.resize(threads);
   for (size_t t = 0; t < threads; ++t) {
-    Fiber& fiber = fibers[t];
-    if (!fiber.stack) fiber.stack.reset(new char[kStack]);
-    fiber.finished = false;
-    fiber.index = dim3(t % blockDim.x, t / blockDim.x % blockDim.y, t / (blockDim.x * blockDim.y));
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.get();
-    fiber.context.uc_stack.ss_size = kStack;
-    makecontext(&fiber.context, enter, 0);
+    fibers[t].finished = false;
+    fibers[t].index = dim3(t % blockDim.x, t / blockDim.x % blockDim.y, t / (blockDim.x * blockDim.y));
   }
   for (size_t left = threads; left > 0;) {
     left = 0;
@@ -81,7 +95,7 @@ inline void run_block(unsigned threads) {
       if (fibers[t].finished) continue;
       current = t;
       threadIdx = fibers[t].index;
-      swapcontext(&scheduler, &fibers[t].context);
+      resume(fibers[t]);
       left += !fibers[t].finished;
     }
   }

@@ -117,6 +117,9 @@ HITS |= hits(ARGS, {
     "bn+add+relu, flat, both": both_flat,
 }, both=True)
 HITS |= hits(ARGS, {"bn+relu, flat, channels first": flat_channels_first})
+# the gradient of x is read in another shape only
+HITS |= hits((Z.reshape(-1, 8), GAMMA, BETA, ZR), {
+    "bn+add+relu, of what was flat": lambda x, g, b, r: jax.nn.relu(batch_norm(x.reshape(Z.shape), g, b) + r)}, both=True)
 MISSES |= misses(ARGS, {
     "flat, in another order": (other_order, "bn", "nothing normalises it", []),
     "flat, half of the channels": (half_of_the_channels, "bn", "nothing normalises it", []),

@@ -31,6 +31,7 @@
   F(dnnl_memory_desc_query)                                                                                            \
   F(dnnl_memory_desc_query_v2)                                                                                         \
   F(dnnl_memory_destroy)                                                                                               \
+  F(dnnl_memory_set_data_handle_v2)                                                                                    \
   F(dnnl_post_ops_append_binary)                                                                                       \
   F(dnnl_post_ops_append_eltwise)                                                                                      \
   F(dnnl_post_ops_append_sum)                                                                                          \
@@ -54,7 +55,9 @@
   F(dnnl_version)
 
 #define TRAMPOLINE(name)                                                                                            \
-  extern "C" __attribute__((visibility("hidden"), used)) void* jaxfuse_at_##name = nullptr;                         \
+  extern "C" {                                                                                                      \
+  __attribute__((visibility("hidden"), used)) void* jaxfuse_at_##name = nullptr;                                    \
+  }                                                                                                                 \
   asm(".text\n.globl " #name "\n.hidden " #name "\n.type " #name ", @function\n" #name                              \
       ":\n\tendbr64\n\tjmp *jaxfuse_at_" #name "(%rip)\n.size " #name ", .-" #name "\n");
 FUNCTIONS(TRAMPOLINE)

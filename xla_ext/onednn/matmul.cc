@@ -14,7 +14,7 @@ using dnnl::memory;
 using product::Matrix;
 
 // Products in one f32 sum. oneDNN adds them to one number one after the other, XLA in blocks: with more of them its error
-// would be the larger one, see the table in README.md.
+// would be the larger one, see "Dense layers" in benchmarks/results/kernels.md.
 constexpr int64_t kLongestSum = 1024;
 constexpr int64_t kSliceStep = 64;
 

@@ -85,36 +85,58 @@ void Primitive::add(const dnnl::primitive_desc_base& descriptor, int number, con
   arguments_.push_back(std::move(argument));
 }
 
+struct Primitive::Objects {
+  using Arguments = std::unordered_map<int, dnnl::memory>;
+
+  dnnl::stream stream{engine()};
+  Arguments arguments;
+  std::vector<Arguments> reorders;  // in the order of arguments_, empty where there is none
+};
+
+Primitive::~Primitive() { delete spare_.load(); }
+
+std::unique_ptr<Primitive::Objects> Primitive::objects() const {
+  if (Objects* spare = spare_.exchange(nullptr)) return std::unique_ptr<Objects>(spare);
+  const auto memory = [](const dnnl::memory::desc& layout) { return dnnl::memory(layout, engine(), DNNL_MEMORY_NONE); };
+  auto made = std::make_unique<Objects>();
+  for (const Argument& a : arguments_) {
+    const dnnl::memory& inner = made->arguments[a.number] = memory(a.inner);
+    Objects::Arguments& reorder = made->reorders.emplace_back();
+    if (!a.reorder) continue;
+    const dnnl::memory user = memory(a.user);
+    reorder = {{DNNL_ARG_FROM, a.output ? inner : user}, {DNNL_ARG_TO, a.output ? user : inner}, {DNNL_ARG_SCRATCHPAD, memory(a.reorder_scratch)}};
+  }
+  made->arguments[DNNL_ARG_SCRATCHPAD] = memory(scratchpad_);
+  return made;
+}
+
 void Primitive::run(const std::vector<std::pair<int, const void*>>& buffers) const {
   const Scratch scratch(scratch_bytes_);
-  dnnl::stream stream(engine());
-  std::unordered_map<int, dnnl::memory> inner;
   auto buffer_of = [&](int number) {
     for (const auto& [given, data] : buffers) {
       if (given == number) return const_cast<void*>(data);
     }
     throw std::logic_error("no buffer for oneDNN argument " + std::to_string(number));
   };
-  auto reorder = [&](const Argument& argument, dnnl::memory& from, dnnl::memory& to) {
-    dnnl::memory spare(argument.reorder_scratch, engine(), scratch.data() + argument.reorder_scratch_offset);
-    argument.reorder.execute(stream, {{DNNL_ARG_FROM, from}, {DNNL_ARG_TO, to}, {DNNL_ARG_SCRATCHPAD, spare}});
+  std::unique_ptr<Objects> o = objects();
+  const auto reorder = [&](size_t i) {
+    const Argument& a = arguments_[i];
+    o->reorders[i].at(a.output ? DNNL_ARG_TO : DNNL_ARG_FROM).set_data_handle(buffer_of(a.number));
+    o->reorders[i].at(DNNL_ARG_SCRATCHPAD).set_data_handle(scratch.data() + a.reorder_scratch_offset);
+    a.reorder.execute(o->stream, o->reorders[i]);
   };
-  for (const Argument& argument : arguments_) {
-    void* data = argument.reorder ? scratch.data() + argument.inner_offset : buffer_of(argument.number);
-    dnnl::memory& memory = inner[argument.number] = dnnl::memory(argument.inner, engine(), data);
-    if (argument.reorder && !argument.output) {
-      dnnl::memory user(argument.user, engine(), buffer_of(argument.number));
-      reorder(argument, user, memory);
-    }
+  for (size_t i = 0; i < arguments_.size(); ++i) {
+    const Argument& a = arguments_[i];
+    o->arguments.at(a.number).set_data_handle(a.reorder ? scratch.data() + a.inner_offset : buffer_of(a.number));
+    if (a.reorder && !a.output) reorder(i);
   }
-  inner[DNNL_ARG_SCRATCHPAD] = dnnl::memory(scratchpad_, engine(), scratch.data() + scratchpad_offset_);
-  primitive_.execute(stream, inner);
-  for (const Argument& argument : arguments_) {
-    if (!argument.reorder || !argument.output) continue;
-    dnnl::memory user(argument.user, engine(), buffer_of(argument.number));
-    reorder(argument, inner[argument.number], user);
+  o->arguments.at(DNNL_ARG_SCRATCHPAD).set_data_handle(scratch.data() + scratchpad_offset_);
+  primitive_.execute(o->stream, o->arguments);
+  for (size_t i = 0; i < arguments_.size(); ++i) {
+    if (arguments_[i].reorder && arguments_[i].output) reorder(i);
   }
-  stream.wait();
+  o->stream.wait();
+  delete spare_.exchange(o.release());
 }
 
 SharedPrimitive cached(const Key& problem, const std::function<SharedPrimitive()>& make) {

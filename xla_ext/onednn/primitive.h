@@ -2,6 +2,7 @@
 // them.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -29,6 +30,7 @@ class Primitive {
             const Layouts& outputs);
   Primitive(const Primitive&) = delete;
   Primitive& operator=(const Primitive&) = delete;
+  ~Primitive();
 
   // `buffers` lists (argument, the user's buffer).
   void run(const std::vector<std::pair<int, const void*>>& buffers) const;
@@ -44,6 +46,10 @@ class Primitive {
     dnnl::memory::desc reorder_scratch;
   };
 
+  // oneDNN's objects of a run. Making them costs more than a small convolution: the last run's serve again.
+  struct Objects;
+  std::unique_ptr<Objects> objects() const;
+
   void add(const dnnl::primitive_desc_base& descriptor, int number, const dnnl::memory::desc& user, bool output);
   size_t reserve(size_t bytes);
 
@@ -52,6 +58,7 @@ class Primitive {
   dnnl::memory::desc scratchpad_;
   size_t scratchpad_offset_ = 0;
   size_t scratch_bytes_ = 0;
+  mutable std::atomic<Objects*> spare_{nullptr};
 };
 
 // The primitive for a configuration, from the cache of the most recently used ones or else made now. The key must hold

@@ -11,7 +11,7 @@ namespace {
 using conv::Geometry;
 
 // Products in one sum, near XLA's error: with AVX-512 that is 3.8e-7, and 4.8e-7, four units of f32, is not passed; without,
-// XLA's sums are longer. More slices are closer and slower, see the tables in README.md.
+// XLA's sums are longer. More slices are closer and slower, see "Long sums" in benchmarks/results/kernels.md.
 int64_t longest_sum() { return has_avx512() ? 640 : 1200; }
 
 // Pixels in one sum of a filter's gradient, so that it errs by some 5e-7; see the table in benchmarks/results/kernels.md.

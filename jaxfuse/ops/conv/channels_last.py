@@ -44,9 +44,9 @@ def backward(refuse, run) -> Kernel:
         x, w, out = _orders(config)
         own = _of_arguments(config)
         types = tuple(t if order is None else t.update(shape=tuple(t.shape[d] for d in order)) for t, order in zip(linear.types, own))
-        turned = dataclasses.replace(linear, config=channels_last(config), types=types)
+        reordered = dataclasses.replace(linear, config=channels_last(config), types=types)
         orders = x, w, *[out] * (len(args) - 2)
-        found = run(turned, [_turn(a, order) for a, order in zip(args, orders)], mesh_axes)
+        found = run(reordered, [_turn(a, order) for a, order in zip(args, orders)], mesh_axes)
         return tuple(map(_turn_back, found, compress(own, linear.active)))
 
     return Kernel(None, lambda linear, args: _refuse(linear.config, *args[:2]) or refuse(linear, args), run_so)

@@ -131,10 +131,10 @@ def geometry_of(arguments, x, w, window_strides, padding, lhs_dilation, rhs_dila
     ones = (1,) * spatial
     strides = arguments.positive_integers("window_strides", ones if window_strides is None else window_strides, spatial)
     dilation = arguments.positive_integers("rhs_dilation", ones if rhs_dilation is None else rhs_dilation, spatial)
-    spread = arguments.positive_integers("lhs_dilation", ones if lhs_dilation is None else lhs_dilation, spatial)
+    input_dilation = arguments.positive_integers("lhs_dilation", ones if lhs_dilation is None else lhs_dilation, spatial)
     if isinstance(padding, str):
-        arguments.check(spread == ones, "padding", f"{padding!r} with lhs_dilation {spread}", "a pair for each spatial axis",
-                        "compute them as jax.lax.conv_transpose does")
+        arguments.check(input_dilation == ones, "padding", f"{padding!r} with lhs_dilation {input_dilation}",
+                        "a pair for each spatial axis", "compute them as jax.lax.conv_transpose does")
         arguments.one_of("padding", padding, ("SAME", "VALID"))
         reach = [(w.shape[d] - 1) * r + 1 for d, r in zip(dn.rhs_spec[2:], dilation)]
         padding = lax.padtype_to_pads([x.shape[d] for d in dn.lhs_spec[2:]], reach, strides, padding)
@@ -143,7 +143,7 @@ def geometry_of(arguments, x, w, window_strides, padding, lhs_dilation, rhs_dila
     channels, features, per_group = x.shape[dn.lhs_spec[1]], w.shape[dn.rhs_spec[0]], w.shape[dn.rhs_spec[1]]
     if channels != per_group * groups or features % groups:
         _refuse_filter(arguments, w, dn, channels, features, groups)
-    return strides, padding, dilation, groups, dn.lhs_spec, dn.rhs_spec, dn.out_spec, spread
+    return strides, padding, dilation, groups, dn.lhs_spec, dn.rhs_spec, dn.out_spec, input_dilation
 
 
 def convolve(config: ConvConfig, x, w):

@@ -195,8 +195,8 @@ def _refuse_transposed(config: ConvConfig, w) -> str | None:
     if any(s != 1 for s in config.window_strides):
         return f"window_strides {config.window_strides} with lhs_dilation {config.lhs_dilation}: the kernel takes one of them"
     reaches = [(w.shape[d] - 1) * r for d, r in zip(config.rhs_spec[2:], config.rhs_dilation)]
-    for (low, high), reach, spread in zip(config.padding, reaches, config.lhs_dilation):
-        if low > reach or high >= reach + spread:
+    for (low, high), reach, dilation in zip(config.padding, reaches, config.lhs_dilation):
+        if low > reach or high >= reach + dilation:
             return f"padding {config.padding} with lhs_dilation {config.lhs_dilation}: the filter reaches {tuple(reaches)} only"
     return None
 

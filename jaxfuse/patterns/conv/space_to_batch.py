@@ -72,8 +72,8 @@ def _unmoved(value: Value, spec: tuple[int, ...]) -> tuple[Value, tuple[int, ...
             places: IndexMap | None = _unblocked(value.shape, blocks, spec)
             for node in path if places and places.shape == source.shape else ():
                 places = places and places.then(node)
-            turned = any(node.primitive == "transpose" for node in path)
-            if turned and math.prod(blocks) > 1 and places and places.is_same(IndexMap.of(value.shape)):
+            is_transposed = any(node.primitive == "transpose" for node in path)
+            if is_transposed and math.prod(blocks) > 1 and places and places.is_same(IndexMap.of(value.shape)):
                 return source, blocks
     return value, ()
 

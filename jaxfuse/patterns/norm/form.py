@@ -48,13 +48,13 @@ class NormForm(NamedTuple):
         """gamma and beta, [groups, length/repeats], from what the program has."""
         groups, length = self.inner[1], self.inner[2] // self.repeats
 
-        def spread(parameter):
+        def per_channel(parameter):
             vector = parameter.vector(read).astype(jnp.float32)
             inside = parameter.stride // self.repeats if parameter.length > 1 else 1
             return jnp.tile(jnp.repeat(vector, inside), groups * length // (inside * parameter.length)).reshape(groups, length)
 
         def total(terms, otherwise):
-            products = [math.prod(map(spread, product), start=jnp.float32(c)) for c, product in terms]
+            products = [math.prod(map(per_channel, product), start=jnp.float32(c)) for c, product in terms]
             return jnp.broadcast_to(sum(products[1:], products[0]) if products else otherwise, (groups, length))
 
         return total(self.gammas, jnp.float32(1)), total(self.betas, jnp.float32(0))

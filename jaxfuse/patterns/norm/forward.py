@@ -216,8 +216,8 @@ class Norm(Statistics):
         What follows is no part of it."""
         paths = [self._path(end) for end in ends]
         if len(ends) == 1:
-            turned = [before for v, before in zip(paths[0], paths[0][1:]) if v.node.primitive == "transpose"]
-            return turned[-1] if turned else ends[0]
+            before_transposes = [before for v, before in zip(paths[0], paths[0][1:]) if v.node.primitive == "transpose"]
+            return before_transposes[-1] if before_transposes else ends[0]
         common = [v for v in paths[0] if all(v in path for path in paths)] if paths else []
         return common[0] if common else ends[-1] if ends else None
 

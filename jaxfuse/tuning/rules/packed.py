@@ -9,7 +9,7 @@ from jaxfuse.ops.conv.packed import fits_winograd
 from jaxfuse.runtime import private
 from jaxfuse.tuning import tuned
 
-SHORTEST_SUM = 192  # products: outputs of shorter ones oneDNN writes faster
+SHORTEST_SUM = 64  # products: outputs of shorter ones oneDNN writes faster
 MOST_PIXELS = {jnp.dtype(jnp.bfloat16): 800}  # of the outputs: with more of them oneDNN's layout of the filter costs little
 FEWEST_TILES = 16  # of 2×2 outputs: a transformed filter is 16/9 times as large
 

@@ -43,6 +43,11 @@ class Rule(NamedTuple):
         return self.isa in (None, *isa) and (not self.onednn or len(isa) == 2)
 
     @property
+    def in_inference(self) -> "Rule":
+        """By the forward points alone, where both directions count together."""
+        return self if self.direction else self._replace(points=tuple(p for p in self.points if p.direction == "forward"))
+
+    @property
     def smallest(self) -> float:
         """The smallest size at which the fused kernel won and above which it never lost by more than noise: 0 if that is the
         smallest measured, infinite if there is none."""
