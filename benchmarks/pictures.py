@@ -88,6 +88,49 @@ def ratios(rows: list[dict], path: Path) -> bool:
     return True
 
 
+KIND_COLOURS = {"conv": OUR_COLOUR, "dense": "#d9541e", "transformer": "#6a51a3", "recurrent": "#2a8a57", "batch_norm": "#c9a227",
+                "norm": "#c0392b"}
+KIND_TITLES = {"conv": "conv", "dense": "dense", "transformer": "attention, BERT layer", "recurrent": "LSTM, GRU",
+               "batch_norm": "batch norm", "norm": "layer, RMS, group norm"}
+
+
+def roofline(points, peaks, path: Path) -> None:
+    """A panel for each dtype: GFLOP/s over FLOPs for a byte, under the roofs of arithmetic, memory and cache. A dot is jaxfuse, the
+    end of its line XLA."""
+    plt = _pyplot()
+    dtypes = [dtype for dtype in ("f32", "bf16") if any(point.case.dtype == dtype for point in points)]
+    figure, panels = plt.subplots(1, len(dtypes), figsize=(6.3 * len(dtypes), 4.8), squeeze=False, sharey=True)
+    low, high = (edge(point.intensity for point in points) for edge in (min, max))
+    for panel, dtype in zip(panels.flat, dtypes):
+        peak = getattr(peaks, dtype)
+        for bandwidth, style, name in ((peaks.memory, "-", "memory"), (peaks.last_level, "--", "last-level cache")):
+            ridge = peak / bandwidth
+            panel.plot([low / 2, ridge, 2 * high], [low / 2 * bandwidth, peak, peak], style, color=FAINT, linewidth=1, zorder=1)
+            panel.annotate(f"{name}, {bandwidth:g} GB/s", (low / 1.9, low / 1.9 * bandwidth), xytext=(0, 5), textcoords="offset points",
+                           rotation=45, rotation_mode="anchor", transform_rotates_text=True, fontsize=7, color=FAINT)
+        above = dict(xytext=(0, 3), textcoords="offset points", ha="right")
+        panel.annotate(f"{peak:g} GFLOP/s", (2 * high, peak), fontsize=7, color=FAINT, **above)
+        panel.set_title(dtype, fontsize=9)
+        for kind, colour in KIND_COLOURS.items():
+            chosen = [point for point in points if (point.case.kind, point.case.dtype) == (kind, dtype)]
+            for task, marker in (("forward", "o"), ("gradient", "D")):
+                dots = [(point.intensity, point.ours) for point in chosen if point.case.task == task]
+                if dots:
+                    label = f"{KIND_TITLES[kind]}, {report.TASKS[task]}"
+                    panel.scatter(*zip(*dots), s=22, marker=marker, color=colour, zorder=3, label=label)
+            for point in (point for point in chosen if point.xla):
+                panel.plot([point.intensity] * 2, [point.xla, point.ours], color=colour, linewidth=0.8, alpha=0.5, zorder=2)
+        panel.set_xscale("log")
+        panel.set_yscale("log")
+        panel.set_xlabel("FLOPs for a byte of operands and results", fontsize=8)
+        panel.tick_params(labelsize=8)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels.flat[0].set_ylabel("GFLOP/s", fontsize=8)
+    panels.flat[-1].legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    figure.suptitle("Ops under the roofs of the machine: a dot is jaxfuse, the other end of its line is XLA", fontsize=10, color=FAINT)
+    _saved(plt, figure, path)
+
+
 def _saved(plt, figure, path: Path) -> None:
     figure.savefig(path, dpi=110, bbox_inches="tight", facecolor="white", metadata={"Software": None})
     plt.close(figure)

@@ -34,7 +34,7 @@ def table(kind: str, word: str = "") -> list[str]:
         return [row for row in result["rows"] if row["kind"] == kind and word.lower() in row["title"].lower()
                 and row["allocator"] == "tuned" and row["peers"].get("jaxfuse", {}).get("ms")]
 
-    results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+    results = [json.loads(path.read_text()) | {"name": path.stem} for path in sorted(RESULTS.glob("*.json"))]
     results = sorted((result for result in results if rows_of(result)), key=lambda result: result["date"])
     if not results:
         raise ValueError(f"figures: nothing of {kind!r} and {word!r} is in {RESULTS}")
@@ -42,7 +42,7 @@ def table(kind: str, word: str = "") -> list[str]:
     machine = result["machine"]
     instructions = "AVX-512" if "avx512f" in machine["isa"] else "AVX2"
     peers = [name for name in PEERS if name in result["peers"]]
-    where = f"{result['date']}, {machine['cores']} cores of {machine['cpu']} ({instructions})"
+    where = f"{result['date']}, {machine['cores']} cores of {machine['cpu']} ({instructions}; `benchmarks/results/{result['name']}.md`)"
     lines = [f"{where}: ms, and jaxfuse's speed over each peer's.", "",
              f"| case | run | jaxfuse ms | {' | '.join('÷ ' + PEERS[name] for name in peers)} |", "|---|---|" + "---:|" * (1 + len(peers))]
     for row in rows_of(result):

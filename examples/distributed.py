@@ -13,7 +13,7 @@ BATCH = 32
 
 
 def worker(address: str, count: int, rank: int, steps: int, dies: bool) -> None:
-    """One process of the job: its part of every batch, and what is summed over all of them by JAX."""
+    """One process of the job: its part of every batch, and what is summed over all of them by JAX. `dies`: the last one does."""
     import jax
 
     jax.distributed.initialize(address, count, rank, heartbeat_timeout_seconds=10)
@@ -41,7 +41,7 @@ def worker(address: str, count: int, rank: int, steps: int, dies: bool) -> None:
     mine = slice(rank * BATCH // count, (rank + 1) * BATCH // count)
     losses = []
     for i, batch in enumerate(batches(digits(), BATCH, steps)):
-        if dies and i == steps - 1:
+        if dies and rank == count - 1 and i == steps - 1:
             os._exit(1)  # as a machine that loses its power
         parts = [jax.make_array_from_process_local_data(shared, part[mine], part.shape) for part in batch]
         params, loss = step(params, *parts)
@@ -51,16 +51,20 @@ def worker(address: str, count: int, rank: int, steps: int, dies: bool) -> None:
     print(json.dumps({"losses": losses, "sites": sites}))
 
 
-def job(count: int, steps: int, dies: bool = False) -> list[subprocess.CompletedProcess]:
-    """Starts so many processes; with `dies` the last of them ends before the last step."""
+def started(count: int, command: list[str], *arguments: str, cwd: str | None = None) -> list[subprocess.CompletedProcess]:
+    """Runs `command address count rank arguments` in so many processes. Returns them when all have ended."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{found.getsockname()[1]}"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAXFUSE_RETAIN_MEMORY": "1"}
-    started = [subprocess.Popen(
-        [sys.executable, __file__, "--worker", address, str(count), str(rank), str(steps), str(int(dies and rank == count - 1))],
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rank in range(count)]
-    return [subprocess.CompletedProcess(p.args, p.wait(), out, err) for p in started for out, err in [p.communicate(timeout=300)]]
+    processes = [subprocess.Popen([*command, address, str(count), str(rank), *arguments], cwd=cwd, env=environment,
+                                  stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rank in range(count)]
+    return [subprocess.CompletedProcess(p.args, p.wait(), out, err) for p in processes for out, err in [p.communicate(timeout=300)]]
+
+
+def job(count: int, steps: int, dies: bool = False) -> list[subprocess.CompletedProcess]:
+    """Trains with so many processes; with `dies` the last of them ends before the last step."""
+    return started(count, [sys.executable, __file__, "--worker"], str(steps), str(int(dies)))
 
 
 def main():

@@ -6,6 +6,8 @@ max pools, LSTM and GRU.
     jaxfuse.retain_memory()                  before the first computation: memory that is freed stays in the process
 """
 
+import sys
+
 from jaxfuse import ops
 from jaxfuse.frozen import ArtefactError, Frozen, freeze, load
 from jaxfuse.fuse import explain, fuse
@@ -19,6 +21,12 @@ __version__ = "0.1.0"  # and in pyproject.toml
 __all__ = [
     "ArtefactError", "Counters", "Difference", "Frozen", "FusionError", "FusionReport", "Site", "UnreadWarning", "counters", "diff",
     "explain", "freeze", "fuse", "get_num_threads", "load", "ops", "reasons", "retain_memory", "set_num_threads"]
+
+
+def __getattr__(name: str):
+    remedy = "; import jaxfuse.flax.linen or jaxfuse.flax.nnx" if name in ("flax", "linen", "nnx") else ""
+    raise AttributeError(f"module 'jaxfuse' has no attribute {name!r}{remedy}", name=name, obj=sys.modules[__name__])
+
 
 memory.retain_if_asked()
 ffi.register_all()  # programs that jax.export wrote call our targets without a line of ours

@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from jaxfuse.commands import near
-from jaxfuse.runtime import memory
+from jaxfuse.runtime import memory, near
 
 INTERRUPTED = 130  # as shells have it
 CHECKOUT = Path(__file__).resolve().parent.parent
@@ -74,7 +73,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser("python -m jaxfuse", description=PAGE, epilog=FIRST_STEPS, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(title="commands", metavar="command", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="command")
+    parser.set_defaults(run=lambda _: parser.print_help())
 
     text = "train and run real networks, unfused and fused: speed and numbers side by side"
     more = " A small residual network on handwritten digits, then ResNet-50 on a photograph. Takes some minutes on a few cores; " \

@@ -10,6 +10,7 @@ from jaxfuse import patterns as known_patterns
 from jaxfuse.jitted import Fused
 from jaxfuse.ops.errors import one_of
 from jaxfuse.planner import plan
+from jaxfuse.program.remedies import remedy
 from jaxfuse.program.signature import Traced, is_part_of_a_program, trace
 from jaxfuse.program.site import Refusal
 from jaxfuse.program.source import raising_line
@@ -59,6 +60,8 @@ def fuse(fn=None, /, *, policy="measured", strict=False, patterns=None, skip=(),
     again = functools.partial(fuse, policy=policy, strict=strict, patterns=patterns, skip=skip, limit=limit, **options)
     if fn is None:
         return again
+    if not callable(fn):
+        raise TypeError(f"jaxfuse.fuse: fn is of type {type(fn).__name__}, expected a function: fuse(fn)(*args), not fuse(fn(*args))")
     if isinstance(fn, Fused):
         fn, options = fn.__wrapped__, fn.options | options
     return Fused(fn, functools.partial(_run, unprofitable, selection, strict), again, options, selection)
@@ -107,7 +110,7 @@ def explain(fn: Callable, *args, policy: str = "measured", platform: str | None 
     unprofitable = policies.unprofitable(policy, inference=getattr(fn, "is_inference", False))
     decider = Decider(unprofitable, fn.selection if isinstance(fn, Fused) else ALL)
     if platform is not None:
-        one_of(platform, platforms.NAMES, "platform")
+        one_of(platform, platforms.NAMES, "platform", aliases={"gpu": "cuda"})
     with platforms.assumed(platform or platforms.committed((args, kwargs))):
         for concrete in (False, True):
             try:
@@ -115,7 +118,7 @@ def explain(fn: Callable, *args, policy: str = "measured", platform: str | None 
             except Exception as error:
                 failure = error
             else:
-                return build.whole(plan(closed, decider), getattr(fn, "__qualname__", type(fn).__name__), policy, measure)
+                return build.whole(plan(closed, decider), _name(fn), policy, measure)
         return _untraceable(failure)
 
 
@@ -135,6 +138,10 @@ def _rewritten(traced: Traced, decider: Decider, strict: bool):
     return jax.tree.unflatten(traced.out_tree, program(traced.leaves))
 
 
+def _name(fn: Callable) -> str:
+    return getattr(fn, "__qualname__", type(fn).__name__).rpartition("<locals>.")[2]
+
+
 def _untraceable(failure: Exception) -> FusionReport:
     words = f"the function cannot be traced for these arguments: {type(failure).__name__}: {failure}".splitlines()[0]
-    return build.untraceable(words, raising_line(failure))
+    return build.untraceable("; ".join(filter(None, [words, remedy(failure)])), raising_line(failure))

@@ -15,6 +15,10 @@ from jaxfuse.report.site import Site, where
 from jaxfuse.runtime.reasons import LeftOut
 
 SOURCE = re.compile(r".*:\d+")  # "file:line"
+# What layers are called where a pattern has another name.
+ALIASES = {"convolution": "conv", "linear": "dense", "matmul": "dense", "mlp": "dense", "layer_norm": "norm", "layernorm": "norm",
+           "rms_norm": "norm", "group_norm": "norm", "instance_norm": "norm", "lstm": "recurrent", "gru": "recurrent", "rnn": "recurrent",
+           "pool": "max_pool", "pooling": "max_pool", "softmax": "attention"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +36,10 @@ class Selection:
     @classmethod
     def of(cls, known: Sequence[str], patterns: Iterable[str] | None, skip: Iterable[str | Site], limit: int | None) -> "Selection":
         """Checked. Raises: ValueError for an unknown pattern, for anything else that names no site, and for a negative limit."""
-        if isinstance(patterns, str) or isinstance(skip, (str, Site)):
-            raise OpError("fuse: patterns and skip are sequences: write (…,)")
-        chosen = None if patterns is None else tuple(one_of(name, known, "pattern", "fuse: ") for name in patterns)
+        for name, given in (("patterns", patterns), ("skip", skip)):
+            if isinstance(given, (str, Site)):
+                raise OpError(f"fuse: {name} is {given!r}, expected a sequence; write {name}=({given!r},)")
+        chosen = None if patterns is None else tuple(_pattern(name, known, "fuse: ") for name in patterns)
         if limit is not None and not (isinstance(limit, numbers.Integral) and limit >= 0):
             raise OpError(f"fuse: limit is {limit!r}, expected a number of sites, 0 or more; leave it out for all")
         return cls(chosen, tuple(_skipped(each, known) for each in skip), limit)
@@ -104,8 +109,12 @@ def _skipped(each: Any, known: Sequence[str]) -> str | Site:
     if isinstance(each, Site) or isinstance(each, str) and ("+" in each or SOURCE.fullmatch(each)):
         return each
     if isinstance(each, str):
-        return one_of(each, known, "pattern", "fuse: skip: ")
+        return _pattern(each, known, "fuse: skip: ")
     raise OpError(f"fuse: skip holds {each!r}, expected a pattern, a file:line or a Site of a report; print(jaxfuse.explain(…)) shows them")
+
+
+def _pattern(name: str, known: Sequence[str], where: str) -> str:
+    return one_of(name, known, "pattern", where, ALIASES)
 
 
 def _same(asked: Site, found: Site) -> bool:

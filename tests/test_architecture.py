@@ -26,7 +26,7 @@ ALLOWED = {
     "jitted": {"program", "runtime"},
     "planner": {"analysis", "patterns", "program", "runtime", "selection"},
     "fuse": {"jitted", "ops", "patterns", "planner", "program", "report", "runtime", "selection", "tuning"},
-    "frozen": {"analysis", "fuse", "ops", "patterns", "program", "tuning"},
+    "frozen": {"analysis", "fuse", "ops", "patterns", "program", "runtime", "tuning"},
     "__init__": {"frozen", "fuse", "ops", "report", "runtime"},
     "flax": {"fuse", "program", "report"},
     "commands": {"__init__", "fuse", "report", "runtime", "selection", "tuning"},

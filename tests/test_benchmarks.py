@@ -8,7 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks import cases, checks, inputs, peer, peers, pictures, plan, readme, report, resident, run, swapped, turns
+from benchmarks import (
+    cases, checks, communication, inputs, peer, peers, pictures, plan, readme, report, resident, roofline, run, swapped, turns)
 from benchmarks.__main__ import main
 from processes import printed_by
 
@@ -315,3 +316,25 @@ def test_tokens_are_of_the_vocabulary_and_images_are_not():
     tokens, images = inputs.network(bert), inputs.network(vit)
     assert tokens.shape == (8, 128) and tokens.dtype == np.int32 and 0 <= tokens.min() and 20000 < tokens.max() < bert.shape.vocabulary
     assert images.shape == (8, 224, 224, 3) and images.dtype == np.float32
+
+
+def test_collectives_are_counted_with_their_bytes():
+    text = """
+      %sums = (f32[8]{0}, bf16[4,2]{1,0}) all-reduce(%a, %b), channel_id=1
+      %more = f32[] all-reduce-start(%c)
+      %rows = f32[16,4]{1,0} all-gather(%d), dimensions={0}
+      %y = f32[64]{0} add(%e, %all-reduce.1)"""
+    assert communication.sent(text) == (3, 8 * 4 + 8 * 2 + 4 + 64 * 4, frozenset({"all-reduce", "all-gather"}))
+
+
+def test_an_op_is_held_against_the_roof_of_the_machine(tmp_path):
+    peaks = roofline.Peaks(f32=100, bf16=200, memory=10, last_level=40, cache=32)
+    row = dict(kind="conv", peers={"jaxfuse": {"ms": 20.0}, "xla": {"ms": 80.0}, "xla-tuned": {"ms": 40.0}})
+    (point,) = roofline.points([row | dict(case="conv3x3_c64_s56.b8.f32.forward")], peaks)
+    multiplications, image = 8 * 56 * 56 * 9 * 64 * 64, 8 * 56 * 56 * 64
+    assert point.flops == 2 * multiplications and point.bytes == 4 * (2 * image + 9 * 64 * 64 + 64)
+    assert (point.roof, point.ours, point.xla) == (100, point.flops / 20e6, point.flops / 40e6)
+    (bound,) = roofline.points([row | dict(case="bn_add_relu_c256_s56.b8.bf16.gradient", kind="batch_norm")], peaks)
+    assert bound.roof == pytest.approx(10 * bound.intensity)  # 90 MB are in no cache
+    pictures.roofline([point, bound], peaks, tmp_path / "roof.png")
+    assert (tmp_path / "roof.png").stat().st_size > 10_000

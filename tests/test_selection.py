@@ -85,8 +85,8 @@ def test_no_site_needs_one_that_is_skipped():
     (dict(patterns=["cnov"]), "did you mean 'conv'"),
     (dict(skip=["dens"]), "did you mean 'dense'"),
     (dict(skip=[3]), "expected a pattern, a file:line or a Site"),
-    (dict(patterns="conv"), "are sequences"),
-    (dict(skip="conv"), "are sequences"),
+    (dict(patterns="conv"), "expected a sequence"),
+    (dict(skip="conv"), "expected a sequence"),
     (dict(limit=-1), "limit is -1"),
 ])
 def test_what_names_no_site_is_an_error(options, words):

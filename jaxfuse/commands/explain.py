@@ -8,6 +8,7 @@ from rich.console import Console
 from jaxfuse.commands.target import Unusable, found, split
 from jaxfuse.fuse import explain
 from jaxfuse.report import FusionReport
+from jaxfuse.runtime.reasons import Untraced
 
 ARGUMENTS = "example_arguments"
 
@@ -26,7 +27,7 @@ def run(target: str, arguments: str = "", out: Path | None = None, policy: str =
 
     Returns: the exit code.
 
-    Raises: Unusable for a name that is not there, and for arguments of another kind.
+    Raises: Unusable for a name that is not there, for arguments of another kind, and for a function that cannot be traced.
     """
     module, name = split(target)
     fn = found(module, name)
@@ -35,6 +36,8 @@ def run(target: str, arguments: str = "", out: Path | None = None, policy: str =
     args, kwargs = _arguments(found(where, given, hint), f"{where}:{given}")
     path = out or Path(f"{name.rsplit('.', 1)[-1]}.html")
     report = explain(fn, *args, policy=policy, platform=platform, measure=measure, **kwargs)
+    if any(isinstance(site.reason, Untraced) for site in report.skipped):
+        raise Unusable(report.overview())
     report.save(path)
     _show(report, path)
     return 0

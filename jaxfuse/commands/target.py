@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from jaxfuse.commands import near
+from jaxfuse.runtime import near
 
 
 class Unusable(Exception):
@@ -42,11 +42,17 @@ def _module(name: str) -> ModuleType:
         raise Unusable(f"there is no module {name} in {os.getcwd()}, nor among the installed packages") from error
 
 
+def _there(of: Any) -> str:
+    """; it has …: the functions that a module defines itself."""
+    names = [name for name, each in vars(of).items() if callable(each) and getattr(each, "__module__", "") == getattr(of, "__name__", "")]
+    return f"; it has {', '.join(names[:8])}" if names else ""
+
+
 def found(module: str, name: str, hint: str = "") -> Any:
     """What has this name, with dots, in the module. Raises Unusable where nothing has; the message ends with the hint."""
     found: Any = _module(module)
     for part in name.split("."):
         if not hasattr(found, part):
-            raise Unusable(f"{module} has no {name}{hint or near.meant(part, dir(found))}")
+            raise Unusable(f"{module} has no {name}{hint or near.meant(part, dir(found)) or _there(found)}")
         found = getattr(found, part)
     return found

@@ -17,6 +17,8 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfuse.runtime import near
+
 MAGIC, FORMAT, ALIGNED = b"JAXFUSE\n", 1, 64
 
 
@@ -51,6 +53,8 @@ def load(path: str | os.PathLike):
 
     Raises: ArtefactError, a ValueError, for what is no such file, is truncated or altered, or is of a newer format; what `open` raises.
     """
+    if not Path(path).exists():
+        raise FileNotFoundError(f"there is no file {os.fspath(path)}{near.files(os.fspath(path))}")
     data = Path(path).read_bytes()
     header, body = _opened(data, os.fspath(path))
     program = jax.export.deserialize(bytearray(body[: header["program"]]))

@@ -117,7 +117,12 @@ class Frozen:
             return self._fn(*args, **kwargs)
 
         types = jax.tree.unflatten(self._tree, self._types)
-        traced = trace(whole, (types, *jax.tree.map(_type_of, (args, kwargs))), {})
+        try:
+            traced = trace(whole, (types, *jax.tree.map(_type_of, (args, kwargs))), {})
+        except TypeError as error:
+            bound = ", ".join(map(str, self._positions))
+            error.add_note(f"jaxfuse: a call gives the arguments that are not bound; bound are those at {bound or 'no position'}")
+            raise
         program = Program(traced.closed, len(self._arrays()))
         self._closed_over += traced.closed.consts
 
@@ -186,7 +191,7 @@ def freeze(fn: Callable, *bound: Any, argnums: int | Sequence[int] = 0, policy: 
         raise OpError(f"jaxfuse.freeze: argnums is {argnums!r}, expected {len(bound)} positions in ascending order, one for each bound "
                       "argument; give argnums=")
     if not callable(fn):
-        raise TypeError(f"jaxfuse.freeze: fn is {fn!r}, expected a function or a module")
+        raise TypeError(f"jaxfuse.freeze: fn is of type {type(fn).__name__}, expected a function or a module")
     fuse(fn, policy=policy)  # raises what it raises
     return Frozen(fn, bound, positions, policy)
 
@@ -198,7 +203,11 @@ def _of_module(fn) -> tuple[Callable, tuple, tuple[int, ...]]:
         structure, state = nnx.split(fn)
 
         def of_state(state, *args, **kwargs):
-            return nnx.merge(structure, state)(*args, **kwargs)
+            before = _by_path(state)
+            module = nnx.merge(structure, state)
+            result = module(*args, **kwargs)
+            _require_unchanged(nnx, module, before)
+            return result
 
         return functools.update_wrapper(of_state, type(fn).__call__), (state,), (0,)
     leaves, tree = jax.tree.flatten(fn)
@@ -211,6 +220,22 @@ def _of_module(fn) -> tuple[Callable, tuple, tuple[int, ...]]:
 
     others = list(map(_type_of, leaves))
     return functools.update_wrapper(of_arrays, type(fn).__call__), ([leaf for leaf in leaves if _is_array(leaf)],), (0,)
+
+
+def _require_unchanged(nnx, module, before: dict[tuple, Any]) -> None:
+    """Raises OpError where a call has changed the module: running averages, a cache, dropout's keys. All of it is constant here."""
+    # They ask for a key to make the zeros that a sequence begins with.
+    cells = {path for path, each in nnx.iter_modules(module) if isinstance(each, (nnx.RNN, nnx.RNNCellBase))}
+    changed = [".".join(map(str, path)) for path, leaf in _by_path(nnx.state(module)).items()
+               if before.get(path, leaf) is not leaf and not (path[-2:] == ("rngs", "count") and path[:-2] in cells)]
+    if changed:
+        raise OpError(f"jaxfuse.freeze: a call changes {', '.join(changed)} of the module, which is constant once it is frozen; call "
+                      "model.eval() before freeze")
+
+
+def _by_path(state) -> dict[tuple, Any]:
+    """The arrays of an nnx.State by the names on the way to them."""
+    return {tuple(key.key for key in path if hasattr(key, "key")): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
 
 
 def _is_array(leaf) -> bool:

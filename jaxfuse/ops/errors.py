@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.runtime.names import nearest
+from jaxfuse.runtime.near import nearest
 
 Array = jax.Array | np.ndarray  # what the ops take
 

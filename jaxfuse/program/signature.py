@@ -7,6 +7,8 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
+from jaxfuse.program.remedies import remedy
+
 # Whether a function is being traced in order to be fused. JAX keeps traces that were made under another value apart.
 _being_fused = jax.make_user_context(False)
 
@@ -36,7 +38,7 @@ class Traced(NamedTuple):
 
 
 def trace(fn, args, kwargs, concrete: bool = True) -> Traced:
-    """Traces fn for these arguments; raises what fn raises.
+    """Traces fn for these arguments; raises what fn raises, with a note of what to do where that is known.
 
     Arrays are traced. So are Python's ints and floats, unless `concrete`. Bools, strings and everything else stay as they are.
     """
@@ -50,8 +52,13 @@ def trace(fn, args, kwargs, concrete: bool = True) -> Traced:
         return fn(*args, **kwargs)
 
     args, kwargs = jax.tree.map(given, (args, kwargs))
-    with _being_fused(True):
-        closed, shapes = jax.make_jaxpr(whole, return_shape=True)(*args, **kwargs)
+    try:
+        with _being_fused(True):
+            closed, shapes = jax.make_jaxpr(whole, return_shape=True)(*args, **kwargs)
+    except Exception as error:
+        if words := remedy(error):
+            error.add_note(f"jaxfuse: {words}")
+        raise
     return Traced(closed, jax.tree.leaves((args, kwargs)), jax.tree.structure(shapes))
 
 

@@ -30,6 +30,8 @@ class FusionReport:
     def __str__(self):
         if not self.fused and not self.skipped:
             return text.NOTHING
+        if untraced := text.untraced(self.rows):
+            return untraced
         count = len(self.sites)
         rest = self.table() if count <= FEW else f"All {count} rows: print(report.table())"
         return f"{self.overview()}\n\n{rest}"
@@ -46,6 +48,8 @@ class FusionReport:
 
     def overview(self) -> str:
         """How many sites of each pattern and direction are fused, and what stays XLA's, counted by reason."""
+        if untraced := text.untraced(self.rows):
+            return untraced
         parts = [text.headline(self.rows)]
         for block in text.summary(self.rows):
             parts += [block.title, text.printed(block)] if block.title else [text.printed(block)]

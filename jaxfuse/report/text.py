@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxfuse.report.site import Rows, Site
-from jaxfuse.runtime.reasons import heading
+from jaxfuse.runtime.reasons import Untraced, heading
 
 NOTHING = "nothing to fuse: no convolution, dense layer, attention, norm, recurrent cell or max pool in this program"
 NUMBERS = ("forward", "backward", "sites", "MB saved", "ms unfused", "ms fused")
@@ -28,6 +28,12 @@ def headline(rows: Rows) -> str:
     """How many sites are fused, and what that saves."""
     saved = sum(site.bytes_saved for site in rows.fused)
     return f"{len(rows.fused)} of {len(rows.fused) + len(rows.skipped)} sites fused, about {saved / 1e6:.1f} MB of memory traffic saved"
+
+
+def untraced(rows: Rows) -> str:
+    """Why the function has no program to report on; "" where it has one."""
+    sites = [site for site in rows.skipped if isinstance(site.reason, Untraced)]
+    return "".join(site.reason if site.source == "unknown" else f"{site.source}: {site.reason}" for site in sites)
 
 
 def summary(rows: Rows) -> list[Block]:

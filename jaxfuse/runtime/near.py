@@ -1,13 +1,17 @@
-"""What to write for a word or a file that is not there, as the end of a message."""
+"""What was meant by a word or a file that is not there."""
 
+import difflib
 from collections.abc import Iterable
 from pathlib import Path
 
-from jaxfuse.runtime.names import nearest
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is spelled most like this one; None where none is near."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
 
 
 def meant(word: str, known: Iterable[str]) -> str:
-    """"; did you mean X?", or "" where nothing known is near."""
+    """"; did you mean X?", for the end of a message, or "" where nothing known is near."""
     near = nearest(word, known)
     return f"; did you mean {near}?" if near else ""
 

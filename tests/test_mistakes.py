@@ -1,0 +1,105 @@
+"""What a newcomer does wrong: every error says what to do."""
+
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxfuse
+from jaxfuse import __main__ as cli
+
+X = jnp.ones((2, 8, 8, 4))
+LINEN = nn.Conv(4, (3, 3))
+VARIABLES = LINEN.init(jax.random.key(0), X)
+
+
+class Drops(nnx.Module):
+    def __init__(self):
+        self.norm, self.drop = nnx.BatchNorm(4, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.drop(self.norm(x))
+
+
+def looks(x, train=False):
+    return x + 1 if train else x
+
+
+MISTAKES = {
+    "pattern by the name of its layer": (lambda: jaxfuse.fuse(looks, patterns=["layer_norm"]), "did you mean 'norm'"),
+    "skip by the name of its layer": (lambda: jaxfuse.fuse(looks, skip=["linear"]), "did you mean 'dense'"),
+    "pattern alone": (lambda: jaxfuse.fuse(looks, patterns="conv"), r"write patterns=\('conv',\)"),
+    "skip alone": (lambda: jaxfuse.fuse(looks, skip="conv"), r"write skip=\('conv',\)"),
+    "platform gpu": (lambda: jaxfuse.explain(looks, X, platform="gpu"), "did you mean 'cuda'"),
+    "a result": (lambda: jaxfuse.fuse(looks(X)), r"fuse\(fn\)\(\*args\), not fuse\(fn\(\*args\)\)"),
+    "a flag that is traced": (lambda: jaxfuse.fuse(looks)(X, train=True), "static_argnames"),
+    "numpy inside": (lambda: jaxfuse.fuse(lambda x: np.asarray(x) + 1)(X), "jax.numpy"),
+    "a linen module": (lambda: jaxfuse.fuse(LINEN)(X), r"fuse\(model.apply\)\(variables, x\)"),
+    "a linen module, frozen": (lambda: jaxfuse.freeze(LINEN)(X), r"freeze\(model.apply, variables\)"),
+    "an nnx module that changes": (lambda: jaxfuse.fuse(Drops())(X), r"fuse\(lambda model, x: model\(x\)\)\(model, x\)"),
+    "an nnx module in train mode, frozen": (lambda: jaxfuse.freeze(Drops())(X), "changes drop.rngs.count, norm.mean, norm.var of the"),
+    "bound arguments given again": (lambda: jaxfuse.freeze(LINEN.apply, VARIABLES)(VARIABLES, X), "bound are those at 0"),
+    "Flax, not imported": (lambda: jaxfuse.nnx, "import jaxfuse.flax.linen or jaxfuse.flax.nnx"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_error_says_what_to_do(mistake):
+    wrong, words = MISTAKES[mistake]
+    with pytest.raises(Exception) as raised:
+        wrong()
+    said = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", ())])
+    assert re.search(words, said), said
+
+
+def test_what_a_frozen_module_may_change():
+    """A recurrent layer asks for a key, of which it makes zeros."""
+    cell = nnx.RNN(nnx.LSTMCell(4, 8, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0))
+    cell.eval()
+    assert jaxfuse.freeze(cell)(jnp.ones((2, 5, 4))).shape == (2, 5, 8)
+
+
+def test_an_untraceable_function_is_one_sentence():
+    said = str(jaxfuse.explain(looks, X, 1, 2))
+    assert said.startswith("the function cannot be traced for these arguments: TypeError: looks() takes") and "\n" not in said
+
+
+def test_a_misspelt_file(tmp_path):
+    path = tmp_path / "network.jaxfuse"
+    jaxfuse.freeze(LINEN.apply, VARIABLES).save(path, X)
+    with pytest.raises(FileNotFoundError, match="did you mean .*network.jaxfuse"):
+        jaxfuse.load(tmp_path / "netwrok.jaxfuse")
+
+
+def test_no_command_shows_the_page(capsys):
+    assert not cli.main([])
+    assert "first steps:" in capsys.readouterr().out
+
+
+PROGRAM = """
+def untraceable(x):
+    return float(x)
+
+def check():
+    pass
+
+example_arguments = (1.0, 2.0)
+"""
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["explain", "program.py:untraceable"], "cannot be traced for these arguments: TypeError"),
+    (["explain", "program.py:xyz"], "has no xyz; it has untraceable, check"),
+    (["bisect", "program.py:check"], "nothing is fused in it"),
+])
+def test_a_command_that_cannot_do_it(tmp_path, monkeypatch, capsys, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    assert cli.main(arguments) == 1
+    out, err = capsys.readouterr()
+    assert words in out + err
+    assert not list(tmp_path.glob("*.html"))
