@@ -58,11 +58,16 @@ def test_demo_names_what_is_missing(monkeypatch, capsys):
     assert "the demo needs optax and scikit-learn; to install: python -m pip install optax scikit-learn" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [[], ["demo", "--fast"], ["train"]])
+@pytest.mark.parametrize("arguments", [["demo", "--fast"], ["train"]])
 def test_unknown_arguments_end_with_the_usage(arguments, capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(arguments)
     assert "usage: python -m jaxfuse" in capsys.readouterr().err
+
+
+def test_without_arguments_the_help_is_shown(capsys):
+    assert not cli.main([])
+    assert "usage: python -m jaxfuse" in capsys.readouterr().out
 
 
 def test_bench_passes_everything_on(monkeypatch, tmp_path):

@@ -58,6 +58,7 @@ EXPECTED = {
     },
     "flax": {
         "NormalizationTest::test_instance_norm3": "compares to 1e-6 beside a mean of 1e4, which has steps of 1e-3",
+        "NormalizationTest::test_layer_norm4": "compares to 1e-3 beside a mean of 1e6, which has steps of 0.06",
         "test_attention_alias_submodule": "compares the bits of `apply` with those of `init`, which runs as it is",
         "test_normalization_equivalence": "compares two norms to 1e-7 of which one is fused; they differ by 2.4e-7",
         "TestLinenConsistency::test_nnx_linen_": "compares bits of linen and nnx, which are not fused in the same pieces",
