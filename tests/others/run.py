@@ -113,9 +113,11 @@ def main() -> int:
     table = Table("tests of", *columns, title=f"{options.project}, {options.mode}")
     control = {"fused": "jitted", "layers": "plain"}[options.mode]
     new: dict[str, str] = {}
+    total = 0
     for path in options.only or SUITES[options.project]:
         fused = run(options.project, options.checkout, [path], options.mode, arguments)
         expected = EXPECTED.get(options.project, {})
+        total += fused.sites
         failed = {name: text for name, text in fused.failed.items() if not any(part in name for part in expected)}
         without = run(options.project, options.checkout, [path], control, arguments).failed if failed else {}
         new |= {name: text for name, text in failed.items() if name not in without}
@@ -128,7 +130,9 @@ def main() -> int:
     console.print(table)
     for name, text in new.items():
         console.print(f"only {options.mode}: {name}\n    {text}", markup=False)
-    return bool(new)
+    if not total:
+        console.print(f"no {counted} at all: nothing was tested")
+    return bool(new) or not total
 
 
 if __name__ == "__main__":
