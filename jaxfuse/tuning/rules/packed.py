@@ -1,4 +1,5 @@
-"""How `freeze` lays out a convolution's filter. Measured on Zen 5 with AVX-512 (benchmarks/README.md); elsewhere it stays as it is."""
+"""How `freeze` lays out a convolution's filter. Measured on Zen 5 with AVX-512 and on Zen 1 with AVX2 (benchmarks/README.md);
+elsewhere it stays as it is."""
 
 import enum
 import math
@@ -9,8 +10,6 @@ from jaxfuse.ops.conv.packed import fits_winograd
 from jaxfuse.runtime import private
 from jaxfuse.tuning import tuned
 
-SHORTEST_SUM = 64  # products: outputs of shorter ones oneDNN writes faster
-MOST_PIXELS = {jnp.dtype(jnp.bfloat16): 800}  # of the outputs: with more of them oneDNN's layout of the filter costs little
 FEWEST_TILES = 16  # of 2×2 outputs: a transformed filter is 16/9 times as large
 
 
@@ -23,14 +22,24 @@ class Packing(enum.Enum):
 def fastest(config, x, w) -> Packing:
     """As it is oneDNN lays it out again at every call."""
     batch, channels, *image = (private.known(x.shape[d]) for d in config.lhs_spec)
-    positions, products = batch * math.prod(image), math.prod(w.shape) // w.shape[config.rhs_spec[0]]
-    if products < SHORTEST_SUM or not any(isa.startswith("avx512") for isa in tuned.isa()):
-        return Packing.none
-    if positions // math.prod(config.window_strides) > MOST_PIXELS.get(x.dtype, positions):
-        return Packing.none
+    positions, features = batch * math.prod(image), w.shape[config.rhs_spec[0]]
+    products, pixels = math.prod(w.shape) // features, positions // math.prod(config.window_strides)
     tiles = batch * math.prod(-(-n // 2) for n in image)
-    by_winograd = fits_winograd(config, x, w) and channels >= 32 and tiles >= FEWEST_TILES
-    return Packing.winograd if by_winograd else Packing.direct
+    direct, winograd = _wins(x.dtype, products, pixels, features)
+    if winograd and fits_winograd(config, x, w) and channels >= 32 and tiles >= FEWEST_TILES:
+        return Packing.winograd
+    return Packing.direct if direct else Packing.none
+
+
+def _wins(dtype, products: int, pixels: int, features: int) -> tuple[bool, bool]:
+    """Whether a packed filter is faster, directly and by Winograd. `products` of a sum: outputs of short ones oneDNN writes faster.
+    `pixels` of the output: with many of them its layout of the filter costs little."""
+    if any(isa.startswith("avx512") for isa in tuned.isa()):
+        wins = products >= 64 and (dtype != jnp.bfloat16 or pixels <= 800)
+        return wins, wins
+    if "avx2" in tuned.isa() and dtype == jnp.float32:
+        return products >= 160 and pixels <= (196 if features <= products else 49), True
+    return False, False
 
 
 def any_that_fits(config, x, w) -> Packing:
