@@ -63,6 +63,7 @@ def test_functions_and_arguments_are_found(name, tmp_path, target, options, rows
     (["nowhere.py:f"], "there is no file nowhere.py"),
     (["{}:layer", "--arguments", "wrong"], "is a int: expected a tuple"),
     (["{}:layr"], "did you mean layer?"),
+    (["{}:jaxe"], "it has Trainer, layer, by_name"),
     (["{}.yp:layer"], "there is no module"),
     (["./{}s.py:layer"], "did you mean {}.py?"),
     (["{}:layer", "--policy", "alway"], "did you mean 'always'?"),
