@@ -214,7 +214,7 @@ def _quietly() -> int:
         try:
             return main()
         finally:  # here rather than at exit, where Python would complain
-            sys.stdout.flush()
+            print(end="", flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return UNREAD
