@@ -95,6 +95,7 @@ def network(x, w):
     (["./{}s.py:layer"], "did you mean {}.py?"),
     (["{}:layer", "--policy", "alway"], "did you mean 'always'?"),
     (["{}:layer", "--out", "x.pdf"], "a report is saved as .html, .svg, .json"),
+    (["{}:layer", "--out", "nowhere/x.html"], "there is no folder nowhere"),
     (["{}:layer", "--platform", "abacus"], "abacus"),
 ])
 def test_what_is_wrong_is_said(name, capsys, arguments, words):

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from jaxfuse.commands.target import Unusable, found, split
 from jaxfuse.fuse import explain
-from jaxfuse.report import FusionReport
+from jaxfuse.report.report import FusionReport, writer
 from jaxfuse.runtime.reasons import Untraced
 
 ARGUMENTS = "example_arguments"
@@ -30,7 +30,8 @@ def run(target: str, arguments: str = "", out: Path | None = None, policy: str =
 
     Returns: the exit code.
 
-    Raises: Unusable for a name that is not there, for arguments of another kind, and for a function that cannot be traced.
+    Raises: Unusable for a name or a folder that is not there, for arguments of another kind, and for a function that cannot be traced;
+      ValueError for an ending that no report has.
     """
     module, name = split(target)
     fn = found(module, name)
@@ -42,6 +43,9 @@ def run(target: str, arguments: str = "", out: Path | None = None, policy: str =
         hint = f"; {given} is a tuple of its arguments, or a function that returns them" if given == ARGUMENTS else ""
         args, kwargs = _arguments(found(where, given, hint), f"{where}:{given}")
     path = out or Path(f"{name.rsplit('.', 1)[-1]}.html")
+    writer(path)  # said before the work, which may take a while
+    if not path.parent.is_dir():
+        raise Unusable(f"there is no folder {path.parent} for {path.name}")
     report = explain(fn, *args, policy=policy, platform=platform, measure=measure, **kwargs)
     if any(isinstance(site.reason, Untraced) for site in report.skipped):
         raise Unusable(report.overview())
