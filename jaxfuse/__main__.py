@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from jaxfuse.runtime import memory, near
 
-INTERRUPTED = 130  # as shells have it
+INTERRUPTED, UNREAD = 130, 141  # as shells have it: after Ctrl-C, and where nobody reads what is printed
 CHECKOUT = Path(__file__).resolve().parent.parent
 NO_BENCHMARKS = "the benchmarks come with the source repository, not with the installed package: run this from the root of a clone"
 # module: package
@@ -205,5 +205,20 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
+def _quietly() -> int:
+    """`main`, whose reader may stop early, as `| head` does: no traceback then, and what is not yet written is dropped. The errors of
+    a script that `run` runs are its own."""
+    if sys.argv[1:2] == ["run"]:
+        return main()
+    try:
+        try:
+            return main()
+        finally:  # here rather than at exit, where Python would complain
+            print(end="", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return UNREAD
+
+
 if __name__ == "__main__":
-    _leave(main())
+    _leave(_quietly())

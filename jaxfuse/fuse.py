@@ -1,6 +1,7 @@
 """fuse(fn): trace → graph → match → rewrite. docs/architecture.md says in which folder each of these steps is."""
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -18,6 +19,7 @@ from jaxfuse.report import FusionError, FusionReport, build, log
 from jaxfuse.report.counters import count
 from jaxfuse.report.site import Site, site
 from jaxfuse.runtime import platforms, private
+from jaxfuse.runtime.near import meant
 from jaxfuse.runtime.reasons import asks_nothing
 from jaxfuse.selection import ALL, Decider, Selection
 from jaxfuse.tuning import policy as policies
@@ -64,7 +66,17 @@ def fuse(fn=None, /, *, policy="measured", strict=False, patterns=None, skip=(),
         raise TypeError(f"jaxfuse.fuse: fn is of type {type(fn).__name__}, expected a function: fuse(fn)(*args), not fuse(fn(*args))")
     if isinstance(fn, Fused):
         fn, options = fn.__wrapped__, fn.options | options
-    return Fused(fn, functools.partial(_run, unprofitable, selection, strict), again, options, selection)
+    try:
+        return Fused(fn, functools.partial(_run, unprofitable, selection, strict), again, options, selection)
+    except TypeError as error:  # of jax.jit, which does not know an option
+        for name in options:
+            if name not in _OPTIONS and (near := meant(name, _OPTIONS)):
+                error.add_note(f"jaxfuse.fuse: {name}{near}")
+        raise
+
+
+_OPTIONS = [name for function in (fuse, jax.jit) for name, each in inspect.signature(function).parameters.items()
+            if each.kind is inspect.Parameter.KEYWORD_ONLY]
 
 
 def inline(fn: Callable[P, R], *, policy: str = "measured", inference: bool = False) -> Callable[P, R]:
@@ -118,7 +130,9 @@ def explain(fn: Callable, *args, policy: str = "measured", platform: str | None 
             except Exception as error:
                 failure = error
             else:
-                return build.whole(plan(closed, decider), _name(fn), policy, measure)
+                program = plan(closed, decider)
+                decider.selection.warn_of_strangers(program.found)
+                return build.whole(program, _name(fn), policy, measure)
         return _untraceable(failure)
 
 
@@ -130,6 +144,7 @@ def _run(unprofitable, selection: Selection, strict: bool, fn, args, kwargs):
 def _rewritten(traced: Traced, decider: Decider, strict: bool):
     program = plan(traced.closed, decider)
     count(program)
+    decider.selection.warn_of_strangers(program.found)
     if log.is_logged():
         log.log(build.rows(program))
     unfused = [site(found) for found in program.found if type(found) is Refusal and not asks_nothing(found.reason)]

@@ -5,13 +5,15 @@ import itertools
 import math
 import numbers
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxfuse.ops.errors import OpError, one_of
 from jaxfuse.program import symbolic
-from jaxfuse.program.site import Match
+from jaxfuse.program.site import Match, Refusal
 from jaxfuse.report.site import Site, where
+from jaxfuse.runtime.near import meant
 from jaxfuse.runtime.reasons import LeftOut
 
 SOURCE = re.compile(r".*:\d+")  # "file:line"
@@ -46,8 +48,18 @@ class Selection:
 
     def names(self, pattern: str, found: Site) -> bool:
         """Whether `skip` names this site of the pattern."""
-        return any(_same(each, found) if isinstance(each, Site) else each in (pattern, found.pattern, found.source)
-                   or SOURCE.fullmatch(each) is not None and found.source.endswith(f"/{each}") for each in self.skip)
+        return any(each == pattern or _is(each, found) for each in self.skip)
+
+    def warn_of_strangers(self, rows: Iterable[Match | Refusal]) -> None:
+        """Warns of what `skip` names and these rows of a program are not: with a misspelt name nothing would be left out. Patterns are
+        checked when they are given."""
+        places = [each for each in self.skip if isinstance(each, Site) or "+" in each or SOURCE.fullmatch(each)]
+        found = [where(row) for row in rows] if places else []
+        for each in places:
+            name = each.place if isinstance(each, Site) else each
+            if not any(name == site.place or _is(each, site) for site in found):
+                near = meant(name, {word for site in found for word in (site.place, site.pattern, site.source)})
+                warnings.warn(f"jaxfuse: skip names {name!r}, which no site of this program is{near}", UserWarning, stacklevel=2)
 
 
 ALL = Selection()
@@ -108,13 +120,20 @@ def limit_process(limit: int, tell: Callable[[str], object]) -> None:
 def _skipped(each: Any, known: Sequence[str]) -> str | Site:
     if isinstance(each, Site) or isinstance(each, str) and ("+" in each or SOURCE.fullmatch(each)):
         return each
-    if isinstance(each, str):
+    if isinstance(each, str) and ":" not in each:
         return _pattern(each, known, "fuse: skip: ")
     raise OpError(f"fuse: skip holds {each!r}, expected a pattern, a file:line or a Site of a report; print(jaxfuse.explain(…)) shows them")
 
 
 def _pattern(name: str, known: Sequence[str], where: str) -> str:
     return one_of(name, known, "pattern", where, ALIASES)
+
+
+def _is(each: str | Site, found: Site) -> bool:
+    """Whether an entry of `skip` names this site, its pattern apart."""
+    if isinstance(each, Site):
+        return _same(each, found)
+    return each in (found.pattern, found.source) or SOURCE.fullmatch(each) is not None and found.source.endswith(f"/{each}")
 
 
 def _same(asked: Site, found: Site) -> bool:

@@ -17,6 +17,7 @@ from jaxfuse import __main__ as cli
 from jaxfuse.commands import demo, doctor
 from jaxfuse.commands.demo import digits, network, photo, training
 from jaxfuse.runtime import cuda, ffi
+from processes import printed_by
 
 
 def console():
@@ -103,6 +104,13 @@ def test_doctor_speaks(capsys):
 def test_doctor_ends_with_what_mends_it(monkeypatch, module, words):
     monkeypatch.setattr(doctor.ffi, "native", module)
     assert words in doctor._next()[-1]
+
+
+@pytest.mark.skipif(doctor.ffi.native() is None, reason="the native module is not built")
+def test_doctor_says_that_no_kernel_runs_with_an_unknown_instruction_set():
+    said = printed_by("-m", "jaxfuse", "doctor", JAXFUSE_SIMD="avx9")
+    assert said.startswith('BROKEN: the environment variable JAXFUSE_SIMD is "avx9", expected portable, avx2 or avx512')
+    assert "unset JAXFUSE_SIMD" in said
 
 
 def test_doctor_lists_the_rules_of_this_cpu_only(monkeypatch):

@@ -89,8 +89,13 @@ def test_options(options, of):
     assert kernels(str(fused.trace(X, W, 3).jaxpr)) == 1
     infos = [[(a.donated, a.shape) for a in jax.tree.leaves(f.trace(X, W, 3).args_info)] for f in (fused, plain)]
     assert infos[0] == infos[1]
-    with pytest.raises(TypeError, match="unexpected keyword argument 'polcy'"):
-        jaxfuse.fuse(scaled, polcy="always")
+
+
+@pytest.mark.parametrize("wrong, right", [("polcy", "policy"), ("skp", "skip"), ("static_argname", "static_argnames")])
+def test_a_misspelt_option(wrong, right):
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{wrong}'") as raised:
+        jaxfuse.fuse(scaled, **{wrong: "n"})
+    assert f"jaxfuse.fuse: {wrong}; did you mean {right}?" in raised.value.__notes__
 
 
 @pytest.mark.parametrize("where", ["fuse", "jit"])

@@ -1,6 +1,9 @@
 """What a newcomer does wrong: every error says what to do."""
 
+import os
 import re
+import subprocess
+import sys
 
 import flax.linen as nn
 import jax
@@ -11,6 +14,7 @@ from flax import nnx
 
 import jaxfuse
 from jaxfuse import __main__ as cli
+from processes import PATHS
 
 X = jnp.ones((2, 8, 8, 4))
 LINEN = nn.Conv(4, (3, 3))
@@ -78,6 +82,19 @@ def test_a_misspelt_file(tmp_path):
 def test_no_command_shows_the_page(capsys):
     assert not cli.main([])
     assert "first steps:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["doctor", "--help"])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_stops_early_is_no_error(command, unbuffered):
+    """As `| head` does: here before the first line."""
+    unread, written = os.pipe()
+    os.close(unread)
+    done = subprocess.run([sys.executable, "-m", "jaxfuse", command], stdout=written, stderr=subprocess.PIPE, text=True,
+                          env=os.environ | {"PYTHONPATH": PATHS, "PYTHONUNBUFFERED": unbuffered})
+    os.close(written)
+    assert not done.stderr
+    assert done.returncode == cli.UNREAD or command == "--help"  # whose errors argparse swallows
 
 
 PROGRAM = """

@@ -1,9 +1,14 @@
 """python -m jaxfuse explain."""
 
+import jax
+import jax.export
+import jax.numpy as jnp
 import pytest
 
+import jaxfuse
 from jaxfuse import __main__ as cli
 from jaxfuse.report import FusionReport
+from jaxfuse.runtime.reasons import Exported
 
 PROGRAM = '''
 import jax, jax.numpy as jnp
@@ -56,6 +61,28 @@ def test_functions_and_arguments_are_found(name, tmp_path, target, options, rows
     assert site.shapes[0] == (rows, 64) and report.program.policy == "always"
 
 
+def test_an_exported_program(name, tmp_path, capsys):
+    """And what else is in the program around it is found as ever."""
+    fused = jaxfuse.fuse(lambda x, w: jax.nn.relu(x @ w), policy="always")
+    program = jax.export.export(jax.jit(fused))(jnp.ones((64, 64)), jnp.ones((64, 64)))
+    (tmp_path / "program").write_bytes(program.serialize())
+    with (tmp_path / f"{name}.py").open("a") as file:
+        file.write("""
+loaded = jax.export.deserialize(bytearray(open("program", "rb").read()))
+
+def network(x, w):
+    return jax.nn.relu(loaded.call(x, w) @ w)
+""")
+    assert cli.main(["explain", f"{name}:loaded"]) == 0
+    out = capsys.readouterr().out
+    assert "exported before" in out and ("jaxfuse_dense_fwd_v1" in out) == ("jaxfuse_dense_fwd_v1" in program.mlir_module())
+    assert cli.main(["explain", f"{name}:network", "--out", "found.json", "--policy", "always"]) == 0
+    report = FusionReport.from_json((tmp_path / "found.json").read_text())
+    (left,) = [site for site in report.skipped if isinstance(site.reason, Exported)]
+    assert left.pattern == "exported program" and "was exported before" in left.reason
+    assert [site.pattern for site in report.sites if site is not left] == ["dense+relu"]
+
+
 @pytest.mark.parametrize("arguments, words", [
     (["layer"], "names no function"),
     (["{}:missing"], "has no missing"),
@@ -63,10 +90,12 @@ def test_functions_and_arguments_are_found(name, tmp_path, target, options, rows
     (["nowhere.py:f"], "there is no file nowhere.py"),
     (["{}:layer", "--arguments", "wrong"], "is a int: expected a tuple"),
     (["{}:layr"], "did you mean layer?"),
+    (["{}:jaxe"], "it has Trainer, layer, by_name"),
     (["{}.yp:layer"], "there is no module"),
     (["./{}s.py:layer"], "did you mean {}.py?"),
     (["{}:layer", "--policy", "alway"], "did you mean 'always'?"),
     (["{}:layer", "--out", "x.pdf"], "a report is saved as .html, .svg, .json"),
+    (["{}:layer", "--out", "nowhere/x.html"], "there is no folder nowhere"),
     (["{}:layer", "--platform", "abacus"], "abacus"),
 ])
 def test_what_is_wrong_is_said(name, capsys, arguments, words):

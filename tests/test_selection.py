@@ -12,7 +12,7 @@ from jaxfuse.runtime.reasons import LeftOut
 
 pytestmark = pytest.mark.usefixtures("some_kernel")
 random = np.random.default_rng(0)
-W, V = (jnp.asarray(random.standard_normal(s), jnp.float32) for s in ((3, 3, 8, 8), (8, 16)))
+W, V = (jnp.asarray(0.1 * random.standard_normal(s), jnp.float32) for s in ((3, 3, 8, 8), (8, 16)))  # no tanh is saturated
 X = jnp.asarray(random.standard_normal((2, 6, 6, 8)), jnp.float32)
 
 
@@ -85,6 +85,7 @@ def test_no_site_needs_one_that_is_skipped():
     (dict(patterns=["cnov"]), "did you mean 'conv'"),
     (dict(skip=["dens"]), "did you mean 'dense'"),
     (dict(skip=[3]), "expected a pattern, a file:line or a Site"),
+    (dict(skip=["model.py:layer"]), "expected a pattern, a file:line or a Site"),
     (dict(patterns="conv"), "expected a sequence"),
     (dict(skip="conv"), "expected a sequence"),
     (dict(limit=-1), "limit is -1"),
@@ -92,6 +93,18 @@ def test_no_site_needs_one_that_is_skipped():
 def test_what_names_no_site_is_an_error(options, words):
     with pytest.raises(ValueError, match=words):
         jaxfuse.fuse(network, **options)
+
+
+def test_what_is_no_site_of_the_program_is_said():
+    """A warning, by the site that is meant: nothing is left out, and a culprit would be looked for elsewhere."""
+    (other,) = jaxfuse.explain(lambda x, v: jnp.tanh(x[0, 0] @ v), X, V, policy="always").fused
+    line = jaxfuse.explain(network, X, W, V, policy="always").fused[0].source
+    for wrong, words in (("conv+rleu", "did you mean conv.relu?"), (line[:-1], f"did you mean {line[:-1]}"), (other, "dense.tanh forward")):
+        fast = jaxfuse.fuse(network, policy="always", skip=["dense", wrong])
+        with pytest.warns(UserWarning, match=f"skip names .*{words}"):
+            fast(X, W, V)
+        with pytest.warns(UserWarning, match="no site of this program"):
+            jaxfuse.explain(fast, X, W, V)
 
 
 def test_strict_mode_lets_what_is_left_out_pass():

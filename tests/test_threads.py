@@ -20,11 +20,14 @@ from compare import fused, jit, pairs, with_cotangents
 from conv_oracle import MANY_PIXELS, Case, backward, random
 from jaxfuse import ops
 from jaxfuse.commands import doctor
+from jaxfuse.ops.conv import packed
+from jaxfuse.ops.conv.config import ConvConfig
 from jaxfuse.runtime import ffi, threads
 
 COUNTS = [1, 2, 3, 16]
 # Of these no sum is oneDNN's, which cuts its own by the number of threads.
-OURS = ["batch_norm-residual_relu", "batch_norm-relu", "max_pool-3x3_stride2", "layer_norm-many_rows", "group_norm-images_silu",
+OURS = ["batch_norm-residual_relu", "batch_norm-relu", "max_pool-3x3_stride2", "layer_norm-many_rows",
+        "rms_norm-residual_sum_silu", "group_norm-images_silu",
         "lstm-two_threads", "gru-two_threads_zrn", "attention-plain", "attention-many_keys"]
 FORWARD = ["conv-3x3", "conv-depthwise", "conv-groups_4", "dense-many_columns"]
 
@@ -88,6 +91,16 @@ def test_bits_of_our_own_dense_gradients(name):
     case = CASES["dense-" + name]
     args = with_cotangents(case, case.inputs("float16"))
     assert_same_bits(fused(case), args)
+
+
+@pytest.mark.skipif(ffi.unavailable("jaxfuse_conv_packed") is not None, reason="no such kernel here")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bits_of_packed_filters(dtype):
+    """As `freeze` has them: packed, and convolved with."""
+    x, w = random((3, 15, 17, 24), dtype), random((3, 3, 24, 40), dtype, seed=1)
+    nhwc = jax.lax.conv_dimension_numbers(x.shape, w.shape, ("NHWC", "HWIO", "NHWC"))
+    made = packed.config_of(ConvConfig((1, 1), ((1, 1), (1, 1)), (1, 1), 1, *nhwc, (1, 1)), x, w)
+    assert_same_bits(jit(lambda x, w: packed.OP(made, x, *packed.pack(made, w))), (x, w))
 
 
 def bias_gradient(filter_shape, layout=None):

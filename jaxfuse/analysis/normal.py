@@ -113,10 +113,13 @@ def constant(value: Value, depth: int = 8) -> float | None:
 
 
 def chosen(value: Value) -> Value:
-    """What a select whose condition the program fixes always gives: a mask that masks nothing."""
+    """What a select whose condition the program fixes, or a product with 1, always gives: a mask that masks nothing."""
     node = value.producer
-    if node is None or node.primitive != "select_n":
+    if node is None or node.primitive not in ("select_n", "mul"):
         return value
+    if node.primitive == "mul":
+        same, number = scaled(node) or (value, 1.0)
+        return same if number == 1 and same.shape == value.shape else value
     which = constant(node.inputs[0])
     return value if which is None else node.inputs[1 + int(which)]
 

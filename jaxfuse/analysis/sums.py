@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from jaxfuse.analysis.axes import IndexMap
 from jaxfuse.analysis.layout import RESHAPES, is_reshape
-from jaxfuse.analysis.normal import constant, is_float_cast, is_square, narrowest, scale_factor, uncast
+from jaxfuse.analysis.normal import chosen, constant, is_float_cast, is_square, narrowest, scale_factor, uncast
 from jaxfuse.program.graph import Node, Value
 
 
@@ -23,8 +23,8 @@ def squared(value: Value) -> tuple[Value, bool] | None:
 
 
 def unmasked(value: Value) -> Value:
-    """What statistics with a mask are of: select(mask, x, 0)."""
-    value = narrowest(value)
+    """What statistics with a mask are of: select(mask, x, 0), or a product with ones."""
+    value = narrowest(chosen(narrowest(value)))
     node = value.producer
     if node is not None and node.primitive == "select_n" and len(node.inputs) == 3:
         for zero, kept in (node.inputs[1:], node.inputs[:0:-1]):

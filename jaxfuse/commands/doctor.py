@@ -38,6 +38,8 @@ def _next() -> list[str]:
         built, missing = ffi.native() is not None, _unusable()
     except RuntimeError:
         return ["install again: python -m pip install --force-reinstall --no-deps jaxfuse, or python -m pip install -e . in a clone"]
+    if built and _unknown_level():
+        return ["unset JAXFUSE_SIMD, or set it to one of those"]
     if not built:
         return ["install a wheel for this Python, or, with a C++17 compiler, python -m pip install -e . in a clone"]
     steps = []
@@ -59,6 +61,8 @@ def _verdict() -> str:
         return f"BROKEN: {error}"
     if module is None:
         return "NOT BUILT: there is no native module here, so every function runs as XLA compiles it."
+    if wrong := _unknown_level():
+        return f"BROKEN: {wrong}"
     if missing:
         return f"IN PART: {len(missing)} of {len(ffi.TARGETS)} CPU kernels are missing; the table says why."
     if ffi.no_onednn():
@@ -66,6 +70,13 @@ def _verdict() -> str:
     info = module.info()
     number = threads.limit()[0]
     return f"WORKS: all {len(ffi.TARGETS)} CPU kernels, with {info['simd']}, on {number} thread{'s' * (number > 1)}."
+
+
+def _unknown_level() -> str:
+    """Why no kernel would run: the environment names an instruction set that there is not. "" where it names none, or one that is."""
+    module = ffi.native()
+    level = module.info()["simd"] if module else ""
+    return level if " " in level else ""
 
 
 def _unusable() -> dict[str, str]:
@@ -104,7 +115,7 @@ def _native_module() -> list[tuple[str, str]]:
     return [
         ("native module", f"{module.__file__}\n{info['compiler']}, XLA FFI {info['ffi_api']}"),
         ("oneDNN", onednn),
-        ("our own kernels", f"use {info['simd']}; {versions.tested_with(tuned.isa())}"),
+        ("our own kernels", _unknown_level() or f"use {info['simd']}; {versions.tested_with(tuned.isa())}"),
         ("threads", "{}, by {}".format(*threads.limit())),
         ("CPU kernels", f"{len(ffi.TARGETS) - len(missing)} of {len(ffi.TARGETS)} usable"),
         *missing.items(),

@@ -3,11 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.export
 from rich.console import Console
 
 from jaxfuse.commands.target import Unusable, found, split
 from jaxfuse.fuse import explain
-from jaxfuse.report import FusionReport
+from jaxfuse.report.report import FusionReport, writer
 from jaxfuse.runtime.reasons import Untraced
 
 ARGUMENTS = "example_arguments"
@@ -18,7 +20,8 @@ def run(target: str, arguments: str = "", out: Path | None = None, policy: str =
     """Prints the overview of "module:function", or of "file.py:function", and writes the report to `out`.
 
     Args:
-      target: where the function is. Names may have dots: "train:Trainer.step".
+      target: where the function is. Names may have dots: "train:Trainer.step". An exported program (`jax.export.Exported`) has its
+        arguments' types itself.
       arguments: where its arguments are, as "module:name" or as a name in the same module; by default `example_arguments`. That is
         a tuple of positional arguments, a dict of keyword arguments, or a function without parameters that returns either. Arrays
         may be `jax.ShapeDtypeStruct`s.
@@ -27,14 +30,22 @@ def run(target: str, arguments: str = "", out: Path | None = None, policy: str =
 
     Returns: the exit code.
 
-    Raises: Unusable for a name that is not there, for arguments of another kind, and for a function that cannot be traced.
+    Raises: Unusable for a name or a folder that is not there, for arguments of another kind, and for a function that cannot be traced;
+      ValueError for an ending that no report has.
     """
     module, name = split(target)
     fn = found(module, name)
-    where, given = split(arguments, default=(module, arguments or ARGUMENTS))
-    hint = f"; {given} is a tuple of its arguments, or a function that returns them" if given == ARGUMENTS else ""
-    args, kwargs = _arguments(found(where, given, hint), f"{where}:{given}")
+    if isinstance(fn, jax.export.Exported):
+        args, kwargs = _types(fn)
+        fn = fn.call
+    else:
+        where, given = split(arguments, default=(module, arguments or ARGUMENTS))
+        hint = f"; {given} is a tuple of its arguments, or a function that returns them" if given == ARGUMENTS else ""
+        args, kwargs = _arguments(found(where, given, hint), f"{where}:{given}")
     path = out or Path(f"{name.rsplit('.', 1)[-1]}.html")
+    writer(path)  # said before the work, which may take a while
+    if not path.parent.is_dir():
+        raise Unusable(f"there is no folder {path.parent} for {path.name}")
     report = explain(fn, *args, policy=policy, platform=platform, measure=measure, **kwargs)
     if any(isinstance(site.reason, Untraced) for site in report.skipped):
         raise Unusable(report.overview())
@@ -47,6 +58,11 @@ def _show(report: FusionReport, path: Path) -> None:
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(report.overview() if report.fused or report.skipped else str(report))
     console.print(f"\n{path} is written.")
+
+
+def _types(program: jax.export.Exported) -> tuple[tuple, dict]:
+    """Arguments of the types that it was exported for."""
+    return jax.tree.unflatten(program.in_tree, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in program.in_avals])
 
 
 def _arguments(given: Any, where: str) -> tuple[tuple, dict]:

@@ -42,6 +42,11 @@ def _module(name: str) -> ModuleType:
         raise Unusable(f"there is no module {name} in {os.getcwd()}, nor among the installed packages") from error
 
 
+def _functions(of: Any) -> list[str]:
+    """Names of what can be called in it: an import that is spelled alike is not meant."""
+    return [name for name in dir(of) if callable(getattr(of, name, None))]
+
+
 def _there(of: Any) -> str:
     """; it has …: the functions that a module defines itself."""
     names = [name for name, each in vars(of).items() if callable(each) and getattr(each, "__module__", "") == getattr(of, "__name__", "")]
@@ -53,6 +58,6 @@ def found(module: str, name: str, hint: str = "") -> Any:
     found: Any = _module(module)
     for part in name.split("."):
         if not hasattr(found, part):
-            raise Unusable(f"{module} has no {name}{hint or near.meant(part, dir(found)) or _there(found)}")
+            raise Unusable(f"{module} has no {name}{hint or near.meant(part, _functions(found)) or _there(found)}")
         found = getattr(found, part)
     return found

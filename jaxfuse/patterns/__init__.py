@@ -4,13 +4,13 @@
     match(graph, node, claimed, unprofitable)    yields Match and Refusal; `claimed` are nodes of other matches,
                                                  `unprofitable(op, config, types, direction)` says why it is not worth it, or ""
 
-`optimizer` and `batch_norm.inference` have no kernels and give reports their rows. Where one pattern is part of another, the
+`optimizer`, `batch_norm.inference` and `exported` have no kernels and give reports their rows. Where one pattern is part of another, the
 larger comes first: a cell's dense layers belong to its row.
 """
 
 from types import ModuleType
 
-from jaxfuse.patterns import max_pool, optimizer
+from jaxfuse.patterns import exported, max_pool, optimizer
 from jaxfuse.patterns.attention import forward as attention, scores as attention_scores
 from jaxfuse.patterns.batch_norm import forward as batch_norm, inference as batch_norm_inference
 from jaxfuse.patterns.conv import forward as conv, gradient as conv_grad, per_sample as conv_per_sample
@@ -25,5 +25,5 @@ def name_of(pattern: ModuleType) -> str:
 
 
 ORDER = (batch_norm, conv_grad, conv_per_sample, conv, max_pool, recurrent, attention, dense_grad, attention_scores, dense, norm,
-         batch_norm_inference, optimizer)
+         batch_norm_inference, optimizer, exported)
 NAMES = tuple(sorted(set(map(name_of, ORDER))))

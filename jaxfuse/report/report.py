@@ -103,7 +103,11 @@ class FusionReport:
 
         Raises: ValueError for another ending, and what `open` raises.
         """
-        write = ENDINGS.get(pathlib.Path(path).suffix.lower())
-        if write is None:
-            raise ValueError(f"a report is saved as {', '.join(ENDINGS)}, not as {os.fspath(path)!r}")
-        pathlib.Path(path).write_text(write(self.rows, self.program), encoding="utf-8")
+        pathlib.Path(path).write_text(writer(path)(self.rows, self.program), encoding="utf-8")
+
+
+def writer(path: str | os.PathLike):
+    """What makes the text of a file with this ending. Raises: ValueError for an ending that no report has."""
+    if write := ENDINGS.get(pathlib.Path(path).suffix.lower()):
+        return write
+    raise ValueError(f"a report is saved as {', '.join(ENDINGS)}, not as {os.fspath(path)!r}")

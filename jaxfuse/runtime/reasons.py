@@ -47,6 +47,13 @@ class LeftOut(Reason):
     asks_nothing = True
 
 
+class Exported(Reason):
+    """It is part of a program that `jax.export` wrote, which is not looked into."""
+
+    heading = "exported before"
+    asks_nothing = True
+
+
 class Untraced(Reason):
     heading = "the function cannot be traced"
 

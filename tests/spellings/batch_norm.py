@@ -188,6 +188,15 @@ def masked(mask):
     return fn
 
 
+def weighted(weights):
+    def fn(x, gamma, beta):
+        w = weights(x)
+        mean = (x * w).sum(OVER) / w.sum()
+        return normalised(x, mean, ((x - mean) ** 2 * w).sum(OVER) / w.sum(), gamma, beta)
+
+    return fn
+
+
 class Norm(nn.Module):
     @nn.compact
     def __call__(self, x, mask):
@@ -213,6 +222,7 @@ HITS |= hits(ARGS[:3], {"bn+relu, mask of ones": masked(lambda x: jnp.ones(x.sha
 HITS |= hits(ARGS[:3], {
     "bn+relu, mask True": masked(lambda x: True),
     "bn+relu, mask of each pixel": masked(lambda x: jnp.ones((*x.shape[:3], 1), bool)),
+    "bn+relu, weights that are all one": weighted(lambda x: jnp.ones((*x.shape[:3], 1))),
     "bn+relu, Flax's mask, None": linen(lambda x: None),
     "bn+relu, Flax's mask, ones": linen(lambda x: jnp.ones(x.shape, bool)),
 })
