@@ -57,11 +57,11 @@ def check_packed(case, dtype):
         made = packed.config_of(config, x, w, winograd)
         filters = packed.pack(made, w)
         np.testing.assert_array_equal(packed.unpack(made, filters[0]), w)
-        for given in (x, x.at[0, -1].set(jnp.inf)):
+        for given in (x, x.at[0, -1].set(jnp.inf)):  # both sides err
             y, wanted = np.float64(jax.jit(functools.partial(packed.OP, made))(given, *filters)[0]), np.float64(forward(case, given, w))
             np.testing.assert_array_equal(np.isfinite(y), np.isfinite(wanted))
             scale = np.max(np.abs(wanted), where=np.isfinite(wanted), initial=1e-30)
-            assert np.max(np.abs(y - wanted), where=np.isfinite(wanted), initial=0) <= (1e-6 if dtype == F32 else 8e-3) * scale
+            assert np.max(np.abs(y - wanted), where=np.isfinite(wanted), initial=0) <= (2e-6 if dtype == F32 else 8e-3) * scale
 
 
 def check_float32_filter():
