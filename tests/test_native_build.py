@@ -77,7 +77,8 @@ def test_compiler_flags_of_the_users_own(isa):
 
 @needs_x86
 @pytest.mark.parametrize("isa, products", [
-    ("avx2", {"vpmaddubsw", "vpmaddwd"}), ("avx512", {"vpmaddubsw", "vpmaddwd"}), ("avx2_vnni", {"vpdpbusd"}), ("avx512_vnni", {"vpdpbusd"})])
+    ("avx2", {"vpmaddubsw", "vpmaddwd"}), ("avx2_vnni", {"vpdpbusd"}),
+    ("avx512", {"vpmaddubsw", "vpmaddwd"}), ("avx512_vnni", {"vpdpbusd"})])
 def test_products_of_bytes_are_these_instructions(isa, products, tmp_path):
     source = "namespace jaxfuse::contraction {{ Ints of(Ints s, Uints a, Uints b) {{ return dot4<{0}>(s, a, b); }} }}"
     for small in ("true", "false"):

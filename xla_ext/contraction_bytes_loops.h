@@ -10,7 +10,6 @@ namespace {
 
 using Shorts = int16_t __attribute__((vector_size(kLanes * 4)));
 using Ushorts = uint16_t __attribute__((vector_size(kLanes * 4)));
-using Bytes = uint8_t __attribute__((vector_size(kLanes)));
 
 // Σ of the products of neighbouring s16, in s32; and of u8 and s8, in s16, the nearest that it holds.
 #if defined(__AVX512F__)
@@ -65,17 +64,20 @@ struct OfBytes {
 
 // ---- bytes of numbers, and numbers of sums
 
-inline Bytes narrowed_to_bytes(Ints v) {  // all of them are 0 to 255
+// All of v are 0 to 255. GCC makes a loop over the lanes of __builtin_convertvector.
+inline void store_bytes(uint8_t* to, Ints v, Whole) {
 #if defined(__AVX512F__)
-  return Bytes(_mm512_maskz_cvtepi32_epi8(0xffff, __m512i(v)));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_maskz_cvtepi32_epi8(0xffff, __m512i(v)));
+#elif defined(__AVX2__)
+  const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(__m256i(v)), _mm256_extracti128_si256(__m256i(v), 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(words, words));
 #else
-  return __builtin_convertvector(v, Bytes);
+  using Bytes = uint8_t __attribute__((vector_size(kLanes)));
+  store_bits(to, __builtin_convertvector(v, Bytes));
 #endif
 }
-
-inline void store_bytes(uint8_t* to, Bytes v, Whole) { store_bits(to, v); }
-inline void store_bytes(uint8_t* to, Bytes v, First lanes) {
-  for (int64_t i = 0; i < lanes.n; ++i) to[i] = v[i];
+inline void store_bytes(uint8_t* to, Ints v, First lanes) {
+  for (int64_t i = 0; i < lanes.n; ++i) to[i] = uint8_t(v[i]);
 }
 
 // x/step + zero, to the nearest of 0 to 255, ties to even; a NaN counts as 0. In f32 a number below 2²² and 1.5·2²³ add up to that
@@ -86,7 +88,7 @@ void quantise(const void* x, int64_t count, float step, int32_t zero, uint8_t* t
   for_vectors(0, count, [&](int64_t i, auto lanes) {
     const Floats v = load(static_cast<const T*>(x) + i, lanes) * inverse;
     const Floats within = at_most(high, at_least(low, v == v ? v : Floats{}));
-    store_bytes(to + i, narrowed_to_bytes(Ints(within + integers) - Ints(Floats{} + integers) + zero), lanes);
+    store_bytes(to + i, Ints(within + integers) - Ints(Floats{} + integers) + zero, lanes);
   });
 }
 
