@@ -13,6 +13,8 @@ from compare import distance, same
 from jaxfuse.commands.demo import digits, training
 from jaxfuse.frozen import int8 as frozen_int8
 from jaxfuse.ops.conv import int8
+from jaxfuse.runtime import platforms
+from jaxfuse.tuning.policy import not_in_int8
 from jaxfuse.tuning.rules import int8 as rule
 from processes import printed_by
 
@@ -187,6 +189,12 @@ def test_what_was_not_measured_stays_in_floats(monkeypatch):
     assert rule.most() == int8.WHOLE
 
 
+def test_another_platform_has_no_kernel(monkeypatch):
+    monkeypatch.setattr(platforms, "current", lambda: "cuda")
+    assert "int8" not in kinds(frozen_with(X), X)
+    assert not_in_int8("always", 1 << 30) == "no kernel yet on cuda"
+
+
 def test_an_architecture_with_no_module_says_so(monkeypatch):
     monkeypatch.setattr(rule.ffi, "native", lambda: None)
     assert rule.expects_no_gain(1 << 30) == "the native module has no int8" and rule.most() == int8.SMALL
@@ -205,6 +213,12 @@ def test_an_architecture_with_no_module_says_so(monkeypatch):
 def test_examples_that_do_not_fit(examples, words):
     with pytest.raises(ValueError, match=words):
         jaxfuse.freeze(MODEL.apply, VARIABLES, policy="always", int8=examples)
+
+
+@pytest.mark.parametrize("error", [0, -1.0, float("nan")])
+def test_an_error_that_none_would_have(error):
+    with pytest.raises(ValueError, match="int8_error is .*, expected a positive number"):
+        frozen_with(X, int8_error=error)
 
 
 def test_examples_that_overflow():

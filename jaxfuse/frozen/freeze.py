@@ -17,6 +17,7 @@ from jaxfuse.frozen.program import Freed, Program
 from jaxfuse.fuse import fuse, inline
 from jaxfuse.ops.errors import OpError
 from jaxfuse.program.signature import as_a_program_of_its_own, is_part_of_a_program, trace
+from jaxfuse.runtime import platforms
 
 FREED = ("jaxfuse.freeze: a weight is not there any more: its only use was to be folded into a layer, and these arguments need it in "
          "another way. Freeze the function again, and call it with these arguments first")
@@ -167,7 +168,8 @@ class Frozen:
             except Exception as error:
                 raise OpError(f"jaxfuse.freeze: example {i} of int8 does not fit the function's arguments: {error}") from error
             runs.append(calibration.Run(made.fused, made.layers, self._given(made), arrays))
-        self._layers = functools.partial(Choice, self._policy, calibration.calibrated(runs), allowed)
+        measured = calibration.calibrated(runs) if platforms.current() == "cpu" else {}  # the only one with a kernel
+        self._layers = functools.partial(Choice, self._policy, measured, allowed)
         self._has_int8 = True
         self._made.clear()
 
@@ -232,6 +234,8 @@ def freeze(fn: Callable, *bound: Any, argnums: int | Sequence[int] = 0, policy: 
     if not callable(fn):
         raise TypeError(f"jaxfuse.freeze: fn is of type {type(fn).__name__}, expected a function or a module")
     fuse(fn, policy=policy)  # raises what it raises
+    if not int8_error > 0:
+        raise OpError(f"jaxfuse.freeze: int8_error is {int8_error!r}, expected a positive number")
     frozen = Frozen(fn, bound, positions, policy)
     if int8 is not None:
         frozen._calibrate(int8, int8_error)

@@ -163,11 +163,11 @@ class Choice(Layers):
         return int8_filter(name, layer, measured.range)
 
     def _refuse(self, node: Node, layer: Layer, measured: Measured | None) -> str:
+        if reason := not_in_int8(self._policy, math.prod(map(known, node.out.shape)) * layer.products):
+            return reason
         if measured is None:
             return "no example came through it"
-        if not measured.error <= self._allowed:  # NaN is no error that is allowed
-            return f"more than int8_error={self._allowed:g}"
-        return not_in_int8(self._policy, math.prod(map(known, node.out.shape)) * layer.products)
+        return "" if measured.error <= self._allowed else f"more than int8_error={self._allowed:g}"  # NaN is more
 
 
 def described(node: Node) -> str:
