@@ -9,7 +9,7 @@ max pools, LSTM and GRU.
 import sys
 
 from jaxfuse import ops
-from jaxfuse.frozen import ArtefactError, Frozen, freeze, load
+from jaxfuse.frozen import ArtefactError, Frozen, Int8Site, freeze, load
 from jaxfuse.fuse import explain, fuse
 from jaxfuse.report import Counters, Difference, FusionError, FusionReport, Site, counters, diff
 from jaxfuse.runtime import ffi, memory, reasons
@@ -19,8 +19,8 @@ from jaxfuse.runtime.versions import UnreadWarning
 
 __version__ = "0.1.0"  # and in pyproject.toml
 __all__ = [
-    "ArtefactError", "Counters", "Difference", "Frozen", "FusionError", "FusionReport", "Site", "UnreadWarning", "counters", "diff",
-    "explain", "freeze", "fuse", "get_num_threads", "load", "ops", "reasons", "retain_memory", "set_num_threads"]
+    "ArtefactError", "Counters", "Difference", "Frozen", "FusionError", "FusionReport", "Int8Site", "Site", "UnreadWarning", "counters",
+    "diff", "explain", "freeze", "fuse", "get_num_threads", "load", "ops", "reasons", "retain_memory", "set_num_threads"]
 
 
 def __getattr__(name: str):

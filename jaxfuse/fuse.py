@@ -126,7 +126,7 @@ def explain(fn: Callable, *args, policy: str = "measured", platform: str | None 
     with platforms.assumed(platform or platforms.committed((args, kwargs))):
         for concrete in (False, True):
             try:
-                closed = trace(fn, args, kwargs, concrete).closed
+                closed = trace(getattr(fn, "in_floats", fn), args, kwargs, concrete).closed
             except Exception as error:
                 failure = error
             else:

@@ -5,6 +5,7 @@ Where the system has none, `python -m pip install ziglang` brings one; dnnl.hpp 
 
 import importlib.metadata
 import importlib.util
+import itertools
 import pathlib
 import platform
 import re
@@ -56,8 +57,9 @@ def test_a_file(name, tmp_path):
     compile_with_clang(ROOT / name, tmp_path / "object.o", '-DJAXFUSE_NO_ONEDNN="of a test"')
 
 
-@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
-@pytest.mark.parametrize("namespace", LOOPS)
+@pytest.mark.parametrize("namespace, isa", [
+    *itertools.product(LOOPS, ["portable", "avx2", "avx512"]),
+    *(("contraction", isa) for isa in ("avx2_vnni", "avx512_vnni", "avx512_bf16"))])
 def test_loops(namespace, isa, tmp_path):
     source = tmp_path / "loops.cc"
     source.write_text(compiled_loops(namespace, isa))

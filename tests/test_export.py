@@ -16,7 +16,7 @@ from jax.experimental import checkify, serialize_executable
 import jaxfuse
 from cases import CASES, CORE
 from compare import distance, forward_and_gradients, pairs
-from jaxfuse.ops.conv import packed
+from jaxfuse.ops.conv import int8, packed
 from jaxfuse.ops.conv.config import ConvConfig
 from jaxfuse.runtime import ffi
 from layers import conv
@@ -67,10 +67,12 @@ def test_by_promised_targets(op):
 def test_a_packed_filter_by_promised_targets():
     x, w = jnp.ones((1, 5, 5, 3)), jnp.ones((3, 3, 3, 8))
     nhwc = lax.conv_dimension_numbers(x.shape, w.shape, ("NHWC", "HWIO", "NHWC"))
-    made = packed.config_of(ConvConfig((1, 1), ((1, 1), (1, 1)), (1, 1), 1, *nhwc, (1, 1)), x, w)
+    conv = ConvConfig((1, 1), ((1, 1), (1, 1)), (1, 1), 1, *nhwc, (1, 1))
+    made, in_int8 = packed.config_of(conv, x, w), int8.config_of(conv, w.shape, int8.Range.of(0, 1), int8.SMALL)
     with ffi.exporting():
-        programs = exported(lambda w: packed.pack(made, w), w), exported(functools.partial(packed.OP, made), x, *packed.pack(made, w))
-    for target, program in zip(("jaxfuse_conv_pack", "jaxfuse_conv_packed"), programs):
+        programs = (exported(lambda w: packed.pack(made, w), w), exported(functools.partial(packed.OP, made), x, *packed.pack(made, w)),
+                    exported(functools.partial(int8.OP, in_int8), x, *int8.pack(in_int8, w)))
+    for target, program in zip(("jaxfuse_conv_pack", "jaxfuse_conv_packed", "jaxfuse_conv_int8"), programs):
         assert {name: sorted(attributes) for name, attributes in called(program.mlir_module()).items()} == {
             ffi.promised(target): PROMISE[ffi.promised(target)]}
 

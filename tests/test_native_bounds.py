@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import int8_oracle
 from conv_oracle import CASES, LONG, MANY_PIXELS, backward, forward, random, random_filter
 from jaxfuse.ops import dense, group_norm, layer_norm, rms_norm
+from jaxfuse.ops.conv import int8
 from jaxfuse.runtime import ffi
 from processes import printed_by, python
 
@@ -61,6 +63,11 @@ def run_convolution(case, dtype=jnp.float32) -> int:
     return run_guarded(run, random(case.x, dtype), random_filter(case, dtype), random(case.y, dtype, 2))
 
 
+def run_int8(case, dtype) -> int:
+    made, x, w, *rest = int8_oracle.quantised(case, dtype)
+    return run_guarded(lambda *args: int8.OP(made, *args), x, *int8.pack(made, w), *rest)
+
+
 def run_with_gradients(function, *operands) -> int:
     def run(dy, *operands):
         y, pullback = jax.vjp(function, *operands)
@@ -82,6 +89,7 @@ def run_all() -> int:
     convolutions = [*(CASES[name] for name in [*LONG, *ODD]), *MANY_PIXELS.values()]
     return sum([
         *map(run_convolution, convolutions), *(run_convolution(case, jnp.bfloat16) for case in NARROW),
+        *(run_int8(case, dtype) for case in int8_oracle.CASES.values() for dtype in DTYPES),
         *(run_product(*sizes, dtype) for sizes in PRODUCTS for dtype in DTYPES),
         *(run_norm(*row, dtype) for row in NORMS for dtype in DTYPES)])
 
@@ -91,7 +99,8 @@ def run_all() -> int:
     {}, dict(JAXFUSE_SIMD="avx2", ONEDNN_MAX_CPU_ISA="AVX2"), dict(JAXFUSE_CONTRACTION="always"),
     dict(JAXFUSE_CONTRACTION="always", JAXFUSE_SIMD="avx2")], ids=["highest", "avx2", "contraction", "contraction, avx2"])
 def test_nothing_is_read_outside(level):
-    assert json.loads(printed_by(__file__, **level)) == 2 * len([*LONG, *ODD, *MANY_PIXELS, *NARROW, *DTYPES * len([*PRODUCTS, *NORMS])])
+    in_each_dtype = [*PRODUCTS, *NORMS, *int8_oracle.CASES]
+    assert json.loads(printed_by(__file__, **level)) == 2 * len([*LONG, *ODD, *MANY_PIXELS, *NARROW, *DTYPES * len(in_each_dtype)])
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="this system is not Linux")

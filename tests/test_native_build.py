@@ -61,8 +61,8 @@ def test_a_library_of_another_table_is_not_used():
 
 
 def test_the_cpu_is_asked_for_what_the_compiler_may_use():
-    asked = (ROOT / "xla_ext/simd_level.cc").read_text()
-    for option in options("avx2") + options("avx512"):
+    asked = "".join((ROOT / f"xla_ext/{name}.cc").read_text() for name in ("simd_level", "contraction"))
+    for option in sum(map(options, ("avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16")), []):
         name = option.removeprefix("-m")
         assert option.startswith("-mno-") or f'"{name}"' in asked or f"bit_{name.upper()}" in asked, option
 
@@ -73,6 +73,20 @@ def test_compiler_flags_of_the_users_own(isa):
     """CXXFLAGS="-march=native" on a machine with AVX-512 leaves each file its own instruction set."""
     subprocess.run([COMPILER, *FLAGS, "-march=skylake-avx512", *options(isa), f"-I{ROOT / 'xla_ext'}", "-fsyntax-only",
                     "-x", "c++", "-"], input=compiled_loops("product", isa), text=True, check=True)
+
+
+@needs_x86
+@pytest.mark.parametrize("isa, products", [
+    ("avx2", {"vpmaddubsw", "vpmaddwd"}), ("avx2_vnni", {"vpdpbusd"}),
+    ("avx512", {"vpmaddubsw", "vpmaddwd"}), ("avx512_vnni", {"vpdpbusd"})])
+def test_products_of_bytes_are_these_instructions(isa, products, tmp_path):
+    source = "namespace jaxfuse::contraction {{ Ints of(Ints s, Uints a, Uints b) {{ return dot4<{0}>(s, a, b); }} }}"
+    for small in ("true", "false"):
+        text = '#include "contraction_bytes_loops.h"\n' + source.format(small)
+        run = subprocess.run([COMPILER, *FLAGS, "-O1", *options(isa), f"-I{ROOT / 'xla_ext'}", "-S", "-x", "c++", "-", "-o", "-"],
+                             input=text, text=True, capture_output=True, check=True)
+        found = set(re.findall(r"\b(vpmaddubsw|vpmaddwd|vpdpbusd)\b", run.stdout))
+        assert found == (products if small == "true" else products - {"vpmaddubsw"})
 
 
 @needs_compiler

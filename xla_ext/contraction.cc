@@ -19,6 +19,9 @@ namespace {
 constexpr int64_t kMostSteps = 256, kRowBytes = 384 << 10, kMostTiles = 24, kTasksPerThread = 4;
 constexpr int64_t kTilesTogether = 4;  // whose sums are finished together: they are in the first-level cache
 
+// Numbers of a step.
+int64_t per_step(DType dtype) { return kStepBytes / int64_t(ffi::ByteWidth(dtype)); }
+
 // Lines of a panel that a tile meets at once: some taps whole, or a part of one.
 struct Chunk {
   int64_t tap, taps, first, inner;  // elements [first, first + inner) of each of the taps
@@ -40,7 +43,7 @@ std::vector<Chunk> chunks_of(const Panels& p, int64_t per) {
 class Packing {
  public:
   Packing(const Filter& filter, const Panels& panels, Layout layout)
-      : f_(filter), panels_(panels), layout_(layout), element_(element_of(panels.dtype)), per_(per_step(element_)), chunks_(chunks_of(panels, per_)) {}
+      : f_(filter), panels_(panels), layout_(layout), per_(per_step(panels.dtype)), chunks_(chunks_of(panels, per_)) {}
 
   const std::vector<Chunk>& chunks() const { return chunks_; }
   int64_t lines(const Chunk& chunk) const { return chunk.taps * parts(chunk.inner, per_); }
@@ -60,7 +63,7 @@ class Packing {
   // The panels that a tile meets.
   bool pack(int64_t group, const Chunk& chunk, char* to) const {
     const int64_t column = group * kernels().columns, columns = std::min(kernels().columns, panels_.columns - column);
-    const auto pack = element_ == Element::f32 ? kernels().pack_f32 : kernels().pack_bf16;
+    const auto pack = panels_.dtype == DType::F32 ? kernels().pack_f32 : kernels().pack_bf16;
     bool finite = true;
     for (int64_t tap = chunk.tap; tap < chunk.tap + chunk.taps; ++tap, to += parts(chunk.inner, per_) * layout_.line) {
       const int64_t offset = f_.taps[tap] + chunk.first * f_.inner_step + column * f_.column_step;
@@ -74,18 +77,23 @@ class Packing {
   const Filter& f_;
   const Panels panels_;
   const Layout layout_;
-  const Element element_;
   const int64_t per_;
   const std::vector<Chunk> chunks_;
 };
 
 using Finish = std::function<void(const Block&)>;
+using Multiply = void (*)(const Tile&, int64_t, float*, bool);
+
+Multiply multiply_of(const Problem& p) {
+  if (p.dtype == DType::U8) return p.filter.small ? kernels().multiply_small_bytes : kernels().multiply_bytes;
+  return p.dtype == DType::F32 ? kernels().multiply_f32 : kernels().multiply_bf16;
+}
 
 // How a problem is cut into tasks, and its panels.
 class Plan {
  public:
   Plan(const Problem& problem, size_t number)
-      : p_(problem), number_(number), loops_(kernels()), element_(element_of(problem.dtype)),
+      : p_(problem), number_(number), loops_(kernels()), multiply_(multiply_of(problem)),
         panels_{p_.inner, p_.columns, int64_t(p_.filter.taps.size()), p_.dtype}, packing_(p_.filter, panels_, p_.filter.panels ? panels_.layout() : side_by_side()),
         groups_(parts(p_.columns, loops_.columns)) {
     const int64_t row_bytes = std::max<int64_t>(1, p_.inner * int64_t(ffi::ByteWidth(p_.dtype)));
@@ -142,7 +150,7 @@ class Plan {
   int64_t chunk_bytes() const { return packing_.chunks().empty() ? 0 : packing_.lines(packing_.chunks()[0]) * packing_.layout().line; }
 
   Tile tile_of(const Chunk& chunk, int64_t columns) const {
-    const int64_t per = per_step(element_);
+    const int64_t per = per_step(p_.dtype);
     return {nullptr, nullptr, 0, chunk.first * int64_t(ffi::ByteWidth(p_.dtype)), chunk.taps, parts(chunk.inner, per),
             chunk.inner % per != 0, 2 * columns <= loops_.columns, nullptr, packing_.layout(), nullptr, 0};
   }
@@ -160,7 +168,6 @@ class Plan {
   template <class Finished>
   void multiply(Tile& tile, const Chunk& chunk, const char* const* at, int64_t rows, float* sums, bool fetch_rows, Finished finished) const {
     const bool first = chunk.tap == 0 && chunk.first == 0;
-    const auto multiply = element_ == Element::f32 ? loops_.multiply_f32 : loops_.multiply_bf16;
     const int64_t tiles = parts(rows, loops_.rows), lines = tile.fetched;
     const char* const fetch = tile.fetch;
     tile.row_step = rows;
@@ -169,7 +176,7 @@ class Plan {
       tile.rows = at + chunk.tap * rows + begin;
       tile.next = fetch_rows && i + 1 < tiles ? at + chunk.tap * rows + std::min(end, rows - loops_.rows) : nullptr;
       tile.fetch = fetch + i * lines / tiles * packing_.layout().line, tile.fetched = (i + 1) * lines / tiles - i * lines / tiles;
-      multiply(tile, end - begin, sums + begin * loops_.columns, first);
+      multiply_(tile, end - begin, sums + begin * loops_.columns, first);
       if ((i + 1) % kTilesTogether == 0 || i + 1 == tiles) finished(unfinished, end), unfinished = end;
     }
   }
@@ -177,7 +184,7 @@ class Plan {
   const Problem& p_;
   const size_t number_;
   const Kernels& loops_;
-  const Element element_;
+  const Multiply multiply_;
   const Panels panels_;
   const Packing packing_;
   const int64_t groups_;  // of panels that a tile meets
@@ -203,7 +210,7 @@ bool all_of(const std::vector<Plan>& plans, Count count, F f) {
 }  // namespace
 
 #if defined(__x86_64__) && !defined(JAXFUSE_EMULATE_AVX512)
-bool has_bf16() { return simd_level() == SimdLevel::avx512 && __builtin_cpu_supports("avx512bf16"); }
+bool has_bf16() { return simd_level() == SimdLevel::avx512 && has_vnni() && __builtin_cpu_supports("avx512bf16"); }
 #else
 bool has_bf16() { return false; }
 #endif
@@ -213,9 +220,12 @@ bool always() {
   return wanted && std::string(wanted) == "always";
 }
 
-const Kernels& kernels() { return has_bf16() ? avx512_bf16_kernels : choose(portable_kernels, avx2_kernels, avx512_kernels); }
+const Kernels& kernels() {
+  if (has_bf16()) return avx512_bf16_kernels;
+  return has_vnni() ? choose(portable_kernels, avx2_vnni_kernels, avx512_vnni_kernels) : choose(portable_kernels, avx2_kernels, avx512_kernels);
+}
 
-int64_t Panels::steps() const { return parts(inner, per_step(element_of(dtype))); }
+int64_t Panels::steps() const { return parts(inner, per_step(dtype)); }
 int64_t Panels::bytes() const { return taps * steps() * kLineBytes; }
 int64_t Panels::all_bytes() const { return parts(columns, kPanel) * bytes(); }
 Layout Panels::layout() const { return {kLineBytes, bytes()}; }
@@ -230,6 +240,15 @@ bool pack(const Filter& filter, const Panels& panels, char* to) {
     if (!packing.pack(i, to)) finite = false;
   });
   return finite;
+}
+
+void quantise(const Tensor& x, float step, int32_t zero, uint8_t* to) {
+  constexpr int64_t kTogether = 1 << 14;
+  const auto quantise = x.dtype == DType::F32 ? kernels().quantise_f32 : kernels().quantise_bf16;
+  parallel_for(parts(x.size(), kTogether), [&](int64_t i) {
+    const int64_t begin = i * kTogether, count = std::min(kTogether, x.size() - begin);
+    quantise(x.as<char>() + begin * int64_t(ffi::ByteWidth(x.dtype)), count, step, zero, to + begin);
+  });
 }
 
 bool multiply(const std::vector<Problem>& problems, const std::function<void(const Block&)>& finish) {

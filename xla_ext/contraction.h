@@ -27,6 +27,7 @@ struct Filter {
   std::vector<int64_t> taps;
   int64_t inner_step, column_step;
   const char* panels = nullptr;  // or all of it packed, for the dtype of the rows; then the others but for the number of taps are not read
+  bool small = false;            // of s8: none is beyond ±64
 };
 
 // A packed filter: one panel of kPanel columns after the other, each with its taps, each with its steps. The same on every ISA.
@@ -53,18 +54,21 @@ using Point = std::function<void(int64_t first, int64_t count, const char** at, 
 
 struct Problem {
   int64_t rows, inner, columns;  // inner: elements of a row that a tap meets
-  DType dtype;                   // of the rows; an f32 filter that meets bf16 is rounded to it
+  DType dtype;                   // of the rows; an f32 filter that meets bf16 is rounded to it; u8 meets s8 in panels
   Filter filter;
   Point point;
 };
 
-// Part of a problem's result: `rows` × `columns` sums, row i at sums + i·stride.
+// Part of a problem's result: `rows` × `columns` sums, row i at sums + i·stride; of u8 they are s32. Nobody reads them afterwards.
 struct Block {
   size_t problem;
   int64_t row, rows, column, columns;
-  const float* sums;
+  float* sums;
   int64_t stride;
 };
+
+// x as u8, round(x/step) + zero within 0 to 255, on threads.
+void quantise(const Tensor& x, float step, int32_t zero, uint8_t* to);
 
 // Calls `finish` once for every block of every problem, on any thread; it must not throw. Returns whether the filters were finite.
 bool multiply(const std::vector<Problem>& problems, const std::function<void(const Block&)>& finish);

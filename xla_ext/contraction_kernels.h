@@ -7,8 +7,7 @@
 
 namespace jaxfuse::contraction {
 
-// Products are of steps: one number of f32, or a pair of neighbouring ones of bf16.
-constexpr int64_t per_step(Element element) { return element == Element::f32 ? 1 : 2; }
+// Products are of steps: one number of f32, a pair of neighbouring ones of bf16, or four of u8 and s8.
 constexpr int64_t kStepBytes = 4;
 
 constexpr int64_t kPositions = 32;  // that are transposed together
@@ -35,7 +34,7 @@ struct Tile {
   const char* const* rows;
   const char* const* next;  // or null: those of the next tile, to be fetched into the cache
   int64_t row_step, offset, taps, steps;
-  bool odd;     // the last step of a row has one number only, and nothing behind it is read
+  bool odd;     // the last step of a row is not full; of bf16 nothing behind it is read
   bool narrow;  // only the first half of the columns is wanted
   const char* panels;
   Layout layout;
@@ -56,8 +55,16 @@ struct Kernels {
   // sums[i·columns + n] = Σ over taps and steps for i < count, added to what is there unless `first`.
   void (*multiply_f32)(const Tile&, int64_t count, float* sums, bool first);
   void (*multiply_bf16)(const Tile&, int64_t count, float* sums, bool first);
+  // The same of u8 by s8, whose sums are s32. `small`: none of s8 is beyond ±64.
+  void (*multiply_bytes)(const Tile&, int64_t count, float* sums, bool first);
+  void (*multiply_small_bytes)(const Tile&, int64_t count, float* sums, bool first);
+
+  // `count` numbers as round(x/step) + zero in u8; and sums of s32, with an offset for each column, as f32 in their place.
+  void (*quantise_f32)(const void* x, int64_t count, float step, int32_t zero, uint8_t* to);
+  void (*quantise_bf16)(const void* x, int64_t count, float step, int32_t zero, uint8_t* to);
+  void (*to_floats)(float* sums, int64_t rows, int64_t stride, int64_t columns, const int32_t* offsets);
 };
 
-extern const Kernels portable_kernels, avx2_kernels, avx512_kernels, avx512_bf16_kernels;
+extern const Kernels portable_kernels, avx2_kernels, avx2_vnni_kernels, avx512_kernels, avx512_vnni_kernels, avx512_bf16_kernels;
 
 }  // namespace jaxfuse::contraction

@@ -1,6 +1,7 @@
 // The loops of contraction_kernels.h, for the ISA that the including file is compiled for.
 #pragma once
 
+#include "contraction_bytes_loops.h"
 #include "contraction_kernels.h"
 #include "simd_transpose.h"
 
@@ -17,8 +18,9 @@ struct OfFloats {
 
   static Floats join(Floats value, Floats) { return value; }
   static Floats load_step(const char* at) { return broadcast(*reinterpret_cast<const float*>(at)); }
-  static Floats load_half(const char* at) { return load_step(at); }
+  static Floats load_last(const char* at) { return load_step(at); }
   static Floats multiply_add(Floats a, Floats b, Floats sum) { return jaxfuse::multiply_add(a, b, sum); }
+  static Floats add(Floats a, Floats b) { return a + b; }
 };
 
 struct OfPairs {
@@ -38,7 +40,7 @@ struct OfPairs {
     __builtin_memcpy(&bits, at, sizeof bits);
     return Floats(Uints{} + bits);
   }
-  static Floats load_half(const char* at) {
+  static Floats load_last(const char* at) {
     uint16_t bits;
     __builtin_memcpy(&bits, at, sizeof bits);
     return Floats(Uints{} + bits);
@@ -52,6 +54,7 @@ struct OfPairs {
     return jaxfuse::multiply_add(Floats(Uints(a) & 0xffff0000), Floats(Uints(b) & 0xffff0000), even);
 #endif
   }
+  static Floats add(Floats a, Floats b) { return a + b; }
 };
 
 // ---- packing
@@ -247,14 +250,14 @@ void multiply(const Tile& tile, float* sums, bool first) {
       fetch.some();
       for (int64_t s = begin; s < end; ++s) add_step([&](const char* row) { return Step::load_step(row + s * kStepBytes); });
     }
-    if (tile.odd) add_step([&](const char* row) { return Step::load_half(row + whole * kStepBytes); });
+    if (tile.odd) add_step([&](const char* row) { return Step::load_last(row + whole * kStepBytes); });
   }
 #pragma GCC unroll 16
   for (int64_t i = 0; i < rows; ++i) {
 #pragma GCC unroll 2
     for (int64_t j = 0; j < vectors; ++j) {
       float* at = sums + i * kColumns + j * kLanes;
-      store(at, first ? total[i][j] : load(at) + total[i][j]);
+      store(at, first ? total[i][j] : Step::add(load(at), total[i][j]));
     }
   }
 }
@@ -268,7 +271,11 @@ void multiply_rows(const Tile& tile, int64_t count, float* sums, bool first) {
   tile.narrow ? multiply<Step, rows, 1>(tile, sums, first) : multiply<Step, rows, kVectors>(tile, sums, first);
 }
 
-constexpr Kernels kernels = {kRows, kColumns, pack<OfFloats>, pack<OfPairs>, transpose_lines<OfFloats, float>, transpose_lines<OfPairs, bf16>, multiply_rows<OfFloats, kRows>, multiply_rows<OfPairs, kRows>};
+constexpr Kernels kernels = {
+    kRows, kColumns, pack<OfFloats>, pack<OfPairs>, transpose_lines<OfFloats, float>, transpose_lines<OfPairs, bf16>,
+    multiply_rows<OfFloats, kRows>, multiply_rows<OfPairs, kRows>, multiply_rows<OfBytes<false>, kRows>,
+    multiply_rows<OfBytes<kSaturates>, kRows>, quantise<float>, quantise<bf16>, to_floats,
+};
 
 }  // namespace
 }  // namespace jaxfuse::contraction

@@ -98,10 +98,10 @@ struct Rows {
 
 class Convolution {
  public:
-  // `flipped`: by the filter read from its last tap to its first. `panels`: or by the filter that is packed there.
-  Convolution(const Forward& f, bool flipped, const char* panels = nullptr)
-      : f_(f), panels_(panels), groups_(f.geometry.groups), inner_(f.geometry.inputs_per_group(f.w)), features_(f.y().shape[f.geometry.out_spec[1]]), columns_(features_ / groups_), flipped_(flipped),
-        zeros_(inner_ * int64_t(ffi::ByteWidth(f.x.dtype)) / int64_t(sizeof(float)) + 1),
+  // `flipped`: by the filter read from its last tap to its first. `panels`: or by the filter that is packed there. `int8`: x is u8.
+  Convolution(const Forward& f, bool flipped, const char* panels = nullptr, const Int8* int8 = nullptr)
+      : f_(f), panels_(panels), int8_(int8), groups_(f.geometry.groups), inner_(f.geometry.inputs_per_group(f.w)), features_(f.y().shape[f.geometry.out_spec[1]]), columns_(features_ / groups_), flipped_(flipped),
+        zeros_(inner_ * int64_t(ffi::ByteWidth(f.x.dtype)) + int64_t(sizeof(float)), int8 ? char(int8->zero) : 0),
         epilogue_(f.epilogue, {f.y().size() / features_, features_}) {
     const Geometry& g = f.geometry;
     const size_t n = g.spatial_rank();
@@ -129,12 +129,12 @@ class Convolution {
       for (int64_t i = 0; i < axes_[0].spread; ++i) {
         for (int64_t j = 0; j < axes_[1].spread; ++j) {
           for (int64_t k = 0; k < axes_[2].spread; ++k) {
-            rows_.push_back({f_.x.as<char>() + group * inner_ * x_bytes, reinterpret_cast<const char*>(zeros_.data()), f_.x.shape[0], pixel,
+            rows_.push_back({f_.x.as<char>() + group * inner_ * x_bytes, zeros_.data(), f_.x.shape[0], pixel,
                              {axes_[0].phase(i), axes_[1].phase(j), axes_[2].phase(k)}});
             const Rows& rows = rows_.back();
             problems_.push_back({rows.count(), inner_, columns_, f_.x.dtype,
                                  {f_.w.as<char>() + group * group_step * int64_t(ffi::ByteWidth(f_.w.dtype)), f_.w.dtype,
-                                  taps(rows, strides), inner_step, column_step, panels_},
+                                  taps(rows, strides), inner_step, column_step, panels_, int8_ && int8_->small},
                                  [&rows](int64_t first, int64_t count, const char** to, int64_t step) { rows.point(first, count, to, step); }});
           }
         }
@@ -163,6 +163,7 @@ class Convolution {
     const Rows& rows = rows_[b.problem];
     const int64_t column = int64_t(b.problem) / (int64_t(rows_.size()) / groups_) * columns_ + b.column;
     const bool one_phase = int64_t(rows_.size()) == groups_;
+    if (int8_) contraction::kernels().to_floats(b.sums, b.rows, b.stride, b.columns, int8_->offsets + column);
     for (int64_t row = 0, run; row < b.rows; row += run) {
       const Rows::Place p = rows.place(b.row + row);
       run = one_phase ? b.rows : std::min(b.rows - row, rows.axes[2].count - p.at[2]);
@@ -178,9 +179,10 @@ class Convolution {
 
   const Forward f_;
   const char* const panels_;
+  const Int8* const int8_;
   const int64_t groups_, inner_, features_, columns_;
   const bool flipped_;
-  const std::vector<float> zeros_;
+  const std::vector<char> zeros_;  // a pixel of them, and the rest of a step
   const epilogue::Tiles epilogue_;
   Axis axes_[kAxes];
   std::vector<Rows> rows_;
@@ -220,8 +222,8 @@ Tensor with_merged_lines(const Geometry& g, Tensor w) {
   return w;
 }
 
-// x with zeros before and behind each of its lines.
-Tensor padded_lines(const Tensor& x, int64_t low, int64_t high, char* to) {
+// x with zeros, bytes as they are in x, before and behind each of its lines.
+Tensor padded_lines(const Tensor& x, int64_t low, int64_t high, char zero, char* to) {
   const size_t last = x.shape.size() - 2;
   const int64_t pixel = x.shape.back() * int64_t(ffi::ByteWidth(x.dtype)), line = x.shape[last] * pixel, bytes = low * pixel + line + high * pixel;
   constexpr int64_t kTogether = 16;
@@ -229,9 +231,9 @@ Tensor padded_lines(const Tensor& x, int64_t low, int64_t high, char* to) {
   parallel_for(parts(lines, kTogether), [&](int64_t task) {
     for (int64_t i = task * kTogether; i < std::min(lines, (task + 1) * kTogether); ++i) {
       char* const at = to + i * bytes;
-      std::fill_n(at, low * pixel, 0);
+      std::fill_n(at, low * pixel, zero);
       std::copy_n(x.as<char>() + i * line, line, at + low * pixel);
-      std::fill_n(at + low * pixel + line, high * pixel, 0);
+      std::fill_n(at + low * pixel + line, high * pixel, zero);
     }
   });
   Tensor padded{x.name, to, x.dtype, x.shape};
@@ -239,25 +241,41 @@ Tensor padded_lines(const Tensor& x, int64_t low, int64_t high, char* to) {
   return padded;
 }
 
-bool convolve(Forward f, const char* panels) {
-  if (!merges_lines(f.geometry, f.w)) return Convolution(f, f.geometry.transposed(), panels).run();
+bool convolve(Forward f, const char* panels, const Int8* int8) {
+  if (!merges_lines(f.geometry, f.w)) return Convolution(f, f.geometry.transposed(), panels, int8).run();
   int64_t &low = f.geometry.padding_low.back(), &high = f.geometry.padding_high.back();
   const bool has_padding = low > 0 || high > 0;
   const int64_t lines = f.x.size() / f.x.shape[f.x.shape.size() - 2];
-  const Scratch padded(has_padding ? (lines * (low + high) + f.x.size()) * int64_t(ffi::ByteWidth(f.x.dtype)) : 0);
-  if (has_padding) f.x = padded_lines(f.x, low, high, padded.data());
+  const int64_t elements = lines * (low + high) + f.x.size();
+  const Scratch padded(has_padding ? elements * int64_t(ffi::ByteWidth(f.x.dtype)) + contraction::kStepBytes : 0);
+  if (has_padding) f.x = padded_lines(f.x, low, high, int8 ? char(int8->zero) : 0, padded.data());
   f.w = with_merged_lines(f.geometry, f.w);
   low = high = 0;
-  return Convolution(f, false, panels).run() || !has_padding;
+  return Convolution(f, false, panels, int8).run() || !has_padding;
 }
 
-bool forward(const Forward& f) { return convolve(f, nullptr); }
+bool forward(const Forward& f) { return convolve(f, nullptr, nullptr); }
 
-bool takes_packed(const Geometry& g) {
-  return g.groups == 1 && !g.transposed() && is_channels_last(g.lhs_spec) && is_channels_last(g.out_spec);
+void check_packed(const Call& call, const Geometry& g, const Tensor& w) {
+  if (g.groups != 1 || g.transposed() || !is_channels_last(g.lhs_spec) || !is_channels_last(g.out_spec)) {
+    call.refuse("the convolution is transposed, grouped or not channels last: its filter cannot be packed");
+  }
+  if (w.shape.size() != g.spatial_rank() + 2) {
+    call.refuse("w has shape ", to_string(w.shape), ", expected ", g.spatial_rank() + 2, " dimensions");
+  }
+  if (w.size() == 0) call.refuse("w has shape ", to_string(w.shape), ", expected no empty dimension");
 }
 
-void forward(const Forward& f, const char* panels) { convolve(f, panels); }
+void forward(const Forward& f, const char* panels) { convolve(f, panels, nullptr); }
+
+void forward(const Forward& f, const char* panels, const Int8& int8) {
+  const Scratch bytes(f.x.size() + contraction::kStepBytes);  // the last step of the last pixel may be read whole
+  contraction::quantise(f.x, int8.step, int8.zero, bytes.as<uint8_t>());
+  Forward of_bytes = f;
+  of_bytes.x = {f.x.name, bytes.data(), DType::U8, f.x.shape};
+  of_bytes.w.dtype = DType::U8;
+  convolve(of_bytes, panels, &int8);
+}
 
 contraction::Panels panels(const Geometry& g, const Tensor& w, DType dtype) {
   const Tensor merged = with_merged_lines(g, w);

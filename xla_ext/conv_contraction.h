@@ -13,9 +13,19 @@ bool takes(const Geometry& geometry, const Tensor& x, const Tensor& w, const Ten
 // False, and y is to be computed again, where an infinity or a NaN of the filter met padding, over which a tap contributes nothing.
 bool forward(const Forward& f);
 
-// The same by a filter that is packed, of a convolution that can have one; the filter is finite.
-bool takes_packed(const Geometry& geometry);
+// The same by a filter that is packed, of a convolution that can have one; the filter is finite. The check refuses others.
+void check_packed(const Call& call, const Geometry& geometry, const Tensor& w);
 void forward(const Forward& f, const char* panels);
+
+// x as u8, and what makes numbers of sums of its products with a filter of s8: f32(sum + offset of the feature), which the epilogue
+// scales.
+struct Int8 {
+  float step;
+  int32_t zero;            // the u8 that stands for 0
+  const int32_t* offsets;  // -zero·Σ of the feature's filter
+  bool small;              // no element of the filter is beyond ±64
+};
+void forward(const Forward& f, const char* panels, const Int8& int8);
 
 // How the filter of such a convolution is packed, for rows of this dtype, and the filter itself.
 contraction::Panels panels(const Geometry& geometry, const Tensor& w, DType dtype);

@@ -6,14 +6,6 @@
 namespace jaxfuse::conv {
 namespace {
 
-void check(const Call& call, const Geometry& geometry, const Tensor& w) {
-  if (!contracted::takes_packed(geometry)) call.refuse("the convolution is transposed, grouped or not channels last: its filter cannot be packed");
-  if (w.shape.size() != geometry.spatial_rank() + 2) {
-    call.refuse("w has shape ", to_string(w.shape), ", expected ", geometry.spatial_rank() + 2, " dimensions");
-  }
-  if (w.size() == 0) call.refuse("w has shape ", to_string(w.shape), ", expected no empty dimension");
-}
-
 void check(const Call& call, const Tensor& packed, const contraction::Panels& panels) {
   call.checked(packed, DType::U8, {panels.all_bytes()});
 }
@@ -23,7 +15,7 @@ void pack(const Call& call) {
   const Geometry geometry(call);
   const Tensor w = call.operand(0, "w"), packed = call.result(0, "packed");
   call.expect_dtype(w, {DType::F32, DType::BF16});
-  check(call, geometry, w);
+  contracted::check_packed(call, geometry, w);
   const contraction::Panels panels = contracted::panels(geometry, w, w.dtype);
   check(call, packed, panels);
   contraction::pack(contracted::filter(geometry, w), panels, packed.as<char>());
@@ -33,7 +25,7 @@ void packed_fwd(const Call& call) {
   const bool by_winograd = call.attr<bool>("winograd");
   const Tensor w{"w", nullptr, call.operand(0, "x").dtype, call.int_array("filter_shape")};
   const Forward f = forward_of(call, w, 1 + by_winograd);
-  check(call, f.geometry, w);
+  contracted::check_packed(call, f.geometry, w);
   const Tensor direct = call.operand(1, "packed");
   check(call, direct, contracted::panels(f.geometry, f.w, f.x.dtype));
   if (f.y().size() == 0) return;

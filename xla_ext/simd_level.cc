@@ -15,10 +15,14 @@ namespace {
 constexpr const char* kNames[] = {"portable", "avx2", "avx512"};
 
 #ifdef __x86_64__
-// clang's __builtin_cpu_supports does not know its name.
+// clang's __builtin_cpu_supports does not know these names.
 bool has_f16c() {
   unsigned a, b, c, d;
   return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+bool has_avxvnni() {
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & bit_AVXVNNI);
 }
 #endif
 
@@ -49,15 +53,15 @@ SimdLevel chosen_level() {
                               "; unset it to use that");
 }
 
-std::string described_level() {
+std::string described_level(bool vnni) {
   try {
-    return kNames[int(simd_level())];
+    return std::string(kNames[int(simd_level())]) + (vnni && has_vnni() ? "_vnni" : "");
   } catch (const std::runtime_error& problem) {
     return problem.what();
   }
 }
 
-const bool described = facts().emplace("simd", described_level()).second;
+const bool described = facts().emplace("simd", described_level(false)).second && facts().emplace("int8", described_level(true)).second;
 
 }  // namespace
 
@@ -65,5 +69,17 @@ SimdLevel simd_level() {
   static const SimdLevel level = chosen_level();
   return level;
 }
+
+#if defined(__x86_64__) && !defined(JAXFUSE_EMULATE_AVX512)
+bool has_vnni() {
+  switch (simd_level()) {
+    case SimdLevel::avx512: return __builtin_cpu_supports("avx512vnni");
+    case SimdLevel::avx2: return has_avxvnni();
+    default: return false;
+  }
+}
+#else
+bool has_vnni() { return false; }
+#endif
 
 }  // namespace jaxfuse

@@ -14,6 +14,9 @@ enum class SimdLevel { portable, avx2, avx512 };
 // Throws std::runtime_error if JAXFUSE_SIMD names no level of this CPU.
 SimdLevel simd_level();
 
+// Whether the CPU has, for vectors of that level, one instruction that adds four products of bytes: AVX512-VNNI or AVX-VNNI.
+bool has_vnni();
+
 // An op's loops for this machine. Throws as simd_level() does.
 template <class Kernels>
 const Kernels& choose(const Kernels& portable, const Kernels& avx2, const Kernels& avx512) {

@@ -2,5 +2,6 @@
 
 from jaxfuse.frozen.artefact import ArtefactError, load
 from jaxfuse.frozen.freeze import Frozen, freeze
+from jaxfuse.frozen.int8 import Int8Site
 
-__all__ = ["ArtefactError", "Frozen", "freeze", "load"]
+__all__ = ["ArtefactError", "Frozen", "Int8Site", "freeze", "load"]

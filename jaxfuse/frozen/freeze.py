@@ -4,18 +4,20 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxfuse.frozen import artefact
+from jaxfuse.frozen import artefact, calibration
+from jaxfuse.frozen.int8 import Choice, Int8Site, Layers
 from jaxfuse.frozen.packing import Filter, Packed
 from jaxfuse.frozen.program import Freed, Program
 from jaxfuse.fuse import fuse, inline
 from jaxfuse.ops.errors import OpError
 from jaxfuse.program.signature import as_a_program_of_its_own, is_part_of_a_program, trace
+from jaxfuse.runtime import platforms
 
 FREED = ("jaxfuse.freeze: a weight is not there any more: its only use was to be folded into a layer, and these arguments need it in "
          "another way. Freeze the function again, and call it with these arguments first")
@@ -26,6 +28,7 @@ class Made(NamedTuple):
 
     program: Program
     plain: Callable[[list, list], Any]
+    layers: Layers
     fused: Packed
     run: Callable[[list, list], Any]
 
@@ -46,15 +49,17 @@ class Frozen:
         self._leaves, self._tree = jax.tree.flatten(bound)
         self._types = list(map(_type_of, self._leaves))
         self._made: dict[Any, Made] = {}
+        self._layers: Callable[[], Layers] = functools.partial(Choice, policy, None, 0)
         self._constants: dict[str, jax.Array] = {}
         self._packed: dict[str, Filter] = {}  # by the names of the constants in whose place they stand
         self._closed_over: list = []  # arrays that constants are named by stay alive
+        self._has_int8 = False
         self._lock = threading.RLock()
 
     def __call__(self, *args, **kwargs):
         made, arrays = self._of(args, kwargs)
-        if is_part_of_a_program():  # which is to be fused as a whole
-            return made.plain([self._plain(name) for name in made.program.constants], arrays)
+        if is_part_of_a_program() and not self._has_int8:  # it is to be fused as a whole
+            return self.in_floats(*args, **kwargs)
         return made.run(self._given(made), arrays)
 
     def __repr__(self):
@@ -64,6 +69,19 @@ class Frozen:
     def nbytes(self) -> int:
         """Bytes of the constants that its programs need, once for all of them."""
         return sum(array.size * array.dtype.itemsize for array in self._constants.values())
+
+    def in_floats(self, *args, **kwargs):
+        """The function as it is, neither fused nor in int8: what `jaxfuse.explain` explains."""
+        made, arrays = self._of(args, kwargs)
+        return made.plain([self._plain(name) for name in made.program.constants], arrays)
+
+    def int8_sites(self, *args, **kwargs) -> list[Int8Site]:
+        """The layers with constant weights in the program for these arguments: which are int8, the error of each, and why the others
+        are not. Empty unless int8 was asked for."""
+        made, _ = self._of(args, kwargs)
+        lines = made.program.sources
+        return [site._replace(source=lines[name][use]) if use < len(lines.get(name, ())) else site
+                for (name, use), site in made.layers.sites.items()]
 
     def folds(self, *args, **kwargs) -> list[str]:
         """Which layers took a normalisation or a scale into their weights, in the program for these arguments: a line for each."""
@@ -131,14 +149,29 @@ class Frozen:
 
         functools.update_wrapper(plain, self._fn, updated=())
         with as_a_program_of_its_own():
-            run_fused = inline(program, policy=self._policy, inference=True)
-            fused = Packed(run_fused, program.constants, *program.types, self._policy, self._packed)
+            run_fused, layers = inline(program, policy=self._policy, inference=True), self._layers()
+            fused = Packed(run_fused, program.constants, *program.types, layers, self._packed)
         self._keep(program, fused, [*traced.closed.consts, *self._arrays()])
 
         def run(constants, arrays):
             return jax.tree.unflatten(traced.out_tree, fused(constants, arrays))
 
-        return Made(program, plain, fused, jax.jit(functools.update_wrapper(run, self._fn, updated=())))
+        return Made(program, plain, layers, fused, jax.jit(functools.update_wrapper(run, self._fn, updated=())))
+
+    def _calibrate(self, given: Any, allowed: float) -> None:
+        """Runs the examples in floats, which stay for arguments that need them."""
+        runs: list[calibration.Run] = []
+        self._layers = Layers
+        for i, args in enumerate(calibration.examples(given)):
+            try:
+                made, arrays = self._of(args, {})
+            except Exception as error:
+                raise OpError(f"jaxfuse.freeze: example {i} of int8 does not fit the function's arguments: {error}") from error
+            runs.append(calibration.Run(made.fused, made.layers, self._given(made), arrays))
+        measured = calibration.calibrated(runs) if platforms.current() == "cpu" else {}  # the only one with a kernel
+        self._layers = functools.partial(Choice, self._policy, measured, allowed)
+        self._has_int8 = True
+        self._made.clear()
 
     def _arrays(self) -> list:
         """The bound arrays; None in the place of those that are folded away."""
@@ -148,15 +181,17 @@ class Frozen:
         """Computes the constants that are new, packs filters, and lets go of weights that nothing needs any more."""
         wanted = {name for name in fused.plain_names if name not in self._constants}
         wanted |= {filter_.name for filter_ in fused.filters if not set(filter_.names) <= self._constants.keys()}
+        here = wanted & (self._packed.keys() | self._constants.keys())  # to be packed in another way
         try:
-            found = program.values(given, wanted - self._packed.keys())
+            found = program.values(given, wanted - here)
         except Freed:
             raise OpError(FREED) from None
-        found |= {name: self._plain(name) for name in wanted & self._packed.keys()}  # for another way to pack it
+        found |= {name: self._plain(name) for name in here}
         for filter_ in fused.filters:
             if filter_.name in found:
                 self._constants |= zip(filter_.names, filter_.packed(found[filter_.name]))
-            self._packed[filter_.name] = filter_
+            if isinstance(filter_, Filter):
+                self._packed[filter_.name] = filter_
         self._constants |= {name: found[name] for name in wanted if name in fused.plain_names}
         first = len(given) - len(self._arrays())
         places = [i for i, type_ in enumerate(self._types) if _is_array(type_)]
@@ -165,7 +200,8 @@ class Frozen:
                 self._leaves[places[i - first]] = None
 
 
-def freeze(fn: Callable, *bound: Any, argnums: int | Sequence[int] = 0, policy: str = "measured") -> Frozen:
+def freeze(fn: Callable, *bound: Any, argnums: int | Sequence[int] = 0, policy: str = "measured", int8: Iterable | None = None,
+           int8_error: float = 0.05) -> Frozen:
     """`fn` with some of its arguments constant, for inference: `freeze(model.apply, variables)(x)` is `model.apply(variables, x)`.
 
     What depends on the constants alone is computed once. A normalisation or a scale that follows a convolution or a dense layer, with
@@ -177,12 +213,17 @@ def freeze(fn: Callable, *bound: Any, argnums: int | Sequence[int] = 0, policy: 
       bound: the arguments that are bound, any pytrees. They may be freed after the first call: large weights that were folded or cast
         are not kept.
       argnums: the positions of `bound` among fn's arguments; by default the first.
-      policy: as of `fuse`.
+      policy: as of `fuse`; of int8 too.
+      int8: examples of the other arguments, representative ones: tuples of them, or where there is one argument the argument. With
+        them convolutions and dense layers are computed in int8, each by the range of numbers that it reads in the examples.
+      int8_error: how large the relative root mean square error of a layer's output in int8 may be, on the examples; layers with a
+        larger one stay in floats.
 
-    Returns: a function of the other arguments. `jaxfuse.explain` of it shows its sites; `folds(*args)` what was folded.
+    Returns: a function of the other arguments. `jaxfuse.explain` of it shows its sites; `folds(*args)` what was folded, and
+    `int8_sites(*args)` which layers are int8.
 
-    Raises: ValueError for an unknown policy and for positions that do not fit (here); OpError, a ValueError, for arguments that need
-    a weight which was folded away in another way (when called).
+    Raises: ValueError for an unknown policy and for positions that do not fit, OpError, a ValueError, for examples that do not fit or
+    are not finite (here); OpError for arguments that need a weight which was folded away in another way (when called).
     """
     positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     if not bound:
@@ -193,7 +234,12 @@ def freeze(fn: Callable, *bound: Any, argnums: int | Sequence[int] = 0, policy: 
     if not callable(fn):
         raise TypeError(f"jaxfuse.freeze: fn is of type {type(fn).__name__}, expected a function or a module")
     fuse(fn, policy=policy)  # raises what it raises
-    return Frozen(fn, bound, positions, policy)
+    if not int8_error > 0:
+        raise OpError(f"jaxfuse.freeze: int8_error is {int8_error!r}, expected a positive number")
+    frozen = Frozen(fn, bound, positions, policy)
+    if int8 is not None:
+        frozen._calibrate(int8, int8_error)
+    return frozen
 
 
 def _of_module(fn) -> tuple[Callable, tuple, tuple[int, ...]]:

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import jax
 
@@ -12,9 +13,24 @@ from jaxfuse.tuning.policy import packing
 from jaxfuse.tuning.rules.packed import Packing
 
 
+class PackedWeight(Protocol):
+    """A constant that a layer reads in another form: its name, and the names of the arrays in whose form it is."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def names(self) -> list[str]: ...
+
+    def packed(self, w: jax.Array) -> list[jax.Array]: ...
+
+    def layer(self, node: Node, x, arrays: list, rest: list):
+        """What the node computes of x and of what it reads behind the weight."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Filter:
-    """A constant that a convolution reads packed: its name, and how it is packed."""
+    """One that a convolution reads packed, which it can be unpacked from."""
 
     name: str
     dtype: str
@@ -22,7 +38,7 @@ class Filter:
 
     @property
     def names(self) -> list[str]:
-        """Of the packed arrays: by what they are made of."""
+        """By what they are made of."""
         conv, shape = self.config.conv, self.config.shape
         layout = f"{self.name} {shape} {conv.rhs_spec} {conv.rhs_dilation[-1]} {self.config.dtype}"
         digest = hashlib.sha256(layout.encode()).hexdigest()
@@ -35,18 +51,24 @@ class Filter:
     def unpacked(self, array: jax.Array) -> jax.Array:
         return packed.unpack(self.config, array).astype(self.dtype)
 
+    def layer(self, node: Node, x, arrays: list, rest: list):
+        return packed.OP(dataclasses.replace(self.config, conv=node.params["config"]), x, *arrays, *rest)[0]
+
 
 class Packed:
-    """`run(constants, arguments) -> outputs`, a fused program, with the filters packed that only its convolutions read.
+    """`run(constants, arguments) -> outputs`, a fused program, with the weights packed that only layers read which `choose` has in
+    another form: of a node and the name of the constant that is its weight, or None.
 
     `names` are those of the arrays that it is called with: constants as they were, `plain_names`, then packed ones. What is read as it
     was, and is `known` from an earlier program as packed, is unpacked at every call.
     """
 
-    def __init__(self, run: Callable, names: Sequence[str], constants: list, arguments: list, policy: str, known: dict[str, Filter]):
+    def __init__(self, run: Callable, names: Sequence[str], constants: list, arguments: list,
+                 choose: Callable[[Node, str], PackedWeight | None], known: dict[str, Filter]):
         self.graph = Graph(jax.make_jaxpr(run)(constants, arguments))
         given = dict(zip(self.graph.inputs, names))
-        self._filters = {node: found for node in self.graph.nodes if (found := _filter_of(node, given, policy))}
+        layers = [node for node in self.graph.nodes if node.inputs[1:] and node.inputs[1] in given]
+        self._filters = {node: found for node in layers if (found := choose(node, given[node.inputs[1]]))}
         self.filters = list({tuple(found.names): found for found in self._filters.values()}.values())
         read = {value for node in self.graph.nodes if node not in self._filters for value in node.inputs} | set(self.graph.outputs)
         read |= {value for node in self._filters for i, value in enumerate(node.inputs) if i != 1}
@@ -60,29 +82,30 @@ class Packed:
 
     def __call__(self, constants: Sequence, arguments: Sequence) -> list:
         arrays = dict(zip(self.names, constants))
+        return self.evaluate(constants, arguments, {node.out: _emission(node, found, arrays) for node, found in self._filters.items()})
+
+    def evaluate(self, constants: Sequence, arguments: Sequence, replacements: dict[Value, Emission]) -> list:
+        arrays = dict(zip(self.names, constants))
         plain = dict(zip(self._plain, constants)) | {value: f.unpacked(arrays[f.names[0]]) for value, f in self._unpacked.items()}
-        replacements = {node.outputs[0]: _emission(node, filter_, arrays) for node, filter_ in self._filters.items()}
         inputs = [plain.get(value) for value in self.graph.inputs[: self._constants]]
         return evaluate(self.graph, [*inputs, *arguments], replacements)
 
 
-def _filter_of(node: Node, given: dict[Value, str], policy: str) -> Filter | None:
-    """The filter of a convolution whose filter is a constant, where it is worth packing."""
-    if node.primitive != "jaxfuse_conv" or node.inputs[1] not in given:
+def filter_of(policy: str, node: Node, name: str) -> Filter | None:
+    """That of a convolution whose filter is this constant, where it is worth packing."""
+    if node.primitive != "jaxfuse_conv":
         return None
     config, (x, w, *_) = node.params["config"], node.inputs
     layout = Packing.none if packed.refuse(config, x, w) else packing(policy, config, x, w)
     if layout is Packing.none:
         return None
-    return Filter(given[w], str(w.dtype), packed.config_of(config, x, w, layout is Packing.winograd))
+    return Filter(name, str(w.dtype), packed.config_of(config, x, w, layout is Packing.winograd))
 
 
-def _emission(node: Node, filter_: Filter, arrays: dict) -> Emission:
+def _emission(node: Node, weight: PackedWeight, arrays: dict) -> Emission:
     x, _, *rest = node.inputs
-    config = dataclasses.replace(filter_.config, conv=node.params["config"])
 
     def run(read):
-        filters = [arrays[name] for name in filter_.names]
-        yield node.outputs[0], packed.OP(config, read(x), *filters, *map(read, rest))[0]
+        yield node.out, weight.layer(node, read(x), [arrays[name] for name in weight.names], list(map(read, rest)))
 
-    return Emission((x, *rest), (node.outputs[0],), run)
+    return Emission((x, *rest), (node.out,), run)

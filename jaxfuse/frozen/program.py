@@ -1,6 +1,7 @@
 """A program some of whose inputs are constants: which of its values they fix, and what is left to compute at every call."""
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -123,6 +124,18 @@ class Program:
         folded = {fold.exact: fold.node for fold in self.folds.values()}
         return {i for i, v in enumerate(self.graph.inputs[: self.bound]) if v not in used
                 and all(user is folded.get(v) or is_float_cast(user) for user in v.users)}
+
+    @functools.cached_property
+    def sources(self) -> dict[str, list[str]]:
+        """By the names of constants that are weights the lines of the layers that read them."""
+        found: dict[str, list[str]] = {}
+        folds = {fold.node: fold for fold in self.folds.values()}
+        for node in self.graph.nodes:
+            weight = _weight_of(node)
+            if weight and weight[1] in self._fixed:
+                fold = folds.get(node)
+                found.setdefault(self._fold_names(fold)[0] if fold else self._name(weight[1]), []).append(node.source())
+        return found
 
     def _fixed_values(self) -> set[Value]:
         """Those that depend on the constants alone. Random numbers of a constant key are; what is broadcast is not."""

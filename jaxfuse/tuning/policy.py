@@ -8,7 +8,7 @@ from jaxfuse.ops.errors import one_of
 from jaxfuse.runtime import platforms
 from jaxfuse.runtime.reasons import SwitchedOff, Unprofitable, no_kernel
 from jaxfuse.tuning import measured, tuned
-from jaxfuse.tuning.rules import TABLE, cuda, packed
+from jaxfuse.tuning.rules import TABLE, cuda, int8, packed
 
 POLICIES = ("measured", "always", "never")
 
@@ -27,6 +27,13 @@ def packing(policy: str, config, x, w) -> packed.Packing:
     if platforms.current() != "cpu":
         return packed.Packing.none
     return packed.any_that_fits(config, x, w) if policy == "always" else packed.fastest(config, x, w)
+
+
+def not_in_int8(policy: str, products: int) -> str:
+    """Why a layer of so many products stays in its floats, where freeze is asked for int8; "": it is int8."""
+    if platforms.current() != "cpu":
+        return no_kernel()
+    return "" if policy == "always" else int8.expects_no_gain(products)
 
 
 def _always(op, config, types, direction="forward", cost="") -> str:

@@ -22,7 +22,7 @@ from jaxfuse.ops.op import FusedOp, Kernel, widened
 from jaxfuse.runtime import ffi
 from jaxfuse.runtime.settings import ours
 
-PANEL, STEP_BYTES = 16, 4  # features of a panel; bytes of a step: a number of float32, or two neighbours of bfloat16
+PANEL, STEP_BYTES = 16, 4  # features of a panel; bytes of a step: a number of float32, two neighbours of bfloat16, four of int8
 FEW_CHANNELS = 16  # below it the taps of a line are packed as one, whose channels are those of all of them
 WINOGRAD = np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]])  # G of Lavin and Gray (2015); filters become G·g·Gᵀ
 
@@ -33,7 +33,7 @@ class PackedConfig:
 
     conv: ConvConfig
     shape: tuple[int, ...]
-    dtype: str
+    dtype: str  # float32, bfloat16; int8 is int8.py's
     winograd: bool = False
     saves: int = 0
 
@@ -111,23 +111,31 @@ def unpack(config: PackedConfig, packed):
     """The filter itself, in plain JAX."""
     p, spec = panels(config), config.conv.rhs_spec
     dtype = jnp.dtype(config.dtype)
-    steps = packed.reshape(-1, p.taps, p.steps, PANEL, p.per_step, dtype.itemsize)
-    lines = lax.bitcast_convert_type(steps, dtype).transpose(1, 2, 4, 0, 3)  # taps, steps, elements of a step, panels, features
+    shape = (-1, p.taps, p.steps, PANEL, p.per_step)
+    steps = lax.bitcast_convert_type(packed.reshape(*shape, dtype.itemsize), dtype).reshape(shape)
+    lines = steps.transpose(1, 2, 4, 0, 3)  # taps, steps, elements of a step, panels, features
     w = lines.reshape(p.taps, p.steps * p.per_step, -1)[:, : p.inner, : p.features]
     in_order = w.reshape(*(config.shape[d] for d in (*spec[2:], spec[1], spec[0])))
     return in_order.transpose(np.argsort((*spec[2:], spec[1], spec[0])))
 
 
 def refuse(config: ConvConfig, x, w) -> str | None:
-    """Why a convolution of these types cannot have a packed filter."""
+    """Why a convolution of these types cannot have a packed filter here."""
+    return refuse_layout(config, x, w) or ffi.unavailable("jaxfuse_conv_pack") or ffi.unavailable("jaxfuse_conv_packed")
+
+
+def refuse_layout(config: ConvConfig, x, w) -> str | None:
+    """The same of the convolution alone."""
     if config.transposed or config.feature_group_count != 1 or config.saves or config.rounds_filter:
         return "a filter is not packed for a transposed or grouped convolution, for one that saves for autodiff or rounds its filter"
+    if min(map(min, config.padding)) < 0:
+        return f"negative padding {config.padding}"
     last = (0, len(x.shape) - 1, *range(1, len(x.shape) - 1))
     if (config.lhs_spec, config.out_spec) != (last, last):
         return f"axes {config.lhs_spec} -> {config.out_spec}: a packed filter is for channels last"
     if not {str(x.dtype), str(w.dtype)} <= set(DTYPES) or 0 in w.shape:
         return f"dtypes {x.dtype}, {w.dtype}, filter of shape {w.shape}"
-    return ffi.unavailable("jaxfuse_conv_pack") or ffi.unavailable("jaxfuse_conv_packed")
+    return None
 
 
 def _refuse(config: PackedConfig, args: Sequence) -> str | None:

@@ -1,0 +1,175 @@
+"""conv in int8, as `jaxfuse.freeze` has it: products of bytes, whose sums are exact integers and the same on every processor.
+
+    x = step·(q - zero)      q in 0..255, one step for all of x; 0 is a q, so that padding is exact
+    w[n] = scale[n]·v[n]     v in -most..most, a scale for each output feature
+    y = act(step·scale[n]·(Σ q·v - zero·Σ v) + bias + residual)
+
+`most` is 127 where the processor adds four products of bytes in 32 bits (VNNI), else 64: AVX2's vpmaddubsw adds two of them in 16 bits,
+saturating, and 2·255·64 = 32640 fits, 2·255·127 = 64770 does not. The filter lies in the panels of packed.py, four of its input features
+to a step. A NaN of x counts as 0 and an infinity as the end of the range: int8 has neither.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxfuse.ops.batch_axes import BatchAxes
+from jaxfuse.ops.conv.config import ConvConfig
+from jaxfuse.ops.conv.conv import OP as CONV, forward_attrs
+from jaxfuse.ops.conv.packed import PANEL, PackedConfig, panels, refuse_layout, unpack
+from jaxfuse.ops.op import FusedOp, Kernel, widened
+from jaxfuse.runtime import ffi
+from jaxfuse.runtime.settings import ours
+
+LARGEST = 255  # q
+SMALL, WHOLE = 64, 127  # the largest v
+MOST_PRODUCTS = 1 << 16  # of a sum: 255·127·2¹⁶ is less than 2³¹
+
+
+class Range(NamedTuple):
+    """Which numbers 0..255 stand for."""
+
+    step: float
+    zero: int
+
+    @classmethod
+    def of(cls, low: float, high: float) -> "Range":
+        """That of numbers from `low` to `high`; 0 is among them."""
+        low, high = min(low, 0.0), max(high, 0.0)
+        step = float(np.float32((high - low) / LARGEST))
+        if step < np.finfo(np.float32).tiny:  # all of them are 0, or flushed to it
+            return cls(1.0, 0)
+        return cls(step, min(LARGEST, round(-low / step)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Int8Config:
+    """`filter`: the convolution and the shape of its filter; `range`: of x; `most`: the largest v."""
+
+    filter: PackedConfig
+    range: Range
+    most: int
+    saves: int = 0
+
+    @property
+    def conv(self) -> ConvConfig:
+        return self.filter.conv
+
+    @property
+    def scaled(self) -> ConvConfig:
+        """The convolution of q and v."""
+        return dataclasses.replace(self.conv, has_scale=True)
+
+
+def config_of(config: ConvConfig, shape: tuple[int, ...], range_: Range, most: int) -> Int8Config:
+    """That of a convolution by a filter of this shape."""
+    return Int8Config(PackedConfig(config, shape, "int8"), range_, most)
+
+
+def refuse(config: ConvConfig, x, w) -> str | None:
+    """Why a convolution of these types cannot be int8."""
+    if reason := refuse_layout(config, x, w):
+        return reason
+    if config.has_scale or config.out_dtype:
+        return "a scale that is no constant, or a result of another dtype than x's"
+    asked = config.precision if isinstance(config.precision, tuple) else (config.precision,)
+    if not {*asked} <= {None, lax.Precision.DEFAULT}:
+        return f"precision {config.precision} is asked for"
+    products = math.prod(w.shape) // w.shape[config.rhs_spec[0]]
+    return f"sums of {products} products, at most {MOST_PRODUCTS} fit into 32 bits" if products > MOST_PRODUCTS else None
+
+
+@ours
+def pack(config: Int8Config, w) -> list[jax.Array]:
+    """The filter in its panels, uint8 of one axis; for each feature the float32 step·scale and the int32 -zero·Σ v."""
+    spec, p = config.conv.rhs_spec, panels(config.filter)
+    taps = np.transpose(np.asarray(w).astype(np.float64), (*spec[2:], spec[1], spec[0])).reshape(p.taps, p.inner, p.features)
+    with np.errstate(all="ignore"):  # what is not finite has an error that is not
+        largest = np.abs(taps).max((0, 1))
+        scale = np.where(largest > 0, largest, 1) / config.most
+        v = np.rint(taps / scale).astype(np.int8)
+    steps = np.zeros((p.taps, p.steps * p.per_step, -(-p.features // PANEL) * PANEL), np.int8)
+    steps[:, : p.inner, : p.features] = v
+    lines = steps.reshape(p.taps, p.steps, p.per_step, -1, PANEL).transpose(3, 0, 1, 4, 2)  # panels, taps, steps, features, elements
+    offset = -config.range.zero * v.sum((0, 1), dtype=np.int64)
+    return [jnp.asarray(lines.copy().view(np.uint8).reshape(-1)), jnp.asarray(config.range.step * scale, jnp.float32),
+            jnp.asarray(offset, jnp.int32)]
+
+
+def centered(config: Int8Config, x):
+    """q - zero, int32."""
+    step, zero = config.range
+    v = x.astype(jnp.float32) * (np.float32(1) / np.float32(step))
+    v = jnp.clip(jnp.where(jnp.isnan(v), 0, v), -zero, LARGEST - zero)
+    return lax.round(v, lax.RoundingMethod.TO_NEAREST_EVEN).astype(jnp.int32)
+
+
+def sums(config: ConvConfig, q, v):
+    """Those of the products, int32."""
+    dn = lax.ConvDimensionNumbers(config.lhs_spec, config.rhs_spec, config.out_spec)
+    return lax.conv_general_dilated(q, v, config.window_strides, config.padding, rhs_dilation=config.rhs_dilation, dimension_numbers=dn)
+
+
+def _reference(config: Int8Config, *args):
+    x, packed, scale, _, *rest = args
+
+    def convolve(conv, q, v):
+        return sums(conv, q, v).astype(jnp.float32)
+
+    v = unpack(config.filter, packed).astype(jnp.int32)
+    (y,) = CONV.forward.reference(config.scaled, centered(config, x), v, scale, *rest, convolve=convolve)
+    return (y.astype(x.dtype),)
+
+
+def _straight_through(config: Int8Config, *args):
+    """The same value by ops that are differentiable. The derivative is that of the convolution by the rounded filter; rounding x
+    counts as nothing done to it (Bengio and others, arXiv 1308.3432)."""
+    x, packed, scale, _, *rest = args
+    features = [d for d in range(len(config.filter.shape)) if d != config.conv.rhs_spec[0]]
+    w = unpack(config.filter, packed) * jnp.expand_dims(scale / config.range.step, features)
+    rounded = (centered(config, x) * np.float32(config.range.step)).astype(x.dtype)
+    return tuple(CONV(config.conv, x + lax.stop_gradient(rounded - x), w.astype(x.dtype), *rest))
+
+
+def _refuse(config: Int8Config, args) -> str | None:
+    x = args[0]
+    empty = f"empty array of shape {x.shape}" if 0 in x.shape else None
+    return empty or refuse(config.conv, x, jax.ShapeDtypeStruct(config.filter.shape, x.dtype)) or ffi.unavailable("jaxfuse_conv_int8")
+
+
+def _run(config: Int8Config, args, mesh_axes):
+    x, packed, scale, offset, *rest = widened(args)
+    y = jax.eval_shape(functools.partial(_reference, config), *args)[0]
+    attrs = forward_attrs(config.scaled) | config.range._asdict() | dict(filter_shape=config.filter.shape, most=config.most)
+    (out,) = ffi.call("jaxfuse_conv_int8", [jax.ShapeDtypeStruct(y.shape, x.dtype)], x, packed, offset, scale, *rest, **attrs)
+    return (out.astype(y.dtype),)
+
+
+def _axes(config: Int8Config, ranks) -> BatchAxes:
+    plain = CONV.forward.batch_axes(config.conv, ranks)
+    x, w, *rest = plain.inputs
+    return BatchAxes((x, w, None, None, *rest), plain.outputs)
+
+
+def _never(*_: Any) -> Any:
+    raise AssertionError("int8 is differentiated as a convolution of floats")
+
+
+OP = FusedOp(
+    "conv_int8",
+    reference=_reference,
+    keep=_never,
+    tangent=_never,
+    for_autodiff=lambda config: config,
+    decomposed=lambda config: functools.partial(_straight_through, config),
+    forward_kernels=(Kernel(None, _refuse, _run),),
+    backward_kernels=(),
+    forward_axes=_axes,
+    backward_axes=_never,
+)

@@ -1,0 +1,29 @@
+"""Where a layer of a frozen network is faster in int8 than in float32, and how large its weights may be."""
+
+from jaxfuse.ops.conv import int8
+from jaxfuse.runtime import ffi
+
+# For each way of summing products of bytes, as `form` names them, the products from which on int8 was measured to be faster.
+SMALLEST: dict[str, int] = {}
+
+
+def form() -> str:
+    """How the native module sums products of bytes here: "portable", "avx2", "avx512", or with "_vnni" by one instruction; "": it is
+    not built."""
+    module = ffi.native()
+    return module.info().get("int8", "") if module else ""
+
+
+def most() -> int:
+    """The largest weight in int8."""
+    return int8.WHOLE if form().endswith("vnni") else int8.SMALL
+
+
+def expects_no_gain(products: int) -> str:
+    """Why a layer of so many products is not expected to be faster."""
+    if not form():
+        return "the native module has no int8"
+    if form() not in SMALLEST:
+        return f'int8 was not measured on a CPU like this one ({form()}); policy="always" takes it all the same'
+    smallest = SMALLEST[form()]
+    return f"too small to gain: {products} products, measured faster from {smallest}" if products < smallest else ""
