@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.program.graph import INLINED, Node
+from jaxfuse.program.graph import INLINED, Graph, Node, evaluate
 from jaxfuse.runtime.private import name_of, params_of
 
 # Dense where activations bend; the ties 0, ±1, ±3, 6 exactly; far out; then where an exp overflows, and what must survive.
@@ -130,7 +130,7 @@ def values_of(function, like, points: np.ndarray) -> np.ndarray | None:
     traced = jax.make_jaxpr(function)(like)
     try:
         with np.errstate(all="ignore"):
-            values = _interpret(traced, [points])
+            values = evaluate(Graph(traced), [points], {}, _interpreted)
     except KeyError:
         return None
     return np.stack([np.broadcast_to(np.asarray(a, np.float64), points.shape) for a in values])
@@ -156,27 +156,15 @@ def _body(eqn):
     return params.get("call_jaxpr") or params.get("jaxpr")
 
 
-def _interpret(closed, arguments):
-    def read(atom):
-        literal = getattr(atom, "val", None)
-        if literal is None:
-            return environment[atom]
-        array = np.asarray(literal)
-        if array.dtype == jax.dtypes.float0:  # the tangent of a comparison
-            return 0.0
-        return array if array.dtype == bool else array.astype(np.float64)
+def _interpreted(node: Node, values: list) -> list:
+    """What the node gives in float64."""
+    operands = list(map(_wide, values))
+    if node.primitive in CALLS:
+        return evaluate(Graph(_body(node.eqn)), operands, {}, _interpreted)
+    return operands if node.primitive == "reshard" else [RULES[node.primitive](node.params, *operands)]  # of a tangent, under a mesh
 
-    environment = dict(zip(closed.jaxpr.invars, arguments)) | dict(
-        zip(closed.jaxpr.constvars, [np.asarray(c, np.float64) for c in closed.consts])
-    )
-    for eqn in closed.jaxpr.eqns:
-        inputs = [read(v) for v in eqn.invars]
-        name = name_of(eqn)
-        if name in CALLS:
-            outputs = _interpret(_body(eqn), inputs)
-        elif name == "reshard":  # of a tangent, under a mesh
-            outputs = inputs
-        else:
-            outputs = [RULES[name](eqn.params, *inputs)]
-        environment.update(zip(eqn.outvars, outputs))
-    return [read(v) for v in closed.jaxpr.outvars]
+
+def _wide(value):
+    """Numbers in float64, of floats; as they are masks and bits. The tangent of a comparison is 0."""
+    array = np.asarray(value)
+    return 0.0 if array.dtype == jax.dtypes.float0 else array if array.dtype.kind in "bu" else array.astype(np.float64)

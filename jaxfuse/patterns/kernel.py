@@ -1,9 +1,15 @@
-"""Whether a kernel takes what a pattern has found, and whether the policy expects a gain of it."""
+"""What the patterns ask of an op: whether a kernel takes what was found and the policy expects a gain of it; and the gradients that an
+op gives, in the places where JAX's own gradient of the same nodes was found."""
+
+from collections.abc import Callable, Iterable, Iterator
 
 import jax
 
+from jaxfuse.analysis.gradients import Gradient
+from jaxfuse.ops.batch_axes import reshaped
 from jaxfuse.ops.op import type_of
-from jaxfuse.program.graph import Value
+from jaxfuse.patterns.walk import depends_on, require_batch_sharding
+from jaxfuse.program.graph import Emission, Value
 from jaxfuse.program.site import Unfit
 
 
@@ -20,3 +26,19 @@ def require(stage, config, types, unprofitable, op: str, *rule, cost=lambda kern
 
 def types_of(*values: Value) -> tuple[jax.ShapeDtypeStruct, ...]:
     return tuple(type_of(v.aval) for v in values)
+
+
+def gradient_emission(gradient: Gradient, needs: tuple[Value, ...], arrays: Callable[[Callable], Iterable]) -> Emission:
+    """Of the values found: `arrays(read)` are the gradients that they hold, to which what else they sum is added. Raises `Unfit` where
+    they wait for each other."""
+    needs = (*needs, gradient.dy, *[v for added in gradient.added for v in added])
+    require_batch_sharding(needs)
+    if depends_on(needs, gradient.defines):
+        raise Unfit("its gradients depend on each other")
+
+    def run(read) -> Iterator[tuple[Value, object]]:
+        for value, added, array in zip(gradient.found, gradient.added, arrays(read)):
+            if value is not None:
+                yield value, reshaped(sum(map(read, added), array).astype(value.dtype), value.shape)
+
+    return Emission(needs, gradient.defines, run)

@@ -9,10 +9,8 @@ import jax.numpy as jnp
 
 from jaxfuse.analysis.layout import channels_last, in_place, is_transposed
 from jaxfuse.ops.conv.conv import OP, ConvConfig
-from jaxfuse.patterns import contraction_gradients as contractions
 from jaxfuse.patterns.activations import name_activation
-from jaxfuse.patterns.contraction import Axes
-from jaxfuse.patterns.contraction_gradients import Gradients
+from jaxfuse.patterns.contraction import Axes, Gradients
 from jaxfuse.patterns.conv.forward import config_of, reordered
 from jaxfuse.patterns.conv.scaled import Scaled, ways
 from jaxfuse.patterns.walk import Walk
@@ -26,6 +24,7 @@ from jaxfuse.runtime.reasons import no_kernel
 class ConvGradients(Gradients):
     """`scaled`: dz is the cotangent of the convolution times a number for each channel."""
 
+    op = OP
     scaled: Scaled | None = None
 
     @property
@@ -71,7 +70,7 @@ def match(graph: Graph, node: Node, claimed: set[int], unprofitable):
         return  # the forward pass has a row that says why
     if config.out_dtype or node.params["batch_group_count"] != 1:
         return
-    for found in contractions.found(ConvGradients, graph, node, claimed, _may_be_alone):
+    for found in ConvGradients.found(graph, node, claimed, _may_be_alone):
         yield from _rows(graph, config, _ways(graph, config, found, claimed), unprofitable)
 
 
@@ -126,7 +125,7 @@ def _fused(graph: Graph, config: ConvConfig, gradients: ConvGradients, unprofita
     config = dataclasses.replace(
         config, lhs_spec=reordered(config.lhs_spec, x_order), out_spec=reordered(config.out_spec, y_order))
     orders = dict.fromkeys(like_x, x_order) | dict.fromkeys(like_y, y_order)
-    return contractions.fused(graph, OP, config, gradients, unprofitable, orders)
+    return gradients.fused(graph, config, unprofitable, orders)
 
 
 def _order(graph: Graph, spec: Axes, values) -> Axes:
