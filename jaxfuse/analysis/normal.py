@@ -207,6 +207,15 @@ def per_channel(value: Value, like: Value, axes: int | tuple[int, ...]) -> Value
     return NotPerChannel(f"operand {value!r} is not one number for each of the {channels} channels")
 
 
+def channel_factor(node: Node, axes: int | tuple[int, ...]) -> tuple[Value, Value] | None:
+    """(x, c), where the node gives x·c or x/c with one number c for each channel."""
+    for x, factor in {"mul": (node.inputs, node.inputs[::-1]), "div": (node.inputs,)}.get(node.primitive, ()):
+        c = per_channel(factor, x, axes) if x.shape == node.out.shape and x is not factor else None
+        if isinstance(c, Value):
+            return x, c
+    return None
+
+
 def _repeated(value: Value) -> Value | None:
     """What the value repeats: through broadcasts, reshapes, widening casts, and transposes of what has one axis only."""
     node = value.producer

@@ -2,7 +2,7 @@
 what that computes."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxfuse.analysis.elementwise import POINTS, is_elementwise, table_of, values_of
 from jaxfuse.analysis.normal import constant, constant_array, is_float_cast
-from jaxfuse.program.graph import Node, Value
+from jaxfuse.program.graph import Node, Transposed, Value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,15 +38,22 @@ def replayed(nodes: Iterable[Node], made: dict[Value, Any]) -> dict[Value, Any]:
 
 def cone(ends: Iterable[Value], takes: Callable[[Value], bool], most: int | None = None) -> list[Node]:
     """The nodes, in program order, that compute the ends, back over the values that the function takes; more than `most` are not all."""
-    nodes: dict[int, Node] = {}
+    nodes: dict[Node, None] = {}
     stack = [*ends]
     while stack and (most is None or len(nodes) <= most):
         value = stack.pop()
         node = value.producer
-        if node is not None and node.index not in nodes and takes(value):
-            nodes[node.index] = node
+        if node is not None and node not in nodes and takes(value):
+            nodes[node] = None
             stack += node.inputs
-    return [nodes[i] for i in sorted(nodes)]
+    return sorted(nodes, key=lambda node: node.index)
+
+
+def depends_on(values: Collection[Value], targets: Collection[Value], behind: Collection[Value] = ()) -> bool:
+    """Whether any of the values is a target or computed from one; what lies behind the values `behind` is not looked at."""
+    first = min((v.index for v in targets if not isinstance(v, Transposed)), default=0)
+    nodes = cone(values, lambda v: v not in targets and v not in behind and (v.index >= first or isinstance(v, Transposed)))
+    return any(v in targets for v in (*values, *[v for n in nodes for v in n.inputs]))
 
 
 LONGEST_FUNCTION = 24  # nodes; jax.nn.gelu with tanh is 8, mish by hand 10

@@ -150,7 +150,8 @@ class _Parts:
         for value, aval in zip((*kept, *second.outputs), (*forward.out_avals[: len(kept)], *backward.out_avals)):
             if (value.shape, value.dtype) != (aval.shape, aval.dtype):
                 raise TypeError(f"{aval} instead of {value!r}")
-        return [_emission(forward, first.inputs, (*kept, *stacks)), _emission(backward, sum(needs, []), second.outputs)]
+        return [Emission.of(first.inputs, (*kept, *stacks), jaxpr_as_fun(forward)),
+                Emission.of(sum(needs, []), second.outputs, jaxpr_as_fun(backward))]
 
     def _forward(self, *arrays):
         consts, carried, xs = self.joint.first.split(arrays)
@@ -173,13 +174,6 @@ class _Parts:
 
         carried, stacked = jax.lax.scan(step, carried, xs, **loop.options)
         return *carried, *stacked
-
-
-def _emission(closed: ClosedJaxpr, needs, defines) -> Emission:
-    def run(read):
-        return zip(defines, jaxpr_as_fun(closed)(*map(read, needs)))
-
-    return Emission(tuple(needs), tuple(defines), run)
 
 
 def _reached(wanted, replacements, known: set[Value]) -> tuple[dict[Value, None], dict[Value, None]]:

@@ -17,11 +17,12 @@ import numpy as np
 from jaxfuse.analysis.gradients import CONTRACTIONS, gradients_of
 from jaxfuse.analysis.layout import inverse, to_layout, transposed
 from jaxfuse.analysis.normal import is_float_cast, size
+from jaxfuse.analysis.regions import depends_on
 from jaxfuse.ops.activations import NO_ACTIVATION, Activation, named
 from jaxfuse.ops.op import FusedOp, Kernel, Linear
 from jaxfuse.patterns.activation_grad import activation_grads_at
-from jaxfuse.patterns.kernel import require, types_of
-from jaxfuse.patterns.walk import Chain, WalkEnd, as_vector, depends_on, longest, require_unread
+from jaxfuse.patterns.kernel import as_vector, require, require_unread, types_of
+from jaxfuse.patterns.walk import Chain, WalkEnd, longest
 from jaxfuse.program.autodiff import Subgraph, backward, forward
 from jaxfuse.program.graph import Emission, Graph, Node, Value
 from jaxfuse.program.liveness import dead_after

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfuse.analysis.gradients import Gradient, between, gradients
+from jaxfuse.analysis.gradients import Gradient, gradients
 from jaxfuse.analysis.normal import unwidened
 from jaxfuse.ops.attention import OP
 from jaxfuse.ops.attention_config import AttentionConfig, to_layout
@@ -18,8 +18,7 @@ from jaxfuse.ops.op import Linear, type_of
 from jaxfuse.patterns.attention.axes import Operand
 from jaxfuse.patterns.attention.form import Form, read_form
 from jaxfuse.patterns.dense.site import batch_axes, config_of, is_product
-from jaxfuse.patterns.kernel import gradient_emission, require
-from jaxfuse.patterns.walk import require_unread
+from jaxfuse.patterns.kernel import gradient_emission, require, require_unread
 from jaxfuse.program.autodiff import backward, forward
 from jaxfuse.program.graph import Emission, Graph, Node, Value
 from jaxfuse.program.liveness import dead
@@ -128,13 +127,8 @@ class _Site:
         """The gradients that the program computes of q, k, v and the biases, if it does so as JAX does."""
         if len(set(self.inputs)) < len(self.inputs):
             return None
-        nodes = between([*self.inputs, *self.fixed], self.end)
-        if nodes is None:
-            return None
-        for found in gradients(self.graph, nodes, self.inputs, self.end, backward(self.graph), tuple(self.fixed)):
-            if found.defines:
-                return found
-        return None
+        found = gradients(self.graph, self.inputs, self.end, backward(self.graph), self.fixed)
+        return next((gradient for gradient in found if gradient.defines), None)
 
     def _backward(self, gradient: Gradient, saved: tuple[Value, ...]) -> Emission:
         """The gradients, of the op's own arguments and from there of what these are made of. Raises `Unfit` where they wait for each

@@ -11,12 +11,13 @@ import numpy as np
 from jaxfuse.analysis.forms import ChannelForms, Form, batch_sum, is_sum_of_gradient
 from jaxfuse.analysis.layout import inverse, transposed
 from jaxfuse.analysis.normal import constant, size, unwidened
+from jaxfuse.analysis.regions import depends_on
 from jaxfuse.analysis.statistics import Statistics
 from jaxfuse.ops.batch_norm_grad import DX, SUMS, GradientConfig
 from jaxfuse.patterns.activation_grad import ActivationGrad, activation_grads_at
 from jaxfuse.patterns.activations import is_derivative
 from jaxfuse.patterns.kernel import require
-from jaxfuse.patterns.walk import Chain, depends_on
+from jaxfuse.patterns.walk import Chain
 from jaxfuse.program.graph import Emission, Graph, Value
 from jaxfuse.program.liveness import dead_after
 from jaxfuse.program.site import Match
@@ -54,7 +55,7 @@ def find(graph: Graph, statistics: Statistics) -> Gradient | None:
     tensors = {tensor for form in alone.sums.values() if form.degree > 1 for tensor in form.tensors} - {x}
     if not tensors:
         return None
-    forms = ChannelForms(x, statistics.axis, sorted(tensors, key=_index), statistics.means)
+    forms = ChannelForms(x, statistics.axis, sorted(tensors, key=lambda v: v.index), statistics.means)
     sums = _first({value: form for value, form in forms.sums.items() if is_sum_of_gradient(form, x)})
     zeros = {value: form.coefficients.get((), Form.number(0.0)) for value, form in forms.sums.items()
              if form.degree == 1 and form.tensors == {x} and value not in statistics.moments}
@@ -72,7 +73,7 @@ def through_activation(graph: Graph, gradient: Gradient) -> Iterator[Gradient]:
     computed from x, per channel and with other tensors added."""
     arguments = [value for value, (_, form) in gradient.forms.known.items() if form.degree == 1 and value.producer
                  and gradient.statistics.x in form.tensors and gradient.g not in form.tensors]
-    for z in sorted(arguments, key=_index, reverse=True):
+    for z in sorted(arguments, key=lambda v: v.index, reverse=True):
         for slope in activation_grads_at(graph, z, gradient.g):
             made = (*gradient.defines, *gradient.statistics.moments, gradient.g)
             yield gradient._replace(nodes=only_for(graph, made, kept=slope.dy), slope=slope)
@@ -84,15 +85,10 @@ def only_for(graph: Graph, made: tuple[Value, ...], kept: Value) -> frozenset[in
     return frozenset(dead_after(graph, made, kept=kept, ignored=frozenset()))
 
 
-def _index(value: Value) -> int:
-    """Of the node that computes it."""
-    return value.producer.index if value.producer else -1
-
-
 def _first(sums: dict[Value, Form]) -> dict[Value, Form]:
     """Those that need none of the others: a sum of the result, a bias gradient, is not one of those behind the result."""
     found: dict[Value, Form] = {}
-    for value in sorted(sums, key=_index):
+    for value in sorted(sums, key=lambda v: v.index):
         if not depends_on(sums[value].needs, found):
             found[value] = sums[value]
     return found
@@ -103,7 +99,7 @@ def _results(graph: Graph, forms: ChannelForms, x: Value, g: Value) -> dict[Valu
     read = {form for value, (_, form) in forms.known.items()
             if graph.is_returned(value) or any(node.index not in forms.seen for node in value.users)}
     found: dict[Value, Form] = {}
-    for value in sorted(forms.known, key=_index):
+    for value in sorted(forms.known, key=lambda v: v.index):
         places, form = forms.known[value]
         is_like_x = (value.shape, value.dtype) == (x.shape, x.dtype) and places and places.flat == forms.places.flat
         if is_like_x and form.degree == 1 and {x, g} <= form.tensors and form in read and form not in found.values():

@@ -2,12 +2,13 @@
 where the program has it: of x, gamma and beta, found as JAX's own gradient of the norm's nodes."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.analysis.gradients import Gradient, between, gradients
+from jaxfuse.analysis.gradients import Gradient, gradients
 from jaxfuse.analysis.normal import CAST, size
 from jaxfuse.ops.activations import NO_ACTIVATION
 from jaxfuse.ops.batch_axes import reshaped
@@ -95,10 +96,8 @@ class Site:
         shape of, and of the parameters. Its `dy` is the cotangent of what the chain ends in."""
         chain = self.chain
         end = self.part.original(chain.region.start if chain.region else chain.end)
-        inputs = next(([x, *self.parameters] for x in self.given if between([x, *self.parameters], end)), None)
-        if inputs is None:
-            return None
-        for gradient in gradients(self.graph, between(inputs, end) or [], inputs, end, backward(self.graph)):
+        ways = (gradients(self.graph, [x, *self.parameters], end, backward(self.graph)) for x in self.given)
+        for gradient in itertools.chain.from_iterable(ways):
             dy: Value | None = gradient.dy
             if activation := chain.activation:
                 slopes = activation_grads_at(self.graph, end, gradient.dy)
