@@ -24,10 +24,6 @@ _erf = np.vectorize(math.erf, otypes=[np.float64])
 _erfc = np.vectorize(math.erfc, otypes=[np.float64])
 
 
-def _logistic(x):
-    return np.where(x < 0, np.exp(x) / (1 + np.exp(x)), 1 / (1 + np.exp(-x)))
-
-
 def _maximum(x, y):
     """0 of 0 and -0, as IEEE 754 and XLA have it and numpy has not always."""
     return np.where((x == 0) & (y == 0), np.add(x, y), np.maximum(x, y))
@@ -55,16 +51,11 @@ def _bits(params, x):
     raise KeyError(f"bits of {to}")
 
 
-def _and(x, y):
-    if np.asarray(x).dtype.kind == "u":
-        return np.bitwise_and(x, np.asarray(y).astype(x.dtype))
-    return np.logical_and(x, y)
-
-
 # primitives that have no parameters, or none that matter -> numpy function of the operands
 _PLAIN: dict[str, Callable] = dict(
     add=np.add, add_any=np.add, sub=np.subtract, mul=np.multiply, div=np.divide, neg=np.negative, abs=np.abs, max=_maximum, min=_minimum,
-    exp=np.exp, exp2=np.exp2, expm1=np.expm1, log=np.log, log1p=np.log1p, tanh=np.tanh, logistic=_logistic, erf=_erf, erfc=_erfc,
+    exp=np.exp, exp2=np.exp2, expm1=np.expm1, log=np.log, log1p=np.log1p, tanh=np.tanh, erf=_erf, erfc=_erfc,
+    logistic=lambda x: 1 / (1 + np.exp(-x)),
     sqrt=np.sqrt, rsqrt=lambda x: 1 / np.sqrt(x), square=np.square, pow=lambda x, y: np.power(x, np.asarray(y, np.float64)),
     eq=np.equal, ne=np.not_equal, lt=np.less, le=np.less_equal, gt=np.greater, ge=np.greater_equal, is_finite=np.isfinite,
     sign=lambda x: np.where(x == 0, x, np.sign(x)),
@@ -74,7 +65,8 @@ _PLAIN: dict[str, Callable] = dict(
     select_n=lambda which, *cases: np.select([np.equal(which, i) for i in range(len(cases))], cases),
     broadcast_in_dim=lambda x: x,  # of a number: everything else has one shape
     copy=lambda x: x, stop_gradient=lambda x: x, pvary=lambda x: x,
-    **{"and": _and, "or": np.logical_or, "not": np.logical_not},
+    **{"and": lambda x, y: (np.bitwise_and if np.asarray(x).dtype.kind == "u" else np.logical_and)(x, y),
+       "or": np.logical_or, "not": np.logical_not},
 )
 
 # primitive -> numpy function of (params, *operands)

@@ -86,10 +86,6 @@ def scale_factor(node: Node, value: Value) -> float | None:
     return known[1] if known and known[0] is value else None
 
 
-def is_square(node: Node, value: Value) -> bool:
-    return normal(node) == Product(((value, 2.0),))
-
-
 # --- numbers -----------------------------------------------------------------------------------------------------
 
 
@@ -123,11 +119,6 @@ def chosen(value: Value) -> Value:
 
 def size(value: Value) -> int:
     return math.prod(value.shape)
-
-
-def constant_array(value: Value):
-    """What a constant value of the program holds."""
-    return value.literal if value.literal is not None else filled(value, constant(value))
 
 
 def filled(value: Value, number):

@@ -16,7 +16,7 @@ FARTHEST = 6  # steps from the convolution to what is normalised, and nodes from
 
 def anchors(graph):
     """Full-size values times the root of a parameter with epsilon added."""
-    return list(filter(_scaled, forward(graph).nodes))
+    return [n for n in forward(graph).nodes if n.primitive in ("mul", "div") and _scaled(n)]
 
 
 def match(graph, node: Node, claimed: set[int], unprofitable):
