@@ -121,6 +121,10 @@ def size(value: Value) -> int:
     return math.prod(value.shape)
 
 
+def nbytes(value: Value) -> int:
+    return size(value) * value.dtype.itemsize
+
+
 def filled(value: Value, number):
     """The number in the value's shape and type, sharded along explicit axes of a mesh and varying over those of a `shard_map`."""
     sharding = value.aval.sharding if any(value.spec) else None

@@ -7,9 +7,8 @@ from jaxfuse.analysis.elementwise import FINITE, same_limits
 from jaxfuse.analysis.normal import constant
 from jaxfuse.analysis.regions import Region
 from jaxfuse.ops.activations import Activation
-from jaxfuse.ops.naming import candidates, derivatives, identified, known_table
+from jaxfuse.ops.naming import candidates, identified, known_table
 from jaxfuse.patterns.walk import WalkEnd
-from jaxfuse.program.graph import Value
 
 # bf16 programs round the constants of gelu and its like to eight bits
 _TOLERANCE = {jnp.dtype(jnp.bfloat16): 1e-2, jnp.dtype(jnp.float16): 2e-3}
@@ -26,13 +25,6 @@ def name_activation(region: Region) -> Activation | WalkEnd:
         name = activation.name
         return WalkEnd(f"{region.start!r} is compared at {region.masks[0].producer}, which {name}'s value cannot serve", name)
     return activation
-
-
-def is_derivative(region: Region, mask: Value, of: Activation) -> bool:
-    """Whether the derivative of this activation is 1 where the region's mask is set and 0 elsewhere."""
-    points = np.concatenate([FINITE, of.ties])
-    masks = region.values((mask,), points)
-    return masks is not None and np.array_equal(masks[0], derivatives(of, points))
 
 
 def _near_miss(region: Region, table: np.ndarray) -> WalkEnd:

@@ -12,11 +12,10 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxfuse.analysis.gradients import CONTRACTIONS, gradients_of
 from jaxfuse.analysis.layout import inverse, to_layout, transposed
-from jaxfuse.analysis.normal import is_float_cast, size
+from jaxfuse.analysis.normal import is_float_cast, nbytes
 from jaxfuse.analysis.regions import depends_on
 from jaxfuse.ops.activations import NO_ACTIVATION, Activation, named
 from jaxfuse.ops.op import FusedOp, Kernel, Linear
@@ -65,7 +64,7 @@ class Contraction:
         return (self.node, *self.between, *chain.nodes)
 
     def bytes_saved(self, chain: Chain) -> int:
-        return 2 * np.dtype(chain.end.dtype).itemsize * size(chain.end) if chain.nodes else 0
+        return 2 * nbytes(chain.end) if chain.nodes else 0
 
     def longest(self, unprofitable) -> tuple[Emission | None, Chain, tuple[Chain, Unfit] | None]:
         """As `walk.longest` has it."""
@@ -253,5 +252,5 @@ class Gradients:
         defines = tuple(dict.fromkeys(v for value in (*made, *self.sums) for v in (ordered(value), value)))
         if depends_on(needs, defines):
             raise Unfit("the gradients depend on each other")
-        saved = np.dtype(dz.dtype).itemsize * size(dz) * (has_bias + 2 * len(self.saved))
+        saved = nbytes(dz) * (has_bias + 2 * len(self.saved))
         return Match(self.label(with_dz), node, (), (Emission(needs, defines, run),), (self.dy, *node.inputs), saved, "backward")

@@ -32,8 +32,6 @@ def anchors(graph):
 def match(graph, node: Node, claimed: set[int], unprofitable):
     """Yields the Match of an attention and of its gradients, or a Refusal; nothing if no softmax follows this product."""
     part = forward(graph)
-    if node.index in claimed:
-        return
     try:
         form = read_form(part, node, dead(graph))
         yield from _Site(graph, part, node, form).matches(unprofitable) if form else ()

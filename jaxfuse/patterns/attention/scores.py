@@ -20,8 +20,6 @@ def anchors(graph):
 
 def match(graph, node: Node, claimed: set[int], unprofitable):
     """Yields one row for the product: "attention scores" if it is scaled or goes to a softmax, else "matmul"."""
-    if node.index in claimed:
-        return
     part, value, nodes, is_scores, reason = forward(graph), node.out, [node], False, ""
     for _ in range(LONGEST):
         if maximum_of(value) and len(value.users) > 1:

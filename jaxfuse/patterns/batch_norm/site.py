@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfuse.analysis.layout import channels_last, to_layout, transposed
-from jaxfuse.analysis.normal import ADD, CAST, NotPerChannel, per_channel, size
+from jaxfuse.analysis.normal import ADD, CAST, NotPerChannel, nbytes, per_channel, size
 from jaxfuse.analysis.regions import cone, depends_on
 from jaxfuse.analysis.statistics import Statistics
 from jaxfuse.ops.activations import NO_ACTIVATION
@@ -61,9 +61,8 @@ class Site:
             cost = self.unprofitable("batch_norm", config, types, cost=batch_norm_grad.FUSED_BY_XLA)
             config = dataclasses.replace(config, xla_fuses_neighbour=bool(cost))
         require(OP.forward, config, types, self.unprofitable, "batch_norm", config, types)
-        passes = 1 + 2 * len([n for n in chain.nodes if n.primitive != CAST]) // 2
-        return Match(self.label, self.node, chain.nodes, (self._emission(config, parameters),), operands,
-                     np.dtype(self.x.dtype).itemsize * size(self.x) * passes)
+        passes = 1 + len([n for n in chain.nodes if n.primitive != CAST])
+        return Match(self.label, self.node, chain.nodes, (self._emission(config, parameters),), operands, passes * nbytes(self.x))
 
     def _require_its_own(self):
         """Raises `Unfit` for a chain that is no normalisation, or that adds what the kernel cannot."""
@@ -110,13 +109,11 @@ class Site:
     def _derivative(self) -> GradientConfig | None:
         """How the passes of the gradient are told the activation's derivative, if they can begin before the activation."""
         chain = self.chain
-        if self.gradient is None or chain.activation is None:
+        if chain.activation is None or not self.begins_behind:
             return None
-        if self.begins_behind:
-            if chain.residual is not None and chain.activation.is_mask:  # less to read than the residual
-                return GradientConfig(0, True)
-            return GradientConfig(0, False, False, chain.activation, chain.residual is not None)
-        return GradientConfig(0, True) if batch_norm_grad.mask_of(self.gradient, chain) is not None else None
+        if chain.residual is not None and chain.activation.is_mask:  # less to read than the residual
+            return GradientConfig(0, True)
+        return GradientConfig(0, False, False, chain.activation, chain.residual is not None)
 
     def _saved(self) -> tuple[Value, ...]:
         """What the forward pass saves for it: the bits of the mask, or center, scale and offset."""

@@ -47,7 +47,7 @@ def match(graph, node: Node, claimed: set[int], unprofitable):
     if x is None:
         return
     kept = tuple(d for d in range(x.ndim) if d not in node.params["axes"])
-    if node.index in claimed or len(kept) == 1 and kept != (0,):  # the latter is batch_norm's
+    if len(kept) == 1 and kept != (0,):  # batch_norm's
         return
     part = forward(graph)
     norm = Norm(part, x, kept)

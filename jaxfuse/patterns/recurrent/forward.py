@@ -38,8 +38,6 @@ def anchors(graph):
 
 def match(graph, node: Node, claimed: set[int], unprofitable):
     """Yields a Match for a `lax.scan` over cells, or else, in its body or outside any, a Refusal for each cell."""
-    if node.index in claimed:
-        return
     if node.primitive == "scan":
         yield from _loops(graph, graph.nodes[node.index], unprofitable)
         return
