@@ -172,10 +172,7 @@ class _Planner:
             return (), _rows(plans), plans
         changed = Node(private.with_params(node.eqn, params), node.index, [], node.name_stack)
 
-        def run(read):
-            return zip(node.outputs, changed.replay([read(v) for v in node.inputs]))
-
-        return [Emission(tuple(node.inputs), tuple(node.outputs), run)], _rows(plans), plans
+        return [Emission.of(node.inputs, node.outputs, lambda *arrays: changed.replay(list(arrays)))], _rows(plans), plans
 
     def take_back_circles(self) -> None:
         """Gives up the last of matches that wait for each other, and those that need what only this one makes: what a forward op saves

@@ -14,6 +14,7 @@ A negative stride -1 - i is that of an axis along which the value was stacked wi
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator
+from typing import Self
 
 from jaxfuse.program.graph import Node
 from jaxfuse.runtime import private
@@ -43,33 +44,37 @@ class IndexMap:
     def is_same(self, other: "IndexMap") -> bool:
         return self.shape == other.shape and self.flat == other.flat
 
-    def without(self, axes) -> "IndexMap":
-        return IndexMap(tuple(run for d, run in enumerate(self.runs) if d not in axes))
+    def of_runs(self, runs: Iterable[Run]) -> Self:
+        """The same elements, with these runs for axes."""
+        return dataclasses.replace(self, runs=tuple(runs))
 
-    def then(self, node: Node) -> "IndexMap | None":
+    def without(self, axes) -> Self:
+        return self.of_runs(run for d, run in enumerate(self.runs) if d not in axes)
+
+    def then(self, node: Node) -> Self | None:
         """The map of the node's output, if the node only moves or repeats the elements of its input."""
         shape = node.out.shape
         match node.primitive:
             case "transpose":
-                return IndexMap(tuple(self.runs[d] for d in node.params["permutation"]))
+                return self.of_runs(self.runs[d] for d in node.params["permutation"])
             case "broadcast_in_dim":
                 source = dict(zip(node.params["broadcast_dimensions"], map(merged, self.runs)))
-                return IndexMap(tuple(source.get(d, ()) for d in range(len(shape)))).repeated_to(shape)
+                return self.of_runs(source.get(d, ()) for d in range(len(shape))).repeated_to(shape)
             case "reshape" | "squeeze" | "expand_dims" | "copy" | "pvary":
                 return self if shape == self.shape else self.reshaped(shape)
             case "slice":
                 return self._taken(**node.params)
         return None
 
-    def stacked(self, axis: int, index: int, count: int) -> "IndexMap":
+    def stacked(self, axis: int, index: int, count: int) -> Self:
         """Of `count` values that are stacked along an axis: the one at the index."""
-        return IndexMap((*self.runs[:axis], ((-1 - index, count),), *self.runs[axis:]))
+        return self.of_runs((*self.runs[:axis], ((-1 - index, count),), *self.runs[axis:]))
 
     @property
     def is_stacked(self) -> bool:
         return any(stride < 0 for stride, _ in self.flat)
 
-    def _taken(self, start_indices, limit_indices, strides) -> "IndexMap | None":
+    def _taken(self, start_indices, limit_indices, strides) -> Self | None:
         """A slice of what was stacked, which takes this value only, and all of it."""
         runs: list[Run] = []
         for run, start, limit in zip(self.runs, start_indices, limit_indices):
@@ -77,12 +82,12 @@ class IndexMap:
             if strides is not None or not own and limit - start != length(run):
                 return None
             runs.append(() if own else run)
-        return IndexMap(tuple(runs))
+        return self.of_runs(runs)
 
-    def reshaped(self, shape) -> "IndexMap | None":
+    def reshaped(self, shape) -> Self | None:
         """None where an axis of the shape would have a part of a digit that is not a digit itself."""
         runs = regrouped(self.flat, shape)
-        return IndexMap(runs) if runs is not None else None
+        return self.of_runs(runs) if runs is not None else None
 
     def merged_with(self, other: "IndexMap") -> "IndexMap | None":
         """That of an elementwise function of two values: each digit that either of them has. None where they disagree."""
@@ -102,9 +107,9 @@ class IndexMap:
             runs.append(tuple(a if a[0] else b for a, b in pairs))
         return IndexMap(tuple(runs))
 
-    def repeated_to(self, shape) -> "IndexMap":
+    def repeated_to(self, shape) -> Self:
         """Axes of length 1 repeat."""
-        return IndexMap(tuple(run if length(run) == n else ((0, n),) for run, n in zip(self.runs, shape)))
+        return self.of_runs(run if length(run) == n else ((0, n),) for run, n in zip(self.runs, shape))
 
 
 def is_long(n) -> bool:

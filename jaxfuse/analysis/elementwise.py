@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.program.graph import INLINED, Node
+from jaxfuse.program.graph import INLINED, Graph, Node, evaluate
 from jaxfuse.runtime.private import name_of, params_of
 
 # Dense where activations bend; the ties 0, ±1, ±3, 6 exactly; far out; then where an exp overflows, and what must survive.
@@ -22,10 +22,6 @@ CALLS = ("custom_jvp_call", "custom_vjp_call", *INLINED)
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 _erfc = np.vectorize(math.erfc, otypes=[np.float64])
-
-
-def _logistic(x):
-    return np.where(x < 0, np.exp(x) / (1 + np.exp(x)), 1 / (1 + np.exp(-x)))
 
 
 def _maximum(x, y):
@@ -55,16 +51,11 @@ def _bits(params, x):
     raise KeyError(f"bits of {to}")
 
 
-def _and(x, y):
-    if np.asarray(x).dtype.kind == "u":
-        return np.bitwise_and(x, np.asarray(y).astype(x.dtype))
-    return np.logical_and(x, y)
-
-
 # primitives that have no parameters, or none that matter -> numpy function of the operands
 _PLAIN: dict[str, Callable] = dict(
     add=np.add, add_any=np.add, sub=np.subtract, mul=np.multiply, div=np.divide, neg=np.negative, abs=np.abs, max=_maximum, min=_minimum,
-    exp=np.exp, exp2=np.exp2, expm1=np.expm1, log=np.log, log1p=np.log1p, tanh=np.tanh, logistic=_logistic, erf=_erf, erfc=_erfc,
+    exp=np.exp, exp2=np.exp2, expm1=np.expm1, log=np.log, log1p=np.log1p, tanh=np.tanh, erf=_erf, erfc=_erfc,
+    logistic=lambda x: 1 / (1 + np.exp(-x)),
     sqrt=np.sqrt, rsqrt=lambda x: 1 / np.sqrt(x), square=np.square, pow=lambda x, y: np.power(x, np.asarray(y, np.float64)),
     eq=np.equal, ne=np.not_equal, lt=np.less, le=np.less_equal, gt=np.greater, ge=np.greater_equal, is_finite=np.isfinite,
     sign=lambda x: np.where(x == 0, x, np.sign(x)),
@@ -74,7 +65,8 @@ _PLAIN: dict[str, Callable] = dict(
     select_n=lambda which, *cases: np.select([np.equal(which, i) for i in range(len(cases))], cases),
     broadcast_in_dim=lambda x: x,  # of a number: everything else has one shape
     copy=lambda x: x, stop_gradient=lambda x: x, pvary=lambda x: x,
-    **{"and": _and, "or": np.logical_or, "not": np.logical_not},
+    **{"and": lambda x, y: (np.bitwise_and if np.asarray(x).dtype.kind == "u" else np.logical_and)(x, y),
+       "or": np.logical_or, "not": np.logical_not},
 )
 
 # primitive -> numpy function of (params, *operands)
@@ -130,7 +122,7 @@ def values_of(function, like, points: np.ndarray) -> np.ndarray | None:
     traced = jax.make_jaxpr(function)(like)
     try:
         with np.errstate(all="ignore"):
-            values = _interpret(traced, [points])
+            values = evaluate(Graph(traced), [points], {}, _interpreted)
     except KeyError:
         return None
     return np.stack([np.broadcast_to(np.asarray(a, np.float64), points.shape) for a in values])
@@ -156,27 +148,15 @@ def _body(eqn):
     return params.get("call_jaxpr") or params.get("jaxpr")
 
 
-def _interpret(closed, arguments):
-    def read(atom):
-        literal = getattr(atom, "val", None)
-        if literal is None:
-            return environment[atom]
-        array = np.asarray(literal)
-        if array.dtype == jax.dtypes.float0:  # the tangent of a comparison
-            return 0.0
-        return array if array.dtype == bool else array.astype(np.float64)
+def _interpreted(node: Node, values: list) -> list:
+    """What the node gives in float64."""
+    operands = list(map(_wide, values))
+    if node.primitive in CALLS:
+        return evaluate(Graph(_body(node.eqn)), operands, {}, _interpreted)
+    return operands if node.primitive == "reshard" else [RULES[node.primitive](node.params, *operands)]  # of a tangent, under a mesh
 
-    environment = dict(zip(closed.jaxpr.invars, arguments)) | dict(
-        zip(closed.jaxpr.constvars, [np.asarray(c, np.float64) for c in closed.consts])
-    )
-    for eqn in closed.jaxpr.eqns:
-        inputs = [read(v) for v in eqn.invars]
-        name = name_of(eqn)
-        if name in CALLS:
-            outputs = _interpret(_body(eqn), inputs)
-        elif name == "reshard":  # of a tangent, under a mesh
-            outputs = inputs
-        else:
-            outputs = [RULES[name](eqn.params, *inputs)]
-        environment.update(zip(eqn.outvars, outputs))
-    return [read(v) for v in closed.jaxpr.outvars]
+
+def _wide(value):
+    """Numbers in float64, of floats; as they are masks and bits. The tangent of a comparison is 0."""
+    array = np.asarray(value)
+    return 0.0 if array.dtype == jax.dtypes.float0 else array if array.dtype.kind in "bu" else array.astype(np.float64)

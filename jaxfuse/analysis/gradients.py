@@ -7,7 +7,7 @@ are compared whatever the order of their additions, and whichever equal nodes of
 
 import collections
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -35,17 +35,14 @@ class Gradient(NamedTuple):
         return tuple(value for value in self.found if value is not None)
 
 
-def between(inputs: list[Value], end: Value) -> list[Node] | None:
-    """The nodes that compute `end` from the inputs, or None if it needs more than these."""
-    nodes = cone([end], lambda value: value not in inputs, MOST_NODES)
-    needed = [v for v in (end, *[v for n in nodes for v in n.inputs]) if v.producer is None and v.literal is None and v not in inputs]
-    return None if needed or len(nodes) > MOST_NODES else nodes
-
-
-def gradients(graph: Graph, nodes: list[Node], inputs: list[Value], end: Value, backward: frozenset[int],
-              fixed: tuple[Value, ...] = ()) -> list[Gradient]:
+def gradients(graph: Graph, inputs: list[Value], end: Value, backward: frozenset[int], fixed: Iterable[Value] = ()) -> list[Gradient]:
     """For every cotangent of `end` that the program has: where in its backward pass the gradients of `inputs` are, through the
-    `nodes` that compute `end` from them and from what is `fixed`."""
+    nodes that compute `end` from them and from what is `fixed`. None where it needs more than these."""
+    given = {*inputs, *fixed}
+    nodes = cone([end], lambda value: value not in given, MOST_NODES)
+    needed = [v for v in (end, *[v for n in nodes for v in n.inputs]) if v.producer is None and v.literal is None and v not in given]
+    if needed or len(nodes) > MOST_NODES:
+        return []
     constants = dict.fromkeys(v for n in nodes for v in n.inputs if v.producer is not None and constant(v) is not None)
     numbers = [*fixed, *constants]
     nodes = [n for n in nodes if n.out not in numbers]

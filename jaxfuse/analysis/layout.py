@@ -7,63 +7,47 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Self
 
 import jax
 import numpy as np
 from jax import lax
 from jax.extend import source_info_util
 
-from jaxfuse.analysis.axes import IndexMap, is_long, length, merged, regrouped
+from jaxfuse.analysis.axes import IndexMap, Run, is_long
 from jaxfuse.program.graph import Graph, Node, Transposed, Value
 from jaxfuse.runtime import private
 
 RESHAPES = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy", "pvary")
 
 
-class Piece(NamedTuple):
-    """A digit of an index map that lies within one axis of the origin."""
-
-    axis: int
-    stride: int
-    length: int
-
-
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """A value that has the elements of its origin, each once: an index map (analysis/axes.py) that repeats nothing, whose digits know
-    the axis that they are of. So they are the origin's axes in another order, split or merged."""
+class Layout(IndexMap):
+    """A value that has the elements of its origin, each once: an index map that repeats nothing, whose digits begin with the axis that
+    they are of. So they are the origin's axes in another order, split or merged."""
 
     origin: tuple[int, ...]
-    runs: tuple[tuple[Piece, ...], ...]
 
     @classmethod
     def of(cls, shape) -> "Layout":
-        return cls(tuple(shape), tuple((Piece(axis, *digit),) for axis, (digit,) in enumerate(IndexMap.of(shape).runs)))
+        return cls(tuple(((axis, *digit),) for axis, (digit,) in enumerate(IndexMap.of(shape).runs)), tuple(shape))
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(map(length, self.runs))
+    def digits(self) -> Run:
+        return tuple(digit for run in self.runs for digit in run)
 
-    @property
-    def pieces(self) -> list[Piece]:
-        return [piece for run in self.runs for piece in run]
-
-    def then(self, node: Node) -> "Layout | None":
+    def then(self, node: Node) -> Self | None:
         """The layout of the node's output, if the node only moves elements and the result can be told in this form: no axis may end
         inside a part of one, as [6] of [2, 3] does where it is [3, 2]."""
-        if node.primitive == "transpose":
-            return dataclasses.replace(self, runs=tuple(self.runs[d] for d in node.params["permutation"]))
-        if not is_reshape(node) or node.out.shape == self.shape:
-            return self if is_reshape(node) else None
-        runs = regrouped(merged(self.pieces), node.out.shape)
-        return None if runs is None else Layout(self.origin, tuple(tuple(Piece(*digit) for digit in run) for run in runs))
+        if is_reshape(node):
+            return self if node.out.shape == self.shape else self.reshaped(node.out.shape)
+        return super().then(node) if node.primitive == "transpose" else None
 
     @functools.cached_property
     def axis_order(self) -> tuple[int, ...]:
         """The order in which the origin's axes lie in `shape`, though some may be merged; as they were where one is split. Those of
         length 1 that a reshape left out stay where they were."""
-        order = [piece.axis for piece in self.pieces]
+        order = [axis for axis, _, _ in self.digits]
         for axis in range(len(self.origin)):
             if axis not in order:
                 order.insert(next((i for i, other in enumerate(order) if other > axis), len(order)), axis)
@@ -72,7 +56,7 @@ class Layout:
     @property
     def is_permutation(self) -> bool:
         """Whether it is the origin with its axes in another order, or in the same."""
-        axes = [piece.axis for piece in self.pieces]
+        axes = [axis for axis, _, _ in self.digits]
         return len(set(axes)) == len(axes) and self.shape == tuple(self.origin[d] for d in self.axis_order)
 
     @property
@@ -84,11 +68,11 @@ class Layout:
         if self.is_permutation:
             found = tuple(self.axis_order.index(axis) for axis in axes)
             return found if found == tuple(sorted(found)) else None
-        of_axes = [d for d, run in enumerate(self.runs) if any(p.axis in axes and is_long(p.length) for p in run)]
-        pieces = [piece for d in of_axes for piece in self.runs[d]]
-        if any(piece.axis not in axes for piece in pieces):
+        of_axes = [d for d, run in enumerate(self.runs) if any(axis in axes and is_long(n) for axis, _, n in run)]
+        digits = [digit for d in of_axes for digit in self.runs[d]]
+        if any(axis not in axes for axis, _, _ in digits):
             return None
-        order = [(axes.index(piece.axis), -private.known(piece.stride)) for piece in pieces]
+        order = [(axes.index(axis), -private.known(stride)) for axis, stride, _ in digits]
         return tuple(of_axes) if order == sorted(order) else None
 
     def place(self, array, order=None):
@@ -101,14 +85,15 @@ class Layout:
         given, placed = self._given_and_placed(order)
         return _permuted(array, placed, given).reshape([self.origin[d] for d in order])
 
-    def _given_and_placed(self, order) -> tuple[list[Piece], list[Piece]]:
-        """All pieces as they lie in the origin with its axes in that order, and as they lie here."""
-        return sorted(self.pieces, key=lambda piece: (list(order).index(piece.axis), -private.known(piece.stride))), self.pieces
+    def _given_and_placed(self, order) -> tuple[Run, Run]:
+        """All digits as they lie in the origin with its axes in that order, and as they lie here."""
+        given = sorted(self.digits, key=lambda digit: (list(order).index(digit[0]), -private.known(digit[1])))
+        return tuple(given), self.digits
 
 
-def _permuted(array, given: list[Piece], wanted: list[Piece]):
-    pieces, order = array.reshape([piece.length for piece in given]), [given.index(piece) for piece in wanted]
-    return pieces if order == sorted(order) else lax.transpose(pieces, order)
+def _permuted(array, given: Run, wanted: Run):
+    split, order = array.reshape([n for _, _, n in given]), [given.index(digit) for digit in wanted]
+    return split if order == sorted(order) else lax.transpose(split, order)
 
 
 def is_reshape(node: Node) -> bool:

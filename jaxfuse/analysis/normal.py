@@ -86,10 +86,6 @@ def scale_factor(node: Node, value: Value) -> float | None:
     return known[1] if known and known[0] is value else None
 
 
-def is_square(node: Node, value: Value) -> bool:
-    return normal(node) == Product(((value, 2.0),))
-
-
 # --- numbers -----------------------------------------------------------------------------------------------------
 
 
@@ -128,9 +124,8 @@ def size(value: Value) -> int:
     return math.prod(value.shape)
 
 
-def constant_array(value: Value):
-    """What a constant value of the program holds."""
-    return value.literal if value.literal is not None else filled(value, constant(value))
+def nbytes(value: Value) -> int:
+    return size(value) * value.dtype.itemsize
 
 
 def filled(value: Value, number):
@@ -208,6 +203,15 @@ def per_channel(value: Value, like: Value, axes: int | tuple[int, ...]) -> Value
     if smallest is not None:
         return smallest
     return NotPerChannel(f"operand {value!r} is not one number for each of the {channels} channels")
+
+
+def channel_factor(node: Node, axes: int | tuple[int, ...]) -> tuple[Value, Value] | None:
+    """(x, c), where the node gives x·c or x/c with one number c for each channel."""
+    for x, factor in {"mul": (node.inputs, node.inputs[::-1]), "div": (node.inputs,)}.get(node.primitive, ()):
+        c = per_channel(factor, x, axes) if x.shape == node.out.shape and x is not factor else None
+        if isinstance(c, Value):
+            return x, c
+    return None
 
 
 def _repeated(value: Value) -> Value | None:

@@ -2,15 +2,15 @@
 what that computes."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxfuse.analysis.elementwise import POINTS, is_elementwise, table_of, values_of
-from jaxfuse.analysis.normal import constant, constant_array, is_float_cast
-from jaxfuse.program.graph import Node, Value
+from jaxfuse.analysis.normal import constant, filled, is_float_cast
+from jaxfuse.program.graph import Node, Transposed, Value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,25 +28,49 @@ class Region:
         made = replayed(self.nodes, {self.start: array})
         return [made[v] for v in wanted]
 
+    def table(self, points: np.ndarray = POINTS) -> np.ndarray | None:
+        """Value and derivative of the function on these points, by default those of analysis/elementwise.py."""
+        return table_of(lambda x: self.replay(x, (self.end,))[0], self.start.aval, points)
+
+    def values(self, wanted: tuple[Value, ...], points: np.ndarray) -> np.ndarray | None:
+        """What values of the region are at these points of its argument."""
+        return values_of(lambda x: self.replay(x, wanted), self.start.aval, points)
+
+    def mask_tables(self) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """What the masks are on the points of analysis/elementwise.py, and what they would be if they were computed from the function's
+        value instead of its argument. Where both agree, as for x > 0 and relu(x) > 0, nothing needs to keep the argument."""
+        ends = self.values((self.end,), POINTS)
+        return (None, None) if ends is None else (self.values(self.masks, POINTS), self.values(self.masks, ends[0]))
+
 
 def replayed(nodes: Iterable[Node], made: dict[Value, Any]) -> dict[Value, Any]:
     """With what the nodes, of one output each, make of the values that are made already and of constants."""
+    def read(value: Value):
+        return made[value] if value in made else value.literal if value.literal is not None else filled(value, constant(value))
+
     for node in nodes:
-        (made[node.out],) = node.replay([made[v] if v in made else constant_array(v) for v in node.inputs])
+        (made[node.out],) = node.replay(list(map(read, node.inputs)))
     return made
 
 
 def cone(ends: Iterable[Value], takes: Callable[[Value], bool], most: int | None = None) -> list[Node]:
     """The nodes, in program order, that compute the ends, back over the values that the function takes; more than `most` are not all."""
-    nodes: dict[int, Node] = {}
+    nodes: dict[Node, None] = {}
     stack = [*ends]
     while stack and (most is None or len(nodes) <= most):
         value = stack.pop()
         node = value.producer
-        if node is not None and node.index not in nodes and takes(value):
-            nodes[node.index] = node
+        if node is not None and node not in nodes and takes(value):
+            nodes[node] = None
             stack += node.inputs
-    return [nodes[i] for i in sorted(nodes)]
+    return sorted(nodes, key=lambda node: node.index)
+
+
+def depends_on(values: Collection[Value], targets: Collection[Value], behind: Collection[Value] = ()) -> bool:
+    """Whether any of the values is a target or computed from one; what lies behind the values `behind` is not looked at."""
+    first = min((v.index for v in targets if not isinstance(v, Transposed)), default=0)
+    nodes = cone(values, lambda v: v not in targets and v not in behind and (v.index >= first or isinstance(v, Transposed)))
+    return any(v in targets for v in (*values, *[v for n in nodes for v in n.inputs]))
 
 
 LONGEST_FUNCTION = 24  # nodes; jax.nn.gelu with tanh is 8, mish by hand 10
@@ -72,22 +96,3 @@ def regions(start: Value, is_returned: Callable[[Value], bool], ignored: frozens
         if len(ends) == 1 and ends[0] is not start and jnp.issubdtype(ends[0].dtype, jnp.floating):
             found.append(Region(start, ends[0], tuple(inside[i] for i in sorted(inside)), masks))
     return found
-
-
-def region_table(region: Region, points: np.ndarray = POINTS) -> np.ndarray | None:
-    """Value and derivative of the region's function on these points, by default those of analysis/elementwise.py."""
-    return table_of(lambda x: region.replay(x, (region.end,))[0], region.start.aval, points)
-
-
-def region_values(region: Region, wanted: tuple[Value, ...], points: np.ndarray) -> np.ndarray | None:
-    """What values of the region are at these points of its argument."""
-    return values_of(lambda x: region.replay(x, wanted), region.start.aval, points)
-
-
-def mask_tables(region: Region) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """What the masks are on the points of analysis/elementwise.py, and what they would be if they were computed from the function's
-    value instead of its argument. Where both agree, as for x > 0 and relu(x) > 0, nothing needs to keep the argument."""
-    ends = region_values(region, (region.end,), POINTS)
-    if ends is None:
-        return None, None
-    return region_values(region, region.masks, POINTS), region_values(region, region.masks, ends[0])

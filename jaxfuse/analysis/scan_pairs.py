@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from jaxfuse.analysis.normal import constant, filled
+from jaxfuse.analysis.normal import constant, filled, nbytes
 from jaxfuse.program.graph import Emission, Graph, Node, Value, compute
 
 CONST, CARRIED, SLICED = range(3)
@@ -133,7 +133,7 @@ class _Parts:
         _, carried, _ = first.split(self.inputs)
         self.saved = [v for v in met if v in made or v in carried]
         dropped = [v for i, v in enumerate(first.node.outputs) if i not in joint.kept]
-        self.too_large = sum(map(_bytes, self.saved)) * first.options["length"] > MOST_SAVED * sum(map(_bytes, dropped))
+        self.too_large = sum(map(nbytes, self.saved)) * first.options["length"] > MOST_SAVED * sum(map(nbytes, dropped))
         # what else the second reads, each with the outer program's value, as CONST, CARRIED or SLICED
         read_again = [(first.kind(i), v, outer) for i, (v, outer) in enumerate(zip(self.inputs, first.node.inputs)) if v in met]
         of_second = [(second.kind(k), v, second.node.inputs[k]) for k, v in zip(joint.own, own)]
@@ -150,7 +150,8 @@ class _Parts:
         for value, aval in zip((*kept, *second.outputs), (*forward.out_avals[: len(kept)], *backward.out_avals)):
             if (value.shape, value.dtype) != (aval.shape, aval.dtype):
                 raise TypeError(f"{aval} instead of {value!r}")
-        return [_emission(forward, first.inputs, (*kept, *stacks)), _emission(backward, sum(needs, []), second.outputs)]
+        return [Emission.of(first.inputs, (*kept, *stacks), jaxpr_as_fun(forward)),
+                Emission.of(sum(needs, []), second.outputs, jaxpr_as_fun(backward))]
 
     def _forward(self, *arrays):
         consts, carried, xs = self.joint.first.split(arrays)
@@ -175,13 +176,6 @@ class _Parts:
         return *carried, *stacked
 
 
-def _emission(closed: ClosedJaxpr, needs, defines) -> Emission:
-    def run(read):
-        return zip(defines, jaxpr_as_fun(closed)(*map(read, needs)))
-
-    return Emission(tuple(needs), tuple(defines), run)
-
-
 def _reached(wanted, replacements, known: set[Value]) -> tuple[dict[Value, None], dict[Value, None]]:
     """(what is computed on the way to the wanted values, the known ones that it is computed from), each in its order."""
     made: dict[Value, None] = {}
@@ -196,7 +190,3 @@ def _reached(wanted, replacements, known: set[Value]) -> tuple[dict[Value, None]
             made |= dict.fromkeys(emission.defines if emission else value.node.outputs)
             stack += emission.needs if emission else value.node.inputs
     return made, met
-
-
-def _bytes(value: Value) -> int:
-    return value.aval.size * value.dtype.itemsize

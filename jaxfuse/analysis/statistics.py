@@ -4,8 +4,7 @@ E[x²]-E[x]², E[(x-E[x])²]. A batch norm keeps the channels' axis, a norm of r
 A statistic is told by what it computes: a coefficient is a table of its values at some points (mean, var).
 """
 
-import enum
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -23,27 +22,20 @@ VAR = np.geomspace(1e-6, 10, 24)  # small ones too: there epsilon shows
 ONE = np.ones_like(MEAN)
 
 
-class Kind(enum.Enum):
-    MEAN = enum.auto()  # E[x]
-    SQUARES = enum.auto()  # E[x²]
-    VARIANCE = enum.auto()  # E[(x - E[x])²]
-
-    def of(self, mean, var):
-        """In terms of the two statistics that a kernel computes robustly: E[x²] - E[x]² is never evaluated by that subtraction."""
-        return mean if self is Kind.MEAN else var if self is Kind.VARIANCE else var + mean * mean
-
-
-TABLES = {kind: kind.of(MEAN, VAR) for kind in Kind}
+# In terms of the two statistics that a kernel computes robustly: E[x²] - E[x]² is never evaluated by that subtraction.
+KINDS: dict[str, Callable] = {"E[x]": lambda mean, var: mean, "E[(x - E[x])²]": lambda mean, var: var,
+                              "E[x²]": lambda mean, var: var + mean * mean}
+TABLES = {kind: of(MEAN, VAR) for kind, of in KINDS.items()}
 
 
 class Moment(NamedTuple):
     """weight · that of the kind"""
 
-    kind: Kind
+    kind: str
     weight: float = 1.0
 
     def of(self, mean, var):
-        value = self.kind.of(mean, var)
+        value = KINDS[self.kind](mean, var)
         return value if self.weight == 1 else value * self.weight
 
 
@@ -81,10 +73,10 @@ class Statistics(Forms):
     @property
     def means(self) -> dict[Value, IndexMap | None]:
         """The values that are the mean itself, and where."""
-        return {value: self.known[value].places for value, moment in self.moments.items() if moment == Moment(Kind.MEAN)}
+        return {value: self.known[value].places for value, moment in self.moments.items() if moment == Moment("E[x]")}
 
     def __bool__(self):
-        return {Kind.MEAN, Kind.VARIANCE} <= {moment.kind for moment in self.moments.values()}
+        return {"E[x]", "E[(x - E[x])²]"} <= {moment.kind for moment in self.moments.values()}
 
     def _found(self, value: Value, known: Known):
         table = known.form.table

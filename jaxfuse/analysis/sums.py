@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from jaxfuse.analysis.axes import IndexMap
 from jaxfuse.analysis.layout import RESHAPES, is_reshape
-from jaxfuse.analysis.normal import chosen, constant, is_float_cast, is_square, narrowest, scale_factor, uncast
+from jaxfuse.analysis.normal import Product, chosen, constant, is_float_cast, narrowest, normal, scale_factor, uncast
 from jaxfuse.program.graph import Node, Value
 
 
@@ -14,7 +14,7 @@ def squared(value: Value) -> tuple[Value, bool] | None:
     """(what it is the square of, whether it is 0 where a mask, which is data, says so); of a value less its mean, the value."""
     whole = unmasked(value)
     node = whole.producer
-    if node is None or not node.inputs or not is_square(node, node.inputs[0]):
+    if node is None or not node.inputs or normal(node) != Product(((node.inputs[0], 2.0),)):
         return None
     base, masked = narrowest(node.inputs[0]), whole is not narrowest(value)
     if base.producer is not None and base.producer.primitive == "sub" and _is_mean(base.producer.inputs[1]):

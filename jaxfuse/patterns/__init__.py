@@ -1,8 +1,9 @@
 """The patterns, in the order in which they are tried. A pattern module has
 
     anchors(graph)                               nodes where a match may begin
-    match(graph, node, claimed, unprofitable)    yields Match and Refusal; `claimed` are nodes of other matches,
-                                                 `unprofitable(op, config, types, direction)` says why it is not worth it, or ""
+    match(graph, node, claimed, unprofitable)    yields Match and Refusal; `claimed` are nodes of other matches, the anchor
+                                                 is none of them; `unprofitable(op, config, types, direction)`
+                                                 says why it is not worth it, or ""
 
 `optimizer`, `batch_norm.inference` and `exported` have no kernels and give reports their rows. Where one pattern is part of another, the
 larger comes first: a cell's dense layers belong to its row.

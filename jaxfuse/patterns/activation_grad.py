@@ -3,7 +3,7 @@
 Autodiff writes it as many nodes. They are found from z, the activation's input, and named by what they compute at dy = 1.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -69,20 +69,16 @@ def activation_grads_at(graph: Graph, z: Value, dz: Value) -> Iterator[Activatio
     functions = _functions_of(z)
     combined = _cotangents(graph, z, functions)
     unscaled = [known[0] for v in combined if v.producer and (known := scaled(v.producer))]  # of selu, of hard_sigmoid
-    ways = [(dy, functions) for dy in _in_order((*unscaled, *combined))]
+    ways = [(dy, functions) for dy in sorted((*unscaled, *combined), key=lambda v: v.index)]
     if dz.producer in functions:
         behind = [n for n in functions if n.index in backward(graph)]
         numbers = [v for n in behind if n.primitive in LINEAR for v in n.inputs if v.literal is None and constant(v) is not None]
         alike = [v for v in dict.fromkeys((*numbers, *[n.out for n in behind])) if (v.shape, v.dtype) == (dz.shape, dz.dtype)]
-        ways += [(dy, _functions_of(z, dy)) for dy in _in_order(alike)]
+        ways += [(dy, _functions_of(z, dy)) for dy in sorted(alike, key=lambda v: v.index)]
     for dy, functions in ways:
         products = _products(graph, dy, z, functions)
         if dy is not dz and dz.producer in products:
             yield ActivationGrad(z, dy, dz, functions, products)
-
-
-def _in_order(values: Iterable[Value]) -> list[Value]:
-    return sorted(values, key=lambda v: v.producer.index if v.producer else -1)
 
 
 def _reached(value: Value, takes: Callable[[Node, set[Value]], bool]) -> list[Node]:

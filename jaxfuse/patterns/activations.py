@@ -5,11 +5,10 @@ import jax.numpy as jnp
 
 from jaxfuse.analysis.elementwise import FINITE, same_limits
 from jaxfuse.analysis.normal import constant
-from jaxfuse.analysis.regions import Region, mask_tables, region_table, region_values
+from jaxfuse.analysis.regions import Region
 from jaxfuse.ops.activations import Activation
-from jaxfuse.ops.naming import candidates, derivatives, identified, known_table
+from jaxfuse.ops.naming import candidates, identified, known_table
 from jaxfuse.patterns.walk import WalkEnd
-from jaxfuse.program.graph import Value
 
 # bf16 programs round the constants of gelu and its like to eight bits
 _TOLERANCE = {jnp.dtype(jnp.bfloat16): 1e-2, jnp.dtype(jnp.float16): 2e-3}
@@ -26,13 +25,6 @@ def name_activation(region: Region) -> Activation | WalkEnd:
         name = activation.name
         return WalkEnd(f"{region.start!r} is compared at {region.masks[0].producer}, which {name}'s value cannot serve", name)
     return activation
-
-
-def is_derivative(region: Region, mask: Value, of: Activation) -> bool:
-    """Whether the derivative of this activation is 1 where the region's mask is set and 0 elsewhere."""
-    points = np.concatenate([FINITE, of.ties])
-    masks = region_values(region, (mask,), points)
-    return masks is not None and np.array_equal(masks[0], derivatives(of, points))
 
 
 def _near_miss(region: Region, table: np.ndarray) -> WalkEnd:
@@ -72,7 +64,7 @@ _tables: dict = {}
 
 
 def _cached(region: Region):
-    """(region_table, its name, *mask_tables) by what the nodes say; the derivative rule of a custom_jvp is told by the function
+    """(the table, its name, *mask_tables) by what the nodes say; the derivative rule of a custom_jvp is told by the function
     that made it."""
     numbers = {region.start: 0}
     text = []
@@ -85,18 +77,17 @@ def _cached(region: Region):
     if key not in _tables:
         if len(_tables) > 4096:
             _tables.clear()
-        _tables[key] = _tabled(region), *(mask_tables(region) if region.masks else (None, None))
-    (table, activation), *masks = _tables[key]
-    return table, activation, *masks
+        _tables[key] = *_tabled(region), *(region.mask_tables() if region.masks else (None, None))
+    return _tables[key]
 
 
 def _tabled(region: Region) -> tuple[np.ndarray | None, Activation | None]:
-    table, tolerance = region_table(region), _TOLERANCE.get(jnp.dtype(region.start.dtype), 2e-5)
+    table, tolerance = region.table(), _TOLERANCE.get(jnp.dtype(region.start.dtype), 2e-5)
     if table is None:
         return None, None
 
     def evaluate(points: np.ndarray) -> np.ndarray:
-        found = region_table(region, points)
+        found = region.table(points)
         assert found is not None, "what could be interpreted can be on other points"
         return found
 

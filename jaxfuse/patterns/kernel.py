@@ -1,9 +1,18 @@
-"""Whether a kernel takes what a pattern has found, and whether the policy expects a gain of it."""
+"""What patterns require of what they have found: that a kernel takes it and the policy expects a gain of it, that nothing else reads
+what is inside. And the gradients that an op gives, in the places where JAX's own gradient of the same nodes was found."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
+import jax.numpy as jnp
 
+from jaxfuse.analysis.gradients import Gradient
+from jaxfuse.analysis.regions import depends_on
+from jaxfuse.ops.batch_axes import reshaped
 from jaxfuse.ops.op import type_of
-from jaxfuse.program.graph import Value
+from jaxfuse.program.graph import Emission, Graph, Node, Value
+from jaxfuse.program.liveness import dead, dead_after
 from jaxfuse.program.site import Unfit
 
 
@@ -20,3 +29,42 @@ def require(stage, config, types, unprofitable, op: str, *rule, cost=lambda kern
 
 def types_of(*values: Value) -> tuple[jax.ShapeDtypeStruct, ...]:
     return tuple(type_of(v.aval) for v in values)
+
+
+def as_vector(array, shape: tuple[int, ...]):
+    """A per-channel operand in the shape of the channels, at least float32."""
+    array = jnp.asarray(array)
+    array = array.astype(jnp.promote_types(array.dtype, jnp.float32)).reshape(-1)
+    return jnp.broadcast_to(array, (math.prod(shape),)).reshape(shape)
+
+
+def require_batch_sharding(values: Iterable[Value]) -> None:
+    """Explicit axes of a mesh may divide these values along their first dimension only. Raises `Unfit`."""
+    found = next((v for v in values if any(v.spec[1:])), None)
+    if found is not None:
+        raise Unfit(f"{found!r} is sharded along an explicit axis of the mesh, and not along its first dimension")
+
+
+def require_unread(graph: Graph, nodes: Sequence[Node], ends: tuple[Value, ...]) -> None:
+    """Raises `Unfit` where others read what is inside these nodes, of a part of the graph too, once the `ends` are computed otherwise."""
+    fused_away = dead_after(graph, ends)
+    if nodes[0].index not in fused_away:
+        mine = {n.index for n in nodes} | dead(graph) | set(fused_away)
+        readers = (user for n in nodes for v in graph.nodes[n.index].outputs if v not in ends for user in v.users)
+        raise Unfit(f"what is inside is read by {next((n for n in readers if n.index not in mine), nodes[0])} too")
+
+
+def gradient_emission(gradient: Gradient, needs: tuple[Value, ...], arrays: Callable[[Callable], Iterable]) -> Emission:
+    """Of the values found: `arrays(read)` are the gradients that they hold, to which what else they sum is added. Raises `Unfit` where
+    they wait for each other."""
+    needs = (*needs, gradient.dy, *[v for added in gradient.added for v in added])
+    require_batch_sharding(needs)
+    if depends_on(needs, gradient.defines):
+        raise Unfit("its gradients depend on each other")
+
+    def run(read) -> Iterator[tuple[Value, object]]:
+        for value, added, array in zip(gradient.found, gradient.added, arrays(read)):
+            if value is not None:
+                yield value, reshaped(sum(map(read, added), array).astype(value.dtype), value.shape)
+
+    return Emission(needs, gradient.defines, run)

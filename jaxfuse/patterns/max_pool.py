@@ -1,11 +1,12 @@
 """Max pooling: one node, gained for its gradient, which XLA computes on a CPU by an arg-max and a scatter."""
 
+import functools
+
 import jax
 
 from jaxfuse.ops.max_pool import OP, MaxPoolConfig
 from jaxfuse.ops.op import Linear, type_of
-from jaxfuse.patterns.kernel import require
-from jaxfuse.patterns.walk import require_batch_sharding
+from jaxfuse.patterns.kernel import require, require_batch_sharding
 from jaxfuse.program.graph import Emission, Node, Value
 from jaxfuse.program.site import Match, Refusal, Unfit
 
@@ -32,13 +33,12 @@ def match(graph, node: Node, claimed: set[int], unprofitable):
         return
     types = jax.eval_shape(lambda x: OP.forward.reference(config, x), type_of_x)
     made = (node.out, *map(Value, types[1:]))
-
-    def run(read):
-        return zip(made, OP.forward(config, read(x)) if config.saving else OP(config, read(x)))
-
-    yield Match("max_pool", node, (node,), (Emission((x,), made, run),), (x,), 0)
+    pool = functools.partial(OP.forward if config.saving else OP, config)
+    yield Match("max_pool", node, (node,), (Emission.of((x,), made, pool),), (x,), 0)
+    unpool = functools.partial(OP.backward, Linear(config, (True,), (type_of_x,), 2))
     for gradient in gradients:
-        yield _backward(node, gradient, Linear(config, (True,), (type_of_x,), 2), made[1])
+        dy, emission = gradient.inputs[0], Emission.of((x, made[1], gradient.inputs[0]), gradient.outputs, unpool)
+        yield Match("max_pool", node, (gradient,), (emission,), (dy, x), 0, "backward")
 
 
 def _gradients(node: Node) -> list[Node]:
@@ -48,12 +48,3 @@ def _gradients(node: Node) -> list[Node]:
     names = ("window_dimensions", "window_strides", "padding")
     return [n for n in x.users if n.primitive == "select_and_scatter_add" and n.inputs[1] is x
             and n.params["select_prim"].name == "ge" and all(n.params[name] == node.params[name] for name in names)]
-
-
-def _backward(node: Node, gradient: Node, linear: Linear, winners: Value) -> Match:
-    needs = x, winners, dy = node.inputs[0], winners, gradient.inputs[0]
-
-    def run(read):
-        return zip([gradient.out], OP.backward(linear, *map(read, needs)))
-
-    return Match("max_pool", node, (gradient,), (Emission(needs, (gradient.out,), run),), (dy, x), 0, "backward")

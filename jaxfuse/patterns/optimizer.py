@@ -10,13 +10,10 @@ An update is a returned p + u or p - u of an input p; what tells the kinds apart
 Weight decay by an L2 loss or by `add_decayed_weights` before the moments: p is under the root.
 """
 
-from typing import NamedTuple
-
 from jaxfuse.analysis.elementwise import is_elementwise
 from jaxfuse.analysis.layout import RESHAPES
 from jaxfuse.analysis.normal import ADD, CAST, constant, size, uncast
-from jaxfuse.analysis.regions import cone
-from jaxfuse.patterns.walk import depends_on
+from jaxfuse.analysis.regions import cone, depends_on
 from jaxfuse.program.autodiff import backward
 from jaxfuse.program.graph import Graph, Node, Value
 from jaxfuse.program.site import Refusal
@@ -50,39 +47,33 @@ def _kinds(graph: Graph) -> dict[str, list[Node]]:
 
 def _kind(graph: Graph, given: frozenset[Value], node: Node) -> str:
     """ "sgd", "momentum", "adam", "adamw", or "" for what is no update that we know."""
+    back = backward(graph)
+
+    def inside(end: Value) -> tuple[list[Node], set[Value]]:
+        """(what computes the value elementwise, what that reads of the same shape)."""
+        nodes = cone([end], lambda value: value.shape == end.shape and value not in given and value.index not in back
+                     and is_elementwise(value.node), LARGEST)
+        return nodes, {v for v in (end, *[v for n in nodes for v in n.inputs]) if v.shape == end.shape}
+
     parameter = next((v for v in node.inputs if v in given and v.shape == node.out.shape), None)
     if parameter is None or node.primitive not in (*ADD, "sub"):
         return ""
-    update = _cone(graph, given, next((v for v in node.inputs if v is not parameter), parameter))
-    roots = [n for n in update.nodes if n.primitive == "sqrt"]
-    states = [n for n in update.nodes if graph.is_returned(n.out)]
-    decay = "+weight_decay" if parameter in update.inputs else ""
-    if len(roots) == 1 and len(states) == 2 and not _is_rescaled(update, roots[0]):
-        under_root = parameter in _cone(graph, given, roots[0].inputs[0]).inputs
-        return "adam+weight_decay" if under_root else "adamw" if decay else "adam"
-    if roots or not all(n.primitive in LINEAR for n in update.nodes):
+    nodes, read = inside(next((v for v in node.inputs if v is not parameter), parameter))
+    roots = [n for n in nodes if n.primitive == "sqrt"]
+    states = [n for n in nodes if graph.is_returned(n.out)]
+    decay = "+weight_decay" if parameter in read else ""
+    # a norm of adam's own step scales it, as in lamb
+    is_rescaled = depends_on([v for n in nodes for v in n.inputs if v.shape == ()], [n.out for n in roots])
+    if len(roots) == 1 and len(states) == 2 and not is_rescaled:
+        _, under_root = inside(roots[0].inputs[0])
+        return "adam+weight_decay" if parameter in under_root else "adamw" if decay else "adam"
+    if roots or not all(n.primitive in LINEAR for n in nodes):
         return ""
     if len(states) == 1:
         return f"momentum{decay}"
-    descends = node.primitive == "sub" or any(map(_is_negative, update.nodes))  # else gradients are added up
-    is_sgd = update.has_gradient and descends and not states and update.inputs <= {parameter}
-    return f"sgd{decay}" if is_sgd else ""
-
-
-class _Cone(NamedTuple):
-    """What a value is computed from, back to where it is not elementwise any more."""
-
-    nodes: list[Node]
-    inputs: set[Value]  # the program's inputs among it
-    has_gradient: bool
-
-
-def _cone(graph: Graph, given: frozenset[Value], end: Value) -> _Cone:
-    back = backward(graph)
-    nodes = cone([end], lambda value: value.shape == end.shape and value not in given and value.node.index not in back
-                 and is_elementwise(value.node), LARGEST)
-    read = {v for v in (end, *[v for n in nodes for v in n.inputs]) if v.shape == end.shape}
-    return _Cone(nodes, read & given, any(v.producer and v.producer.index in back for v in read - given))
+    descends = node.primitive == "sub" or any(map(_is_negative, nodes))  # else gradients are added up
+    has_gradient = any(v.index in back for v in read - given)
+    return f"sgd{decay}" if has_gradient and descends and not states and read & given <= {parameter} else ""
 
 
 def _is_negative(node: Node) -> bool:
@@ -90,8 +81,3 @@ def _is_negative(node: Node) -> bool:
     factors = [uncast(v, *RESHAPES) for v in node.inputs if node.primitive == "mul" and v.shape == ()]
     numbers = [constant(v) for factor in factors for v in (factor, *(factor.producer.inputs if factor.producer else ()))]
     return node.primitive == "neg" or any(number is not None and number < 0 for number in numbers)
-
-
-def _is_rescaled(update: _Cone, root: Node) -> bool:
-    """Whether a norm of adam's own step scales it, as in lamb."""
-    return depends_on([v for n in update.nodes for v in n.inputs if v.shape == ()], [root.out])

@@ -1,27 +1,106 @@
 """Walks from an anchor (a convolution, a value with batch statistics) through what is done to it, as far as one kernel can
-go: per-channel affine steps, a residual add, an activation. Knows no op.
+go: per-channel affine steps, a residual add, an activation. What was followed is a `Chain`. Knows no op.
 
 A walk ends at the first check that fails. The reason is kept; `unfused` names the step that the check prevented, so that
 a report can say what was almost fused.
 """
 
 import dataclasses
-import math
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Self, TypeVar
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxfuse.analysis.elementwise import is_elementwise
 from jaxfuse.analysis.layout import Layout
 from jaxfuse.analysis.normal import ADD, NotPerChannel, constant, is_float_cast, per_channel, repeats, unwidened
 from jaxfuse.analysis.regions import Region, regions
-from jaxfuse.patterns.chain import Chain
-from jaxfuse.program.graph import Graph, Node, Transposed, Value
-from jaxfuse.program.liveness import FusedReader, dead, dead_after
+from jaxfuse.ops.activations import Activation
+from jaxfuse.program.graph import Node, Value
+from jaxfuse.program.liveness import FusedReader
 from jaxfuse.program.site import Unfit
 from jaxfuse.runtime.reasons import no_kernel
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """act((value₀ - center)·scale + offset + residual), or act(…) + residual, as a list of steps from the anchor's value to
+    `end`. Each `layout` is how a value lies compared with the anchor's: the end, what the residual was added to, the activation's
+    argument."""
+
+    end: Value
+    layout: Layout
+    nodes: tuple[Node, ...] = ()
+    affine: tuple[tuple[str, Value], ...] = ()  # ("add" | "sub" | "mul" | "div", one number for each channel)
+    residual: Value | None = None
+    residual_layout: Layout | None = None
+    residual_last: bool = False  # added to the activation's value
+    activation: Activation | None = None
+    region: Region | None = None  # the nodes that compute the activation
+    region_layout: Layout | None = None
+
+    def then(self, node: Node, **changes) -> Self:
+        """With one more node at its end."""
+        return dataclasses.replace(self, end=node.out, nodes=(*self.nodes, node), **changes)
+
+    @property
+    def masks(self) -> tuple[Value, ...]:
+        """Comparisons of the activation's argument, which autodiff keeps."""
+        return self.region.masks if self.region else ()
+
+    def masks_from(self, y) -> Iterator[tuple[Value, object]]:
+        """The masks, computed from the activation's value `y`."""
+        if self.region and self.masks:
+            yield from zip(self.masks, self.region.replay(y, self.masks))
+
+    @property
+    def affine_steps(self) -> tuple[str, ...]:
+        """"bias" and "scale", in the order in which they come first."""
+        return tuple(dict.fromkeys("bias" if kind in ("add", "sub") else "scale" for kind, _ in self.affine))
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """Like ("bias", "add", "relu"). Factors with a mean before them, or a shift after them, are a normalisation, "bn". A number,
+        or factors after a bias as in ConvNeXt, are a scale."""
+        steps = self.affine_steps
+        factors = any(kind in ("mul", "div") and constant(value) is None for kind, value in self.affine)
+        centered = any(kind == "sub" for kind, _ in self.affine) or bool(self.affine) and self.affine[-1][0] == "add"
+        return (*(["bn"] if factors and centered and len(steps) == 2 else steps), *self.after_affine)
+
+    def label(self, anchor: str) -> str:
+        """Like "conv+bias+add+relu"."""
+        return "+".join([anchor, *self.steps])
+
+    def label_of_norm(self, norm: str) -> str:
+        """The same where the steps per channel are the norm's own."""
+        return "+".join([norm, *self.after_affine])
+
+    @property
+    def after_affine(self) -> tuple[str, ...]:
+        """The steps after those per channel, in their order: "add", and the activation's name."""
+        added = ("add",) if self.residual is not None else ()
+        activated = (self.activation.name,) if self.activation else ()
+        return activated + added if self.residual_last else added + activated
+
+    def coefficients(self, vector: Callable[[Value], Any]):
+        """(center, scale, offset), None where there is none; `vector` gives a step's operand as `[channels]`."""
+        center = scale = offset = None
+        for kind, value in self.affine:
+            operand = vector(value)
+            if kind == "sub" and center is scale is offset is None:
+                center = operand
+            elif kind in ("add", "sub"):
+                signed = operand if kind == "add" else -operand
+                offset = signed if offset is None else offset + signed
+            else:
+                factor = operand if kind == "mul" else 1 / operand
+                scale = factor if scale is None else scale * factor
+                offset = offset if offset is None else offset * factor
+        return center, scale, offset
+
+    @property
+    def has_scale(self) -> bool:
+        return any(kind in ("mul", "div") for kind, _ in self.affine)
 
 
 class WalkEnd(NamedTuple):
@@ -191,43 +270,3 @@ def longest(chains: list[Chain], dtype, attempt: Callable[[Chain], Found],
                 refused = refused or (chain, unfit)
     chain = chains[-1]
     return None, chain, refused or (chain, Unfit(f"the result is {chain.end.dtype}: the kernel takes and gives {dtype}"))
-
-
-def as_vector(array, shape: tuple[int, ...]):
-    """A per-channel operand in the shape of the channels, at least float32."""
-    array = jnp.asarray(array)
-    array = array.astype(jnp.promote_types(array.dtype, jnp.float32)).reshape(-1)
-    return jnp.broadcast_to(array, (math.prod(shape),)).reshape(shape)
-
-
-def require_batch_sharding(values: Iterable[Value]) -> None:
-    """Explicit axes of a mesh may divide these values along their first dimension only. Raises `Unfit`."""
-    found = next((v for v in values if any(v.spec[1:])), None)
-    if found is not None:
-        raise Unfit(f"{found!r} is sharded along an explicit axis of the mesh, and not along its first dimension")
-
-
-def require_unread(graph: Graph, nodes: Sequence[Node], ends: tuple[Value, ...]) -> None:
-    """Raises `Unfit` where others read what is inside these nodes, of a part of the graph too, once the `ends` are computed otherwise."""
-    fused_away = dead_after(graph, ends)
-    if nodes[0].index not in fused_away:
-        mine = {n.index for n in nodes} | dead(graph) | set(fused_away)
-        readers = (user for n in nodes for v in graph.nodes[n.index].outputs if v not in ends for user in v.users)
-        raise Unfit(f"what is inside is read by {next((n for n in readers if n.index not in mine), nodes[0])} too")
-
-
-def depends_on(values: Iterable[Value], targets: Collection[Value], behind: Collection[Value] = ()) -> bool:
-    """Whether any of the values is a target or computed from one; what lies behind the values `behind` is not looked at."""
-    first = min((v.producer.index if v.producer else -1 for v in targets if not isinstance(v, Transposed)), default=0)
-    pending, seen = list(values), set[Value]()
-    while pending and targets:
-        value = pending.pop()
-        if value in targets:
-            return True
-        node = value.producer
-        if node is None or value in behind or value in seen:
-            continue
-        seen.update(node.outputs)
-        if node.index >= first or isinstance(value, Transposed):
-            pending += node.inputs
-    return False

@@ -42,6 +42,11 @@ class Value:
         return self.producer
 
     @property
+    def index(self) -> int:
+        """That of its producer, or -1: values in program order."""
+        return self.producer.index if self.producer else -1
+
+    @property
     def spec(self) -> tuple:
         """The mesh axes that each dimension is divided over, where the type says so."""
         sharding = getattr(self.aval, "sharding", None)
@@ -255,6 +260,12 @@ class Emission(NamedTuple):
     needs: tuple[Value, ...]
     defines: tuple[Value, ...]
     run: Callable[[Callable[[Value], object]], Iterable[tuple[Value, object]]]
+
+    @classmethod
+    def of(cls, needs: Iterable[Value], defines: Iterable[Value], function: Callable[..., Iterable]) -> "Emission":
+        """What a function gives of the arrays of the needs."""
+        needs, defines = tuple(needs), tuple(defines)
+        return cls(needs, defines, lambda read: zip(defines, function(*map(read, needs)), strict=True))
 
     def context(self):
         """What it runs in: the mesh, and what else JAX keeps of where an equation was traced, of a node that it replaces."""

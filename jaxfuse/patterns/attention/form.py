@@ -81,7 +81,7 @@ class _Reader:
     def to_softmax(self):
         """From the product over scale, biases and masks to the softmax. This and the next raise `Unfit`."""
         for _ in range(LONGEST):
-            largest = _maximum_of(self.value)
+            largest = maximum_of(self.value)
             if largest is not None:
                 self._softmax(largest)
                 return
@@ -284,7 +284,7 @@ def _of_product(node: Node, left: Labels, right: Labels) -> Labels:
     return (*[left[d] for d in batch[0]], *free[0], *free[1])
 
 
-def _maximum_of(value: Value) -> Node | None:
+def maximum_of(value: Value) -> Node | None:
     """The maximum along one axis, as a softmax takes it."""
     return next((n for n in value.users if n.primitive == "reduce_max" and len(n.params["axes"]) == 1), None)
 
@@ -292,7 +292,7 @@ def _maximum_of(value: Value) -> Node | None:
 def _leads_to_values(value: Value, softmax: bool) -> bool:
     """Whether what is made of it goes to a softmax, if that has not begun, and then to another product."""
     for _ in range(2 * LONGEST):
-        softmax = softmax or _maximum_of(value) is not None
+        softmax = softmax or maximum_of(value) is not None
         if not value.users:
             return False
         node = value.users[0]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfuse.analysis.gradients import Gradient, between, gradients
+from jaxfuse.analysis.gradients import Gradient, gradients
 from jaxfuse.analysis.normal import unwidened
 from jaxfuse.ops.attention import OP
 from jaxfuse.ops.attention_config import AttentionConfig, to_layout
@@ -18,8 +18,7 @@ from jaxfuse.ops.op import Linear, type_of
 from jaxfuse.patterns.attention.axes import Operand
 from jaxfuse.patterns.attention.form import Form, read_form
 from jaxfuse.patterns.dense.site import batch_axes, config_of, is_product
-from jaxfuse.patterns.kernel import require
-from jaxfuse.patterns.walk import depends_on, require_batch_sharding, require_unread
+from jaxfuse.patterns.kernel import gradient_emission, require, require_unread
 from jaxfuse.program.autodiff import backward, forward
 from jaxfuse.program.graph import Emission, Graph, Node, Value
 from jaxfuse.program.liveness import dead
@@ -33,8 +32,6 @@ def anchors(graph):
 def match(graph, node: Node, claimed: set[int], unprofitable):
     """Yields the Match of an attention and of its gradients, or a Refusal; nothing if no softmax follows this product."""
     part = forward(graph)
-    if node.index in claimed:
-        return
     try:
         form = read_form(part, node, dead(graph))
         yield from _Site(graph, part, node, form).matches(unprofitable) if form else ()
@@ -128,39 +125,27 @@ class _Site:
         """The gradients that the program computes of q, k, v and the biases, if it does so as JAX does."""
         if len(set(self.inputs)) < len(self.inputs):
             return None
-        nodes = between([*self.inputs, *self.fixed], self.end)
-        if nodes is None:
-            return None
-        for found in gradients(self.graph, nodes, self.inputs, self.end, backward(self.graph), tuple(self.fixed)):
-            if found.defines:
-                return found
-        return None
+        found = gradients(self.graph, self.inputs, self.end, backward(self.graph), self.fixed)
+        return next((gradient for gradient in found if gradient.defines), None)
 
     def _backward(self, gradient: Gradient, saved: tuple[Value, ...]) -> Emission:
         """The gradients, of the op's own arguments and from there of what these are made of. Raises `Unfit` where they wait for each
         other."""
-        needs = (*self.moving, *self.fixed, *saved, gradient.dy, *[v for added in gradient.added for v in added])
-        require_batch_sharding(needs)
-        if depends_on(needs, gradient.defines):
-            raise Unfit("the gradients of this attention depend on each other")
         config = dataclasses.replace(self.config, saving=True)
         wanted = [value is not None for value in gradient.found[:3]] + ([any(gradient.found[3:])] if self.form.biases else [])
 
-        def run(read):
+        def arrays(read):
             moving, fixed = list(map(read, self.moving)), list(map(read, self.fixed))
-            arrays = self._operands(moving, fixed)
-            active = (*wanted, *[False] * (len(arrays) - len(wanted)))
-            linear = Linear(config, active, tuple(type_of(jax.typeof(a)) for a in arrays), len(arrays) + len(saved))
-            sizes = config.sizes(*arrays[:3])
+            operands = self._operands(moving, fixed)
+            active = (*wanted, *[False] * (len(operands) - len(wanted)))
+            linear = Linear(config, active, tuple(type_of(jax.typeof(a)) for a in operands), len(operands) + len(saved))
+            sizes = config.sizes(*operands[:3])
             dy = lax.transpose(read(gradient.dy).reshape([sizes[a] for a in self.form.out]), [self.form.out.index(a) for a in config.out])
-            given = iter(OP.backward(linear, *arrays, *map(read, saved), dy))
-            cotangents = [next(given) if is_wanted else jnp.zeros_like(a) for a, is_wanted in zip(arrays, wanted)]
-            _, pullback = jax.vjp(lambda *moving: self._operands(moving, fixed)[: len(wanted)], *moving)
-            for value, added, array in zip(gradient.found, gradient.added, pullback(cotangents)):
-                if value is not None:
-                    yield value, sum(map(read, added), array.astype(value.dtype)).reshape(value.shape)
+            given = iter(OP.backward(linear, *operands, *map(read, saved), dy))
+            cotangents = [next(given) if is_wanted else jnp.zeros_like(a) for a, is_wanted in zip(operands, wanted)]
+            return jax.vjp(lambda *moving: self._operands(moving, fixed)[: len(wanted)], *moving)[1](cotangents)
 
-        return Emission(needs, gradient.defines, run)
+        return gradient_emission(gradient, (*self.moving, *self.fixed, *saved), arrays)
 
 
 def _to_layout(operand: Operand, array, letters: str):

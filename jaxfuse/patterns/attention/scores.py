@@ -4,6 +4,7 @@ XLA makes one kernel of."""
 import dataclasses
 
 from jaxfuse.analysis.normal import ADD, CAST, constant
+from jaxfuse.patterns.attention.form import maximum_of
 from jaxfuse.patterns.dense.site import batch_axes, is_product, layer_of
 from jaxfuse.patterns.walk import read_elsewhere
 from jaxfuse.program.autodiff import forward
@@ -19,11 +20,9 @@ def anchors(graph):
 
 def match(graph, node: Node, claimed: set[int], unprofitable):
     """Yields one row for the product: "attention scores" if it is scaled or goes to a softmax, else "matmul"."""
-    if node.index in claimed:
-        return
     part, value, nodes, is_scores, reason = forward(graph), node.out, [node], False, ""
     for _ in range(LONGEST):
-        if _reaches_softmax(value):
+        if maximum_of(value) and len(value.users) > 1:
             is_scores, reason = True, read_elsewhere(part, value, [])
             break
         reason = read_elsewhere(part, value, value.users)
@@ -55,8 +54,3 @@ def _is_mask(scores: Value, node: Node) -> bool:
     if node.primitive in ADD:
         return node.inputs[0] is not node.inputs[1] and node.out.shape == scores.shape
     return node.primitive == "select_n" and scores in node.inputs[1:]
-
-
-def _reaches_softmax(value: Value) -> bool:
-    """Its maximum along one axis is taken, and something else is done to it."""
-    return any(n.primitive == "reduce_max" and len(n.params["axes"]) == 1 for n in value.users) and len(value.users) > 1

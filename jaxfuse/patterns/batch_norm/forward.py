@@ -9,9 +9,9 @@ from jaxfuse.analysis.statistics import Statistics
 from jaxfuse.analysis.sums import reductions, shared_over, squared, unmasked
 from jaxfuse.patterns.activations import name_activation
 from jaxfuse.patterns.batch_norm import gradient as batch_norm_grad
-from jaxfuse.patterns.batch_norm.per_channel import uses
-from jaxfuse.patterns.batch_norm.site import Site, Unscaled
-from jaxfuse.patterns.walk import Walk, longest, require_batch_sharding
+from jaxfuse.patterns.batch_norm.site import Site, Unscaled, uses
+from jaxfuse.patterns.kernel import require_batch_sharding
+from jaxfuse.patterns.walk import Walk, longest
 from jaxfuse.program.graph import Graph, Node, Value
 from jaxfuse.program.site import Match, Refusal, Unfit, UnfusedStep
 from jaxfuse.runtime.reasons import no_kernel

@@ -6,17 +6,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxfuse.analysis.forms import ChannelForms, Form, batch_sum, is_sum_of_gradient
 from jaxfuse.analysis.layout import inverse, transposed
-from jaxfuse.analysis.normal import constant, size, unwidened
+from jaxfuse.analysis.normal import nbytes, unwidened
+from jaxfuse.analysis.regions import depends_on
 from jaxfuse.analysis.statistics import Statistics
 from jaxfuse.ops.batch_norm_grad import DX, SUMS, GradientConfig
 from jaxfuse.patterns.activation_grad import ActivationGrad, activation_grads_at
-from jaxfuse.patterns.activations import is_derivative
 from jaxfuse.patterns.kernel import require
-from jaxfuse.patterns.walk import Chain, depends_on
 from jaxfuse.program.graph import Emission, Graph, Value
 from jaxfuse.program.liveness import dead_after
 from jaxfuse.program.site import Match
@@ -54,7 +52,7 @@ def find(graph: Graph, statistics: Statistics) -> Gradient | None:
     tensors = {tensor for form in alone.sums.values() if form.degree > 1 for tensor in form.tensors} - {x}
     if not tensors:
         return None
-    forms = ChannelForms(x, statistics.axis, sorted(tensors, key=_index), statistics.means)
+    forms = ChannelForms(x, statistics.axis, sorted(tensors, key=lambda v: v.index), statistics.means)
     sums = _first({value: form for value, form in forms.sums.items() if is_sum_of_gradient(form, x)})
     zeros = {value: form.coefficients.get((), Form.number(0.0)) for value, form in forms.sums.items()
              if form.degree == 1 and form.tensors == {x} and value not in statistics.moments}
@@ -72,7 +70,7 @@ def through_activation(graph: Graph, gradient: Gradient) -> Iterator[Gradient]:
     computed from x, per channel and with other tensors added."""
     arguments = [value for value, (_, form) in gradient.forms.known.items() if form.degree == 1 and value.producer
                  and gradient.statistics.x in form.tensors and gradient.g not in form.tensors]
-    for z in sorted(arguments, key=_index, reverse=True):
+    for z in sorted(arguments, key=lambda v: v.index, reverse=True):
         for slope in activation_grads_at(graph, z, gradient.g):
             made = (*gradient.defines, *gradient.statistics.moments, gradient.g)
             yield gradient._replace(nodes=only_for(graph, made, kept=slope.dy), slope=slope)
@@ -84,15 +82,10 @@ def only_for(graph: Graph, made: tuple[Value, ...], kept: Value) -> frozenset[in
     return frozenset(dead_after(graph, made, kept=kept, ignored=frozenset()))
 
 
-def _index(value: Value) -> int:
-    """Of the node that computes it."""
-    return value.producer.index if value.producer else -1
-
-
 def _first(sums: dict[Value, Form]) -> dict[Value, Form]:
     """Those that need none of the others: a sum of the result, a bias gradient, is not one of those behind the result."""
     found: dict[Value, Form] = {}
-    for value in sorted(sums, key=_index):
+    for value in sorted(sums, key=lambda v: v.index):
         if not depends_on(sums[value].needs, found):
             found[value] = sums[value]
     return found
@@ -103,7 +96,7 @@ def _results(graph: Graph, forms: ChannelForms, x: Value, g: Value) -> dict[Valu
     read = {form for value, (_, form) in forms.known.items()
             if graph.is_returned(value) or any(node.index not in forms.seen for node in value.users)}
     found: dict[Value, Form] = {}
-    for value in sorted(forms.known, key=_index):
+    for value in sorted(forms.known, key=lambda v: v.index):
         places, form = forms.known[value]
         is_like_x = (value.shape, value.dtype) == (x.shape, x.dtype) and places and places.flat == forms.places.flat
         if is_like_x and form.degree == 1 and {x, g} <= form.tensors and form in read and form not in found.values():
@@ -112,22 +105,12 @@ def _results(graph: Graph, forms: ChannelForms, x: Value, g: Value) -> dict[Valu
     return found
 
 
-def mask_of(gradient: Gradient, chain: Chain) -> Value | None:
-    """The comparison that gates the cotangent, if it is the derivative of the chain's activation."""
-    node = gradient.g.producer
-    if node is None or node.primitive != "select_n" or len(node.inputs) != 3 or constant(node.inputs[1]) != 0:
-        return None
-    mask = node.inputs[0]
-    known = chain.region and chain.activation and mask in chain.masks and is_derivative(chain.region, mask, chain.activation)
-    return mask if known else None
-
-
 def fused(site, gradient: Gradient) -> Match:
     """The gradient of what the site fuses; where XLA can compute a neighbour along with it, policy says whether it is to. Raises
     `Unfit` where no kernel takes it."""
     graph, statistics, g, x, order = site.graph, gradient.statistics, gradient.g, site.x, site.order
     channels, behind = x.shape[site.axis], site.derivative is not None
-    dy = g if not behind else unwidened(gradient.slope.dy) if gradient.slope else g.node.inputs[2]
+    dy = unwidened(gradient.slope.dy) if behind and gradient.slope else g
     config = dataclasses.replace(site.derivative or GradientConfig(0), axis=x.ndim - 1)
     vector = jax.ShapeDtypeStruct((channels,), jnp.float32)
     full = [jax.ShapeDtypeStruct([v.shape[d] for d in order], v.dtype) for v in (dy, x)]
@@ -141,14 +124,11 @@ def fused(site, gradient: Gradient) -> Match:
         dy, x, mean, *saved = map(read, full_needs)
         return (dy, x, jnp.asarray(mean).astype(jnp.float32).reshape(-1)), saved
 
-    def sums() -> Emission:
-        def run(read):
-            tensors, saved = operands(read)
-            sum_g, sum_gx = SUMS(config, *tensors, *saved)
-            for value, form in gradient.sums.items():
-                yield value, batch_sum(value, form, x, g, sum_g, sum_gx, statistics.count, read)
-
-        return Emission((*full_needs, *[v for form in gradient.sums.values() for v in form.needs]), tuple(gradient.sums), run)
+    def sums(read):
+        tensors, saved = operands(read)
+        sum_g, sum_gx = SUMS(config, *tensors, *saved)
+        for value, form in gradient.sums.items():
+            yield value, batch_sum(value, form, x, g, sum_g, sum_gx, statistics.count, read)
 
     def zero(value: Value, offset: Form) -> Emission:
         """Σ(q·(x - mean) + r) = count·r"""
@@ -174,10 +154,10 @@ def fused(site, gradient: Gradient) -> Match:
 
         return Emission((*full_needs, *others, *form.needs), defines, run)
 
-    emissions = [sums(), *[zero(*known) for known in gradient.zeros.items()],
+    of_sums = (*full_needs, *[v for form in gradient.sums.values() for v in form.needs])
+    emissions = [Emission(of_sums, tuple(gradient.sums), sums), *[zero(*known) for known in gradient.zeros.items()],
                  *[result(*known, behind and i == 0) for i, known in enumerate(gradient.results.items())]]
-    bytes_saved = np.dtype(x.dtype).itemsize * size(x) * 4
-    return Match(site.label, site.node, (), tuple(emissions), (dy, x), bytes_saved, "backward")
+    return Match(site.label, site.node, (), tuple(emissions), (dy, x), 4 * nbytes(x), "backward")
 
 
 def _is_read(graph: Graph, gradient: Gradient, g: Value) -> bool:

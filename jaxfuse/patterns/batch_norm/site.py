@@ -1,4 +1,5 @@
-"""A recognised batch norm as a Match: with the residual and the activation after it, and its gradient where the program has it."""
+"""A recognised batch norm as a Match: with the user's own arithmetic between its statistics and its result, which is cut out of the
+program, with the residual and the activation after it, and with its gradient where the program has it."""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,20 +9,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfuse.analysis.layout import channels_last, to_layout, transposed
-from jaxfuse.analysis.normal import ADD, CAST, NotPerChannel, per_channel, size
+from jaxfuse.analysis.normal import ADD, CAST, NotPerChannel, nbytes, per_channel, size
+from jaxfuse.analysis.regions import cone, depends_on
 from jaxfuse.analysis.statistics import Statistics
 from jaxfuse.ops.activations import NO_ACTIVATION
 from jaxfuse.ops.batch_norm import OP
 from jaxfuse.ops.batch_norm_config import BatchNormConfig
 from jaxfuse.ops.batch_norm_grad import GradientConfig
+from jaxfuse.ops.op import equally_varying
 from jaxfuse.patterns.batch_norm import gradient as batch_norm_grad
 from jaxfuse.patterns.batch_norm.gradient import Gradient
-from jaxfuse.patterns.batch_norm.per_channel import cut_out, uses
-from jaxfuse.patterns.kernel import require
+from jaxfuse.patterns.kernel import as_vector, require
 from jaxfuse.patterns.walk import Chain
-from jaxfuse.program.graph import Emission, Graph, Node, Value
+from jaxfuse.program.graph import Emission, Graph, Node, Value, compute, evaluate
 from jaxfuse.program.liveness import FusedReader
 from jaxfuse.program.site import Match, Refusal, Unfit
+
+LARGEST_PROGRAM = 64  # nodes of per-channel arithmetic between the statistics and the result
 
 
 class Unscaled(Unfit):
@@ -57,9 +61,8 @@ class Site:
             cost = self.unprofitable("batch_norm", config, types, cost=batch_norm_grad.FUSED_BY_XLA)
             config = dataclasses.replace(config, xla_fuses_neighbour=bool(cost))
         require(OP.forward, config, types, self.unprofitable, "batch_norm", config, types)
-        passes = 1 + 2 * len([n for n in chain.nodes if n.primitive != CAST]) // 2
-        return Match(self.label, self.node, chain.nodes, (self._emission(config, parameters),), operands,
-                     np.dtype(self.x.dtype).itemsize * size(self.x) * passes)
+        passes = 1 + len([n for n in chain.nodes if n.primitive != CAST])
+        return Match(self.label, self.node, chain.nodes, (self._emission(config, parameters),), operands, passes * nbytes(self.x))
 
     def _require_its_own(self):
         """Raises `Unfit` for a chain that is no normalisation, or that adds what the kernel cannot."""
@@ -106,13 +109,11 @@ class Site:
     def _derivative(self) -> GradientConfig | None:
         """How the passes of the gradient are told the activation's derivative, if they can begin before the activation."""
         chain = self.chain
-        if self.gradient is None or chain.activation is None:
+        if chain.activation is None or not self.begins_behind:
             return None
-        if self.begins_behind:
-            if chain.residual is not None and chain.activation.is_mask:  # less to read than the residual
-                return GradientConfig(0, True)
-            return GradientConfig(0, False, False, chain.activation, chain.residual is not None)
-        return GradientConfig(0, True) if batch_norm_grad.mask_of(self.gradient, chain) is not None else None
+        if chain.residual is not None and chain.activation.is_mask:  # less to read than the residual
+            return GradientConfig(0, True)
+        return GradientConfig(0, False, False, chain.activation, chain.residual is not None)
 
     def _saved(self) -> tuple[Value, ...]:
         """What the forward pass saves for it: the bits of the mask, or center, scale and offset."""
@@ -152,3 +153,57 @@ def _is_normalised(value: Value, axes: tuple[int, ...]) -> bool:
         if any(user.primitive == "reduce_sum" for user in value.users):
             return True
     return False
+
+
+# --- arithmetic on one number for each channel --------------------------------------------------------------------
+
+
+class PerChannelProgram:
+    """The user's own arithmetic from (mean, var, *parameters) to (center, scale, offset); equal if it reads the same."""
+
+    def __init__(self, function, types):
+        closed = jax.make_jaxpr(function)(*types)
+        self.graph = Graph(closed)
+        self.text = str(closed.jaxpr), tuple(np.asarray(c).tobytes() for c in closed.consts)
+
+    def __call__(self, *arrays):
+        """Inside a `shard_map` the arrays vary over its axes, and every number of the program has to follow them. On a shard of an
+        XLA program there is no mesh of explicit axes any more."""
+        return evaluate(self.graph, arrays, {}, lambda node, values: node.bind(equally_varying(values)))
+
+    def __eq__(self, other):
+        return isinstance(other, PerChannelProgram) and self.text == other.text
+
+    def __hash__(self):
+        return hash(self.text)
+
+    def __repr__(self):
+        return f"PerChannelProgram({len(self.graph.nodes)} equations)"
+
+
+def uses(statistics: Statistics, value: Value, inner: tuple[Value, ...] = ()) -> bool:
+    """Whether the value is computed from them, or from one of the values `inner`."""
+    return depends_on([value], [*statistics.moments, *inner])
+
+
+def cut_out(statistics: Statistics, chain: Chain):
+    """(program, parameters): the arithmetic behind the chain's coefficients, cut at the statistics on one side and at
+    whatever does not depend on them on the other. Raises `Unfit` where it is more than that."""
+    moments, channels = statistics.moments, statistics.x.shape[statistics.axis]
+    coefficients = [value for _, value in chain.affine]
+    inside = cone(coefficients, lambda value: value not in moments and uses(statistics, value), LARGEST_PROGRAM)
+    read = dict.fromkeys((*coefficients, *[v for n in inside for v in n.inputs]))
+    parameters = [v for v in read if v.literal is None and v not in moments and v.producer not in inside]
+    if len(inside) > LARGEST_PROGRAM or any(size(v) > channels for n in inside for v in n.outputs):
+        raise Unfit("what comes between the statistics and the result is not arithmetic on one number for each channel")
+
+    def program(mean, var, *arrays):
+        made = {value: moment.of(mean, var).astype(value.dtype).reshape(value.shape) for value, moment in moments.items()}
+        computed = dict(zip(coefficients, compute(coefficients, made | dict(zip(parameters, arrays)), {})))
+        center, scale, offset = chain.coefficients(lambda value: as_vector(computed[value], (channels,)))
+        zero = jnp.zeros((channels,), jnp.float32)
+        return zero if center is None else center, zero + 1 if scale is None else scale, zero if offset is None else offset
+
+    wide = jnp.promote_types(statistics.x.dtype, jnp.float32)
+    types = [jax.ShapeDtypeStruct((channels,), wide)] * 2 + [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in parameters]
+    return PerChannelProgram(program, types), parameters

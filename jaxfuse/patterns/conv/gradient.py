@@ -1,31 +1,67 @@
 """What autodiff has made of a convolution: the gradients of its input, its filter and its bias, also where an activation or a
-scale for each channel lies between it and the cotangent."""
+scale for each channel lies between it and the cotangent, as batch norm with frozen statistics has it.
+
+Scaled by s, it is the convolution by the filter w·s. So its gradients begin at the cotangent g of the scaled value, and the
+sum Σ g·conv(x, w), of which the scale's gradient is made, is <Σ x·g, w>: nothing needs the convolution's own value.
+"""
 
 import dataclasses
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxfuse.analysis.layout import channels_last, in_place, is_transposed
+from jaxfuse.analysis.forms import ChannelForms, Form, batch_sum, is_sum_of_gradient
+from jaxfuse.analysis.layout import channels_last, in_place, is_reshape, is_transposed
+from jaxfuse.analysis.normal import channel_factor, constant, is_float_cast, unwidened
 from jaxfuse.ops.conv.conv import OP, ConvConfig
-from jaxfuse.patterns import contraction_gradients as contractions
 from jaxfuse.patterns.activations import name_activation
-from jaxfuse.patterns.contraction import Axes
-from jaxfuse.patterns.contraction_gradients import Gradients
+from jaxfuse.patterns.contraction import Axes, Gradients
 from jaxfuse.patterns.conv.forward import config_of, reordered
-from jaxfuse.patterns.conv.scaled import Scaled, ways
 from jaxfuse.patterns.walk import Walk
 from jaxfuse.program.autodiff import forward
-from jaxfuse.program.graph import Graph, Node
+from jaxfuse.program.graph import Graph, Node, Value
 from jaxfuse.program.site import Match, Refusal, Unfit, UnfusedStep
 from jaxfuse.runtime.reasons import no_kernel
+
+
+class Scaled(NamedTuple):
+    """The convolution's own cotangent is factor·g; `sums` over the batch are those of g and of its products with `y`."""
+
+    g: Value
+    y: Value
+    axis: int
+    factor: Form
+    sums: tuple[tuple[Value, Form], ...]
+
+    @property
+    def is_number(self) -> bool:
+        return not self.factor.needs
+
+    @property
+    def needs(self) -> tuple[Value, ...]:
+        return (*self.factor.needs, *[need for _, form in self.sums for need in form.needs])
+
+    def times(self, read, w, axis: int):
+        """The filter, or its gradient, times the factor; `axis` is the convolution's output channels."""
+        factor = jnp.broadcast_to(self.factor.vector(read).reshape(-1), (w.shape[axis],))
+        return (w * jnp.expand_dims(factor, [d for d in range(w.ndim) if d != axis])).astype(w.dtype)
+
+    def results(self, read, w, axis: int, dw, sum_g) -> Iterator[tuple[Value, object]]:
+        """The sums, from the gradients of w·factor and of the bias."""
+        others = [d for d in range(w.ndim) if d != axis]
+        wide = jnp.promote_types(w.dtype, jnp.float32)
+        sum_gy = jnp.sum(dw.astype(wide) * w.astype(wide), others)
+        for value, form in self.sums:
+            yield value, batch_sum(value, form, self.y, self.g, sum_g, sum_gy, 0, read)
 
 
 @dataclasses.dataclass(frozen=True)
 class ConvGradients(Gradients):
     """`scaled`: dz is the cotangent of the convolution times a number for each channel."""
 
+    op = OP
     scaled: Scaled | None = None
 
     @property
@@ -71,7 +107,7 @@ def match(graph: Graph, node: Node, claimed: set[int], unprofitable):
         return  # the forward pass has a row that says why
     if config.out_dtype or node.params["batch_group_count"] != 1:
         return
-    for found in contractions.found(ConvGradients, graph, node, claimed, _may_be_alone):
+    for found in ConvGradients.found(graph, node, claimed, _may_be_alone):
         yield from _rows(graph, config, _ways(graph, config, found, claimed), unprofitable)
 
 
@@ -103,7 +139,7 @@ def _ways(graph: Graph, config: ConvConfig, found: ConvGradients, claimed: set[i
     look behind a number that no parameter makes is worth it only where there is an activation behind it."""
     channels = config.out_spec[1]
     plain = found.with_bias(tuple(d for d in range(found.dz.ndim) if d != channels))
-    scales = list(ways(graph, found.node, found.dz, channels)) if found.dw else []
+    scales = list(_scaled(graph, found.node, found.dz, channels)) if found.dw else []
     behind = [dataclasses.replace(found, dz=s.g, dy=s.g, scaled=s, sums=tuple(v for v, _ in s.sums), parameters=s.needs) for s in scales]
     by_parameters, by_numbers = ([way for way in behind if way.scaled and way.scaled.is_number == number] for number in (False, True))
     part, own = forward(graph), forward(graph).node_in_subgraph(found.node)
@@ -126,10 +162,51 @@ def _fused(graph: Graph, config: ConvConfig, gradients: ConvGradients, unprofita
     config = dataclasses.replace(
         config, lhs_spec=reordered(config.lhs_spec, x_order), out_spec=reordered(config.out_spec, y_order))
     orders = dict.fromkeys(like_x, x_order) | dict.fromkeys(like_y, y_order)
-    return contractions.fused(graph, OP, config, gradients, unprofitable, orders)
+    return gradients.fused(graph, config, unprofitable, orders)
 
 
 def _order(graph: Graph, spec: Axes, values) -> Axes:
     """Channels last, if another fused op gives or wants one of the values so; else as they are."""
     order = channels_last(len(spec), spec[1])
     return order if any(is_transposed(graph, v, order) for v in values) else tuple(range(len(spec)))
+
+
+# --- behind a scale -----------------------------------------------------------------------------------------------
+
+
+def _scaled(graph: Graph, node: Node, dz: Value, axis: int) -> Iterator[Scaled]:
+    """How the cotangent `dz` of the convolution `node` comes from that of a value scaled along `axis`: by parameters, by numbers."""
+    y, dz = _reshaped(node.out), in_place(dz)
+    for g in _unscaled(graph, dz, axis):
+        forms = ChannelForms(y, axis, [g])
+        known = forms.known.get(dz)
+        if known is None or set(known.form.coefficients) != {(g,)}:
+            continue
+        sums = [(value, form) for value, form in forms.sums.items()
+                if is_sum_of_gradient(form, y) and g in form.tensors]
+        if not any(form.degree == 1 and len(form.tensors) > 1 for _, form in sums):
+            yield Scaled(g, y, axis, known.form.coefficients[g,], tuple(sums))
+
+
+def _reshaped(value: Value) -> Value:
+    """The furthest value that is this one after reshapes and back, as `vmap` makes of a convolution's."""
+    furthest = reshaped = value
+    while len(reshaped.users) == 1 and is_reshape(reshaped.users[0]):
+        reshaped = reshaped.users[0].out
+        furthest = reshaped if reshaped.shape == value.shape else furthest
+    return furthest
+
+
+def _unscaled(graph: Graph, dz: Value, axis: int) -> Iterator[Value]:
+    """The furthest values of which `dz` is a multiple for each channel: by what is not constant, and by numbers too."""
+    by_parameters, value = dz, dz
+    while value.producer is not None and value not in graph.marks.replaced:
+        node = value.producer
+        if is_float_cast(node) or node.primitive == "neg":
+            value = node.inputs[0]
+        elif known := channel_factor(node, axis):
+            value, factor = known
+            by_parameters = unwidened(value) if constant(factor) is None else by_parameters
+        else:
+            break
+    return iter(dict.fromkeys(v for v in (by_parameters, unwidened(value)) if v is not dz and v.dtype == dz.dtype))

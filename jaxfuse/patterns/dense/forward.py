@@ -31,8 +31,8 @@ def match(graph: Graph, node: Node, claimed: set[int], unprofitable):
     for layer in layers:
         if layer.chain.activation:
             yield from activation_grad(graph, part.original(layer.chain.region.start), layer.chain.activation)
-    for gate in [gate for layer in layers for gate in _gates(part, layer, claimed)]:
-        if row := _gated(part, gate, layers):
+    for row in [row for layer in layers for row in _gated(part, layer, layers, claimed)]:
+        if all(layer in layers for layer in row.layers):
             layers = [layer for layer in layers if layer not in row.layers]
             yield from _found(row, unprofitable)
     groups: dict[tuple, list[Layer]] = {}
@@ -76,48 +76,29 @@ def _found(row: Row, unprofitable):
         yield UnfusedStep(row.label + count, first, operands, row.reason, nodes=row.nodes)
 
 
-# --- gates -------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Gate:
-    """A function of a layer's result that something is multiplied by: of what its chain gives, or of one half of that if the other
-    `half` is multiplied by it. `nodes` and `steps` are those that are not in the chain."""
-
-    layer: Layer
-    value: Value
-    nodes: tuple[Node, ...] = ()
-    steps: str = ""
-    half: Value | None = None
-    reason: str = ""
-
-
-def _gates(part: Part, layer: Layer, claimed: set[int]) -> Iterator[Gate]:
+def _gated(part: Part, layer: Layer, layers: list[Layer], claimed: set[int]) -> Iterator[Row]:
+    """The rows of act(x·w₁)·(x·w₂), or of act(u)·v where (u, v) is x·w split, in which this layer makes the gate act(…)."""
     end = layer.chain.end
+
+    def rows(gate: Value, nodes: tuple[Node, ...] = (), steps: str = "", half: Value | None = None, reason: str = "") -> Iterator[Row]:
+        """`nodes` and `steps` make the gate of what the chain gives, or of one half of that; `half` is the other."""
+        for product in gate.users:
+            if product.primitive == "mul" and product.inputs[0] is not product.inputs[1]:
+                other = product.inputs[product.inputs[0] is gate]
+                row = [layer, *[s for s in layers if s is not layer and s.chain.end is other][:1]]
+                if len(row) > 1 or other is half:
+                    inside = (*[n for layer in row for n in layer.nodes], *nodes, product)
+                    yield Row(f"{layer.label}{steps}+gate", row, inside, reason or read_elsewhere(part, gate, gate.users), is_gated=True)
+
     if layer.chain.activation:
-        yield Gate(layer, end)
+        yield from rows(end)
     elif len(end.users) == 1 and end.users[0].primitive == "split" and len(end.users[0].outputs) == 2:
         (split,) = end.users
         for half, other in (split.outputs, split.outputs[::-1]):
             chains, _ = Walk(part, half.ndim - 1, claimed, name_activation).chains(half)
-            gates = [Gate(layer, chain.end, (split, *chain.nodes), f"+{chain.activation.name}", other)
-                     for chain in chains if chain.activation and not chain.affine]
-            yield from gates[-1:]
+            activated = [(chain, chain.activation.name) for chain in chains if chain.activation and not chain.affine]
+            for chain, name in activated[-1:]:
+                yield from rows(chain.end, (split, *chain.nodes), f"+{name}", other)
     for node in end.users:
         if len(node.inputs) == len(node.outputs) == 1:
-            yield Gate(layer, node.out, (node,), reason=f"{node} is not a known activation")
-
-
-def _gated(part: Part, gate: Gate, layers: list[Layer]) -> Row | None:
-    """The row of act(x·w₁)·(x·w₂), or of act(u)·v where (u, v) is x·w split."""
-    for product in gate.value.users if gate.layer in layers else ():
-        if product.primitive != "mul" or product.inputs[0] is product.inputs[1]:
-            continue
-        other = product.inputs[product.inputs[0] is gate.value]
-        linear = [s for s in layers if s is not gate.layer and s.chain.end is other][:1]
-        if linear or other is gate.half:
-            row = [gate.layer, *linear]
-            nodes = (*[n for layer in row for n in layer.nodes], *gate.nodes, product)
-            reason = gate.reason or read_elsewhere(part, gate.value, gate.value.users)
-            return Row(f"{gate.layer.label}{gate.steps}+gate", row, nodes, reason, is_gated=True)
-    return None
+            yield from rows(node.out, (node,), reason=f"{node} is not a known activation")

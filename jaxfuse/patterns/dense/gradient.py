@@ -8,8 +8,7 @@ import dataclasses
 
 from jaxfuse.analysis.normal import CAST, uncast
 from jaxfuse.ops.dense import OP
-from jaxfuse.patterns import contraction_gradients as contractions
-from jaxfuse.patterns.contraction_gradients import Gradients
+from jaxfuse.patterns.contraction import Gradients
 from jaxfuse.patterns.dense.site import batch_axes, config_of, is_product, layer_of
 from jaxfuse.program.autodiff import backward, forward
 from jaxfuse.program.graph import Graph, Node
@@ -27,6 +26,8 @@ def anchors(graph):
 
 @dataclasses.dataclass(frozen=True)
 class ProductGradients(Gradients):
+    op = OP
+
     def label(self, with_dz: bool = False) -> str:
         steps = [f"{self.activation.name}_grad"] if self.saved else []
         steps.append("matmul_grad" if batch_axes(self.node) else "dense_grad")
@@ -43,12 +44,12 @@ def match(graph: Graph, node: Node, claimed: set[int], unprofitable):
         """Of which of the layers that share the other operand makes no difference."""
         return sum(is_product(n) for n in gradients.dz.users) == 1
 
-    for found in contractions.found(ProductGradients, graph, graph.nodes[node.index], claimed, may_be_alone):
+    for found in ProductGradients.found(graph, graph.nodes[node.index], claimed, may_be_alone):
         chains = [] if batch_axes(node) else layer_of(graph, forward(graph), node, claimed).chains
         plain = found.with_bias(_batch(node))
         gradients = plain.through_activation(graph, chains) or plain
         try:
-            yield contractions.fused(graph, OP, config_of(node), gradients, unprofitable)
+            yield gradients.fused(graph, config_of(node), unprofitable)
         except Unfit as unfit:
             operands, nodes = (found.dz, *found.node.inputs), gradients.nodes
             yield Refusal(gradients.label(), found.node, operands, unfit.reason, "backward", nodes, covers=nodes)

@@ -12,14 +12,14 @@ from jaxfuse.analysis.elementwise import RULES
 from jaxfuse.analysis.forms import Form, Known, Parameter
 from jaxfuse.analysis.layout import RESHAPES
 from jaxfuse.analysis.normal import ADD, CAST, constant, is_float_cast, narrowest, size, varying_axes
-from jaxfuse.analysis.regions import cone
+from jaxfuse.analysis.regions import cone, depends_on
 from jaxfuse.analysis.statistics import MEAN, Statistics
 from jaxfuse.analysis.sums import squared
 from jaxfuse.patterns.activations import name_activation
 from jaxfuse.patterns.dense.site import is_parameter
 from jaxfuse.patterns.norm.form import read_form
 from jaxfuse.patterns.norm.site import Site
-from jaxfuse.patterns.walk import Chain, Walk, depends_on, longest
+from jaxfuse.patterns.walk import Chain, Walk, longest
 from jaxfuse.program.autodiff import forward
 from jaxfuse.program.graph import Node, Value
 from jaxfuse.program.site import Match, Refusal, Unfit, UnfusedStep
@@ -47,7 +47,7 @@ def match(graph, node: Node, claimed: set[int], unprofitable):
     if x is None:
         return
     kept = tuple(d for d in range(x.ndim) if d not in node.params["axes"])
-    if node.index in claimed or len(kept) == 1 and kept != (0,):  # the latter is batch_norm's
+    if len(kept) == 1 and kept != (0,):  # batch_norm's
         return
     part = forward(graph)
     norm = Norm(part, x, kept)
@@ -173,7 +173,9 @@ class Norm(Statistics):
             return node.primitive == "mul" and not scaled and not self._is_scaled(other)
         if other in self.known:
             return not scaled or node.primitive not in ("mul", "div")
-        if node.primitive not in (*ADD, "sub", "mul") or not self._is_small(other) or self._is_made_of_the_end(other):
+        if node.primitive not in (*ADD, "sub", "mul") or not self._is_small(other):
+            return False
+        if depends_on([other], [value for value in self.known if self._is_scaled(value)]):  # as the mean of a norm that follows
             return False
         if not scaled:
             return node.primitive == "mul" or constant(other) == 0
@@ -183,10 +185,6 @@ class Norm(Statistics):
         """A number, or a parameter: not another full-size value."""
         smaller = len(varying_axes(value)) < len(self.kept) + 1 and (size(value) < size(self.x) or is_parameter(value))
         return smaller or constant(value) is not None
-
-    def _is_made_of_the_end(self, other: Value) -> bool:
-        """Whether it is computed from what is normalised already, as the mean of a norm that follows is: no gamma or beta."""
-        return depends_on([other], [value for value in self.known if self._is_scaled(value)])
 
     def _fits(self, node: Node, parameter: Value, value: Value) -> bool:
         """Gamma and beta vary along normalised axes, or along the channels if x was regrouped or an instance is normalised."""

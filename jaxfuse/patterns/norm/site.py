@@ -1,20 +1,24 @@
-"""A recognised norm as a Match: with the residual add before it, the activation after it, the sum where it is read, and its
-gradient where the program has it."""
+"""A recognised norm as a Match: with the residual add before it, the activation after it, the sum where it is read. And its gradient,
+where the program has it: of x, gamma and beta, found as JAX's own gradient of the norm's nodes."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfuse.analysis.gradients import Gradient, gradients
 from jaxfuse.analysis.normal import CAST, size
 from jaxfuse.ops.activations import NO_ACTIVATION
 from jaxfuse.ops.batch_axes import reshaped
 from jaxfuse.ops.norm import OP, normalised
-from jaxfuse.patterns.kernel import require
-from jaxfuse.patterns.norm import gradient as norm_grad
+from jaxfuse.ops.op import Linear, type_of
+from jaxfuse.patterns.activation_grad import activation_grads_at
+from jaxfuse.patterns.kernel import gradient_emission, require
 from jaxfuse.patterns.norm.form import NormForm
 from jaxfuse.patterns.walk import Chain
+from jaxfuse.program.autodiff import backward
 from jaxfuse.program.graph import Emission, Node, Value
 from jaxfuse.program.liveness import FusedReader, dead_after
 from jaxfuse.program.site import Match, Unfit
@@ -40,7 +44,7 @@ class Site:
 
     def matches(self, unprofitable) -> list[Match]:
         """The match, and that of the gradient if the program computes it. Raises `Unfit` where no kernel takes them."""
-        gradient = norm_grad.find(self) if self.part is not self.graph else None
+        gradient = self._gradient() if self.part is not self.graph else None
         full = (self.x,) if self.before is None else tuple(map(self.part.original, self.before.inputs))
         statistic = jax.ShapeDtypeStruct((*self.batch, self.config.inner[1]), jnp.float32)
         saved = (Value(statistic), Value(statistic)) if gradient else ()  # mean and rstd
@@ -49,7 +53,7 @@ class Site:
         config = dataclasses.replace(self.config, wants_sum=wants_sum)
         types = (*self.types[:1] * len(full), *self.types[1:])
         require(OP.forward, config, types, unprofitable, "norm", config, types)
-        backward = [norm_grad.fused(self, gradient, saved)] if gradient else []
+        backward = [self._backward(gradient, saved)] if gradient else []
         emission = self._emission(full, dataclasses.replace(config, saving=bool(saved)), saved)
         passes = 2 + len(full) + len([n for n in self.chain.nodes if n.primitive != CAST])
         bytes_saved = np.dtype(self.end.dtype).itemsize * size(self.x) * passes
@@ -84,3 +88,51 @@ class Site:
     def _reads_sum(self) -> bool:
         mine = {n.index for n in self.nodes}
         return self.graph.is_returned(self.x) or any(n.index not in mine for n in self.x.users)
+
+    # --- the gradient
+
+    def _gradient(self) -> Gradient | None:
+        """That of the norm and the activation after it, if the program computes it: of the value x, or what x is a cast or another
+        shape of, and of the parameters. Its `dy` is the cotangent of what the chain ends in."""
+        chain = self.chain
+        end = self.part.original(chain.region.start if chain.region else chain.end)
+        ways = (gradients(self.graph, [x, *self.parameters], end, backward(self.graph)) for x in self.given)
+        for gradient in itertools.chain.from_iterable(ways):
+            dy: Value | None = gradient.dy
+            if activation := chain.activation:
+                slopes = activation_grads_at(self.graph, end, gradient.dy)
+                dy = next((slope.dy for slope in slopes if slope.dy.shape == end.shape and slope.is_of(activation)), None)
+            if dy is not None and gradient.defines:
+                return gradient._replace(dy=dy)
+        return None
+
+    def _backward(self, gradient: Gradient, saved: tuple[Value, ...]) -> Match:
+        """`saved` are mean and rstd, which the forward pass keeps. Raises `Unfit` where no kernel takes it."""
+        others, *added = gradient.added  # other gradients of x, which the kernel adds, and of the parameters
+        config = dataclasses.replace(self.config, has_residual=False, wants_sum=bool(others), saving=True)
+        wanted = any(v is not None for v in gradient.found[1:])
+        linear = Linear(config, (True, wanted, wanted), self.types, 5)
+        _, reason = OP.backward.kernel(linear, (*self.types, *[v.aval for v in saved], *self.types[:1] * (1 + config.wants_sum)))
+
+        def placed(array):
+            return reshaped(array.astype(self.dtype), self.shape)
+
+        def vectors(*arrays):
+            return self.form.arrays(dict(zip(self.form.used(), arrays)).__getitem__)
+
+        def arrays(read):
+            layout = self.chain.region_layout or self.chain.layout  # of the activation's value
+            dy = layout.undo(read(gradient.dy), tuple(range(len(self.inner))))
+            (gamma, beta), back = jax.vjp(vectors, *map(read, self.parameters))
+            ds = [placed(sum(map(read, others[1:]), read(others[0])))] if others else []
+            primals = placed(read(self.x)), gamma, beta
+            here = dataclasses.replace(linear, types=tuple(type_of(jax.typeof(a)) for a in primals))  # as they are sharded
+            dx, *dvectors = OP.backward(here, *primals, *map(read, saved), placed(dy), *ds)
+            return dx, *(back(tuple(dvectors)) if wanted else ())
+
+        needs = (self.x, *saved, *self.parameters, *others)
+        emission = gradient_emission(gradient._replace(added=[(), *added]), needs, arrays)
+        if reason:
+            raise Unfit(reason)
+        bytes_saved = np.dtype(self.dtype).itemsize * size(self.x) * 4
+        return Match(self.label, self.node, (), (emission,), (gradient.dy, self.x), bytes_saved, "backward")

@@ -74,7 +74,7 @@ def _lstm(node: Node) -> Cell | None:
 
 def _kept_and_written(node: Node) -> tuple[Gate, Value, list[Gate]] | None:
     """(forget gate, state, the two gates of what is written to it) of a sum of two products."""
-    left, right = map(_product, node.inputs)
+    left, right = map(product, node.inputs)
     if not left or not right:
         return None
     for keep, write in ((left, right), (right, left)):
@@ -92,11 +92,11 @@ def _output(state: Value) -> tuple[Gate, Gate] | None:
         for node in value.users:
             if not (is_elementwise(node) and [v for v in node.inputs if constant(v) is None] == [value]):
                 continue
-            for product in node.out.users:
-                if product.primitive == "mul" and len(set(product.inputs)) == 2:
-                    other = product.inputs[1] if product.inputs[0] is node.out else product.inputs[0]
+            for user in node.out.users:
+                if user.primitive == "mul" and len(set(user.inputs)) == 2:
+                    other = user.inputs[1] if user.inputs[0] is node.out else user.inputs[0]
                     if gate := _gate(other):
-                        return Gate(_function(value, node.out, (node,)), node, (node, product), product.out, value, node.out), gate
+                        return Gate(_function(value, node.out, (node,)), node, (node, user), user.out, value, node.out), gate
     return None
 
 
@@ -116,7 +116,7 @@ def _gru(node: Node) -> Cell | None:
 def _interpolations(node: Node) -> Iterator[tuple[Value, Value, Value, tuple[Node, ...], bool]]:
     """(z, n, h, nodes, whether z weighs n and not h) for every reading of the sum as an interpolation of two values."""
     left, right = node.inputs
-    of_left, of_right = _product(left), _product(right)
+    of_left, of_right = product(left), product(right)
     if of_left and of_right:
         for (a, b), (c, d) in ((of_left, of_right), (of_right, of_left)):
             for gate, one in ((a, b), (b, a)):
@@ -125,11 +125,11 @@ def _interpolations(node: Node) -> Iterator[tuple[Value, Value, Value, tuple[Nod
                         nodes = (left.node, right.node, complement.node)
                         yield gate, one, other, nodes, True
                         yield gate, other, one, nodes, False
-    for start, product, factors in ((left, right, of_right), (right, left, of_left)):
+    for start, scaled, factors in ((left, right, of_right), (right, left, of_left)):
         for gate, difference in (factors, factors[::-1]) if factors else ():
             step = difference.producer
             if step is not None and step.primitive == "sub" and step.inputs[1] is start:
-                way = (product.node, step)
+                way = (scaled.node, step)
                 yield gate, start, step.inputs[0], way, False
                 yield gate, step.inputs[0], start, way, True
 
@@ -165,7 +165,7 @@ def _before(value: Value) -> tuple[Value, tuple[Node, ...]] | None:
     nodes: dict[int, Node] = {}
     frontier: dict[Value, None] = {value: None}
     while frontier and len(nodes) < LONGEST_SPELLING:  # empty: it is computed from constants alone
-        last = max(frontier, key=lambda v: v.producer.index if v.producer else -1)
+        last = max(frontier, key=lambda v: v.index)
         node = last.producer
         if node is None or not (is_elementwise(node) or _is_unknown_function(node)):
             return None
@@ -178,18 +178,11 @@ def _before(value: Value) -> tuple[Value, tuple[Node, ...]] | None:
 
 
 def _is_unknown_function(node: Node) -> bool:
-    return (
-        len(node.inputs) == len(node.outputs) == 1
-        and node.out.shape == node.inputs[0].shape
-        and node.primitive not in REARRANGED
-        and jnp.issubdtype(node.out.dtype, jnp.floating)
-    )
+    keeps_shape = len(node.inputs) == len(node.outputs) == 1 and node.out.shape == node.inputs[0].shape
+    return keeps_shape and node.primitive not in REARRANGED and jnp.issubdtype(node.out.dtype, jnp.floating)
 
 
 def _function(start: Value, end: Value, nodes: tuple[Node, ...]) -> str:
-    primitive = {"logistic": "sigmoid", "tanh": "tanh"}.get(nodes[-1].primitive) if len(nodes) == 1 else None
-    if primitive:
-        return primitive
     named = name_activation(Region(start, end, nodes))
     return named.name if isinstance(named, Activation) else "no known activation"
 
@@ -204,18 +197,14 @@ def _summed(value: Value, resets: bool) -> tuple[Node, ...]:
             continue
         if node.primitive == "dot_general":
             nodes[node.index] = node
-            stack += [v for v in node.inputs if resets and is_product(v)]  # a GRU may reset the state before its dense layer
+            stack += [v for v in node.inputs if resets and product(v)]  # a GRU may reset the state before its dense layer
         elif node.primitive in (*ADD, "sub", *REARRANGED) or resets and node.primitive == "mul":
             nodes[node.index] = node
             stack += node.inputs
     return tuple(nodes.values())
 
 
-def is_product(value: Value) -> bool:
-    return _product(value) is not None
-
-
-def _product(value: Value) -> tuple[Value, Value] | None:
+def product(value: Value) -> tuple[Value, Value] | None:
     node = uncast(value).producer
     if node is None or node.primitive != "mul" or () in [v.shape for v in node.inputs]:
         return None

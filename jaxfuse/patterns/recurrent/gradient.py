@@ -177,15 +177,15 @@ class _Pair:
         leaves, structure = jax.tree.flatten(jax.eval_shape(differentiated, *[v.aval for v in outside])[1])
         kept, saved = [self.first.node.outputs[i] for i in self.joint.kept], list(map(Value, leaves))
 
-        def run(read):
-            outs, pullback = differentiated(*map(read, outside))
-            return zip((*kept, *saved), (*outs, *jax.tree.leaves(pullback)), strict=True)
+        def run(*arrays):
+            outs, pullback = differentiated(*arrays)
+            return *outs, *jax.tree.leaves(pullback)
 
-        def run_back(read):
-            return zip(gradients, jax.tree.unflatten(structure, map(read, saved))(list(map(read, cotangents))), strict=True)
+        def run_back(*arrays):
+            return jax.tree.unflatten(structure, arrays[: len(saved)])(list(arrays[len(saved) :]))
 
         first, second = self.first.node, self.second.node
-        forward, back = Emission(tuple(outside), (*kept, *saved), run), Emission((*saved, *cotangents), tuple(gradients), run_back)
+        forward, back = Emission.of(outside, (*kept, *saved), run), Emission.of((*saved, *cotangents), gradients, run_back)
         return (Match(match.pattern, first, (first,), (forward,), tuple(first.inputs), 0),
                 Match(match.pattern, second, (), (back,), cotangents, 0, "backward"))
 

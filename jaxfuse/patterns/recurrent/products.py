@@ -1,6 +1,7 @@
 """Products of all steps of a sequence at once, by the kernel of dense layers where they are large enough."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -33,4 +34,4 @@ def _product(node: Node) -> Emission | None:
     config = dataclasses.replace(config, along=x.ndim - 2)
     if x.dtype != jnp.float32 or not is_worth_a_call(x.aval.size, w.shape[-1]) or OP.forward.kernel(config, types_of(x, w))[0] is None:
         return None
-    return Emission((x, w), (node.out,), lambda read: zip([node.out], OP(config, read(x), read(w))))
+    return Emission.of((x, w), (node.out,), functools.partial(OP, config))

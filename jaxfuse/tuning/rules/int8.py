@@ -1,10 +1,12 @@
 """Where a layer of a frozen network is faster in int8 than in float32, and how large its weights may be."""
 
+import math
+
 from jaxfuse.ops.conv import int8
 from jaxfuse.runtime import ffi
 
 # For each way of summing products of bytes, as `form` names them, the products from which on int8 was measured to be faster.
-SMALLEST: dict[str, int] = {}
+SMALLEST: dict[str, float] = {"avx2": math.inf}  # Zen 1: ResNet-50's and BERT's layers take 0.9 to 3.4 times as long
 
 
 def form() -> str:
@@ -26,4 +28,6 @@ def expects_no_gain(products: int) -> str:
     if form() not in SMALLEST:
         return f'int8 was not measured on a CPU like this one ({form()}); policy="always" takes it all the same'
     smallest = SMALLEST[form()]
+    if smallest == math.inf:
+        return f"int8 was measured to be slower on a CPU like this one ({form()})"
     return f"too small to gain: {products} products, measured faster from {smallest}" if products < smallest else ""
