@@ -219,7 +219,7 @@ for name in ("1x1, odd", "1x1, OIHW", "1x1, 1-D, to NCH", "1x1 strided", "3x3"):
     print(name, flush=True)
 """, ONEDNN_VERBOSE="1")
     parts = [part.count("exec,cpu,convolution") for part in re.split(r"^[13]x.*$", output, flags=re.MULTILINE)[:-1]]
-    assert parts == [0, 0, 3, 3, 2]  # dw of 3x3 by loops of its own
+    assert parts[:4] == [0, 0, 3, 3] and 0 < parts[4] < 3  # dw of 3x3 by loops of its own; with AVX2 alone more of it
 
 
 EMPTY = {

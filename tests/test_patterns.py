@@ -22,7 +22,10 @@ def rows_of(kind):
 HITS, MISSES = rows_of("HITS"), rows_of("MISSES")
 
 # What is allowed more than the rule of compare.py, in roundings, and why.
-TIMES = {"dense: gate, float16": 4}  # a product of two rounded values
+TIMES = {
+    "dense: gate, float16": 4,  # a product of two rounded values
+    "layouts: pads with a parameter": 2,  # its gradient is one sum over the border, whose terms cancel
+}
 
 
 @pytest.mark.parametrize("name", HITS)
