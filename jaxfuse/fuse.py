@@ -69,14 +69,12 @@ def fuse(fn=None, /, *, policy="measured", strict=False, patterns=None, skip=(),
     try:
         return Fused(fn, functools.partial(_run, unprofitable, selection, strict), again, options, selection)
     except TypeError as error:  # of jax.jit, which does not know an option
+        parameters = inspect.signature(fuse).parameters | inspect.signature(jax.jit).parameters
+        known = [name for name, each in parameters.items() if each.kind is inspect.Parameter.KEYWORD_ONLY]
         for name in options:
-            if name not in _OPTIONS and (near := meant(name, _OPTIONS)):
+            if name not in known and (near := meant(name, known)):
                 error.add_note(f"jaxfuse.fuse: {name}{near}")
         raise
-
-
-_OPTIONS = [name for function in (fuse, jax.jit) for name, each in inspect.signature(function).parameters.items()
-            if each.kind is inspect.Parameter.KEYWORD_ONLY]
 
 
 def inline(fn: Callable[P, R], *, policy: str = "measured", inference: bool = False) -> Callable[P, R]:

@@ -76,7 +76,7 @@ def _unknown_level() -> str:
     """Why no kernel would run: the environment names an instruction set that there is not. "" where it names none, or one that is."""
     module = ffi.native()
     level = module.info()["simd"] if module else ""
-    return level if " " in level else ""
+    return "" if level in ("", *[ours for ours, _ in versions.INSTRUCTION_SETS]) else level  # then it says what is wrong
 
 
 def _unusable() -> dict[str, str]:

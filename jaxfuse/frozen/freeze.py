@@ -57,9 +57,9 @@ class Frozen:
         self._lock = threading.RLock()
 
     def __call__(self, *args, **kwargs):
-        made, arrays = self._of(args, kwargs)
         if is_part_of_a_program() and not self._has_int8:  # it is to be fused as a whole
             return self.in_floats(*args, **kwargs)
+        made, arrays = self._of(args, kwargs)
         return made.run(self._given(made), arrays)
 
     def __repr__(self):
@@ -165,7 +165,7 @@ class Frozen:
         for i, args in enumerate(calibration.examples(given)):
             try:
                 made, arrays = self._of(args, {})
-            except Exception as error:
+            except Exception as error:  # of whatever kind the user's function or its framework raises
                 raise OpError(f"jaxfuse.freeze: example {i} of int8 does not fit the function's arguments: {error}") from error
             runs.append(calibration.Run(made.fused, made.layers, self._given(made), arrays))
         measured = calibration.calibrated(runs) if platforms.current() == "cpu" else {}  # the only one with a kernel

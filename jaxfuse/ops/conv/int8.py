@@ -12,18 +12,17 @@ to a step. A NaN of x counts as 0 and an infinity as the end of the range: int8 
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxfuse.ops.batch_axes import BatchAxes
 from jaxfuse.ops.conv.config import ConvConfig
 from jaxfuse.ops.conv.conv import OP as CONV, forward_attrs
-from jaxfuse.ops.conv.packed import PANEL, PackedConfig, panels, refuse_layout, unpack
-from jaxfuse.ops.op import FusedOp, Kernel, widened
+from jaxfuse.ops.conv.packed import PANEL, PackedConfig, op_by_packed, panels, refuse_layout, unpack
+from jaxfuse.ops.op import widened
 from jaxfuse.runtime import ffi
 from jaxfuse.runtime.settings import ours
 
@@ -151,25 +150,4 @@ def _run(config: Int8Config, args, mesh_axes):
     return (out.astype(y.dtype),)
 
 
-def _axes(config: Int8Config, ranks) -> BatchAxes:
-    plain = CONV.forward.batch_axes(config.conv, ranks)
-    x, w, *rest = plain.inputs
-    return BatchAxes((x, w, None, None, *rest), plain.outputs)
-
-
-def _never(*_: Any) -> Any:
-    raise AssertionError("int8 is differentiated as a convolution of floats")
-
-
-OP = FusedOp(
-    "conv_int8",
-    reference=_reference,
-    keep=_never,
-    tangent=_never,
-    for_autodiff=lambda config: config,
-    decomposed=lambda config: functools.partial(_straight_through, config),
-    forward_kernels=(Kernel(None, _refuse, _run),),
-    backward_kernels=(),
-    forward_axes=_axes,
-    backward_axes=_never,
-)
+OP = op_by_packed("conv_int8", _reference, _straight_through, _refuse, _run, lambda config: 2)

@@ -7,7 +7,7 @@ same on every instruction set. For 3×3 filters at stride 1 there may be a secon
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -162,25 +162,32 @@ def _run(config: PackedConfig, args, mesh_axes):
     return (out.astype(config.conv.out_dtype or args[0].dtype),)
 
 
-def _axes(config: PackedConfig, ranks) -> BatchAxes:
-    plain = CONV.forward.batch_axes(config.conv, ranks)
-    x, w, *rest = plain.inputs
-    return BatchAxes((x, w, *[None] * config.winograd, *rest), plain.outputs)
-
-
 def _never(*_: Any) -> Any:
-    raise AssertionError("a packed filter is unpacked before the convolution is differentiated")
+    raise AssertionError("by a filter in another form a convolution is decomposed before it is differentiated")
 
 
-OP = FusedOp(
-    "conv_packed",
-    reference=_reference,
-    keep=_never,
-    tangent=_never,
-    for_autodiff=lambda config: config,
-    decomposed=lambda config: functools.partial(_by_plain_filter, config),
-    forward_kernels=(Kernel(None, _refuse, _run),),
-    backward_kernels=(),
-    forward_axes=_axes,
-    backward_axes=_never,
-)
+def op_by_packed(name: str, reference: Callable, decomposed: Callable, refuse: Callable, run: Callable,
+                 more: Callable[[Any], int]) -> FusedOp:
+    """A convolution by a filter in another form: `more(config)` arrays behind the one in the filter's place are part of it. Its
+    derivatives are those of what `decomposed` computes."""
+
+    def axes(config, ranks) -> BatchAxes:
+        plain = CONV.forward.batch_axes(config.conv, ranks)
+        x, w, *rest = plain.inputs
+        return BatchAxes((x, w, *[None] * more(config), *rest), plain.outputs)
+
+    return FusedOp(
+        name,
+        reference=reference,
+        keep=_never,
+        tangent=_never,
+        for_autodiff=lambda config: config,
+        decomposed=lambda config: functools.partial(decomposed, config),
+        forward_kernels=(Kernel(None, refuse, run),),
+        backward_kernels=(),
+        forward_axes=axes,
+        backward_axes=_never,
+    )
+
+
+OP = op_by_packed("conv_packed", _reference, _by_plain_filter, _refuse, _run, lambda config: config.winograd)
