@@ -26,6 +26,17 @@ bool has_avxvnni() {
 }
 #endif
 
+bool cpu_has_vnni() {
+#if defined(__x86_64__) && !defined(JAXFUSE_EMULATE_AVX512)
+  switch (simd_level()) {
+    case SimdLevel::avx512: return __builtin_cpu_supports("avx512vnni");
+    case SimdLevel::avx2: return has_avxvnni();
+    default: break;
+  }
+#endif
+  return false;
+}
+
 SimdLevel cpu_level() {
 #ifdef JAXFUSE_EMULATE_AVX512
   return SimdLevel::avx512;
@@ -70,16 +81,10 @@ SimdLevel simd_level() {
   return level;
 }
 
-#if defined(__x86_64__) && !defined(JAXFUSE_EMULATE_AVX512)
 bool has_vnni() {
-  switch (simd_level()) {
-    case SimdLevel::avx512: return __builtin_cpu_supports("avx512vnni");
-    case SimdLevel::avx2: return has_avxvnni();
-    default: return false;
-  }
+  // Asked once: in a virtual machine the instruction that asks may take tens of microseconds.
+  static const bool has = cpu_has_vnni();
+  return has;
 }
-#else
-bool has_vnni() { return false; }
-#endif
 
 }  // namespace jaxfuse
