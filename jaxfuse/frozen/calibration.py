@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.frozen.int8 import Key, Layer, Layers, Measured, described, int8_filter
+from jaxfuse.frozen.int8 import Key, Layers, Measured, described, int8_filter
+from jaxfuse.frozen.layer import Layer
 from jaxfuse.frozen.packing import Packed
 from jaxfuse.ops.conv.int8 import Range
 from jaxfuse.ops.errors import OpError

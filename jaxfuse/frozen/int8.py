@@ -4,15 +4,14 @@ import collections
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
+from jaxfuse.frozen.layer import Layer, layer_of
 from jaxfuse.frozen.packing import Filter, filter_of
 from jaxfuse.ops.conv import int8
-from jaxfuse.ops.conv.config import ConvConfig
 from jaxfuse.program.graph import Node
 from jaxfuse.runtime.private import known
 from jaxfuse.tuning.policy import not_in_int8
@@ -46,57 +45,12 @@ class Measured(NamedTuple):
     error: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Layer:
-    """A fused convolution, with the shape of its filter; or a dense layer as one of one tap, whose images are the rows of x."""
-
-    config: ConvConfig
-    shape: tuple[int, ...]
-    contracted: tuple[int, ...] | None = None  # axes of a dense layer's weight
-
-    @property
-    def products(self) -> int:
-        """For one element of the output."""
-        return math.prod(self.shape) // self.shape[self.config.rhs_spec[0]]
-
-    def filter(self, w: np.ndarray) -> np.ndarray:
-        if self.contracted is None:
-            return w
-        return np.moveaxis(w, self.contracted, range(len(self.contracted))).reshape(self.shape)
-
-    def run(self, convolve: Callable, node: Node, x, rest: Sequence):
-        """The node's output: `convolve` takes x and what is read behind the filter."""
-        if self.contracted is None:
-            return convolve(x, *rest)
-        _, inner, features = self.shape
-        rows = math.prod(x.shape[: x.ndim - len(self.contracted)])
-        shapes = [(features,)] * self.config.has_bias + [(rows, 1, features)] * self.config.has_residual
-        y = convolve(x.reshape(rows, 1, inner), *[a.reshape(shape) for a, shape in zip(rest, shapes)])
-        return y.reshape(node.out.shape)
-
-
-def layer_of(node: Node) -> Layer | str:
+def int8_layer(node: Node) -> Layer | str:
     """Or why it cannot be int8."""
-    if node.primitive not in ("jaxfuse_conv", "jaxfuse_dense"):
-        return "it is not fused; jaxfuse.explain says why"
-    (x, w, *_), config = node.inputs, node.params["config"]
-    layer = Layer(config, tuple(w.shape)) if node.primitive == "jaxfuse_conv" else _dense(config, x, w)
+    layer = layer_of(node)
     if isinstance(layer, str):
         return layer
-    channels_last = jax.ShapeDtypeStruct(x.shape if layer.contracted is None else (1, 1, 1), x.dtype)
-    return int8.refuse(layer.config, channels_last, jax.ShapeDtypeStruct(layer.shape, w.dtype)) or layer
-
-
-def _dense(config, x, w) -> Layer | str:
-    pairs = sorted(zip(config.x_contracted, config.w_contracted))
-    if config.x_batch or config.saves or [d for d, _ in pairs] != list(range(x.ndim - len(pairs), x.ndim)):
-        return f"axes {config.x_contracted} of {x!r} are contracted, {config.x_batch} are batch axes: int8 takes rows by one matrix"
-    if not str(x.dtype) == str(w.dtype) == config.out_dtype:
-        return f"dtypes {x.dtype}, {w.dtype} -> {config.out_dtype}: int8 takes one dtype and gives that"
-    inner = math.prod(w.shape[d] for d in config.w_contracted)
-    rows = ConvConfig((1,), ((0, 0),), (1,), 1, (0, 2, 1), (2, 1, 0), (0, 2, 1), (1,), has_bias=config.has_bias,
-                      has_residual=config.has_residual, activation=config.activation, precision=config.precision)
-    return Layer(rows, (1, inner, math.prod(w.shape) // max(inner, 1)), tuple(d for _, d in pairs))
+    return int8.refuse(layer.config, *layer.types(*node.inputs[:2])) or layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +91,7 @@ class Layers:
 
     def __call__(self, node: Node, name: str) -> Filter | Int8Filter | None:
         if node.primitive in LAYERS:
-            self.found[name, self._uses[name]] = node, layer_of(node)
+            self.found[name, self._uses[name]] = node, int8_layer(node)
             self._uses[name] += 1
         return None
 

@@ -6,7 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
+from jaxfuse.frozen.layer import Layer, layer_of
 from jaxfuse.ops.conv import packed
 from jaxfuse.program.graph import Emission, Graph, Node, Value, evaluate
 from jaxfuse.tuning.policy import packing
@@ -30,29 +33,33 @@ class PackedWeight(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Filter:
-    """One that a convolution reads packed, which it can be unpacked from."""
+    """One that a layer reads packed, which it can be unpacked from."""
 
     name: str
     dtype: str
+    of: Layer
     config: packed.PackedConfig
 
     @property
     def names(self) -> list[str]:
         """By what they are made of."""
         conv, shape = self.config.conv, self.config.shape
-        layout = f"{self.name} {shape} {conv.rhs_spec} {conv.rhs_dilation[-1]} {self.config.dtype}"
+        layout = f"{self.name} {shape} {self.of.contracted} {conv.rhs_spec} {conv.rhs_dilation[-1]} {self.config.dtype}"
         digest = hashlib.sha256(layout.encode()).hexdigest()
         return [f"packed {digest}", f"transformed {digest}"][: 1 + self.config.winograd]
 
     def packed(self, w: jax.Array) -> list[jax.Array]:
         with jax.ensure_compile_time_eval():
-            return packed.pack(self.config, w)
+            return packed.pack(self.config, jnp.asarray(self.of.filter(np.asarray(w))))
 
     def unpacked(self, array: jax.Array) -> jax.Array:
-        return packed.unpack(self.config, array).astype(self.dtype)
+        return self.of.weight_of(packed.unpack(self.config, array)).astype(self.dtype)
 
     def layer(self, node: Node, x, arrays: list, rest: list):
-        return packed.OP(dataclasses.replace(self.config, conv=node.params["config"]), x, *arrays, *rest)[0]
+        def convolve(x, *rest):
+            return packed.OP(self.config, x, *arrays, *rest)[0]
+
+        return self.of.run(convolve, node, x, rest)
 
 
 class Packed:
@@ -92,14 +99,15 @@ class Packed:
 
 
 def filter_of(policy: str, node: Node, name: str) -> Filter | None:
-    """That of a convolution whose filter is this constant, where it is worth packing."""
-    if node.primitive != "jaxfuse_conv":
+    """That of a layer whose weight is this constant, where it is worth packing."""
+    layer = layer_of(node)
+    if isinstance(layer, str):
         return None
-    config, (x, w, *_) = node.params["config"], node.inputs
-    layout = Packing.none if packed.refuse(config, x, w) else packing(policy, config, x, w)
+    types = layer.types(*node.inputs[:2])
+    layout = Packing.none if packed.refuse(layer.config, *types) else packing(policy, layer.config, *types, layer.is_dense)
     if layout is Packing.none:
         return None
-    return Filter(name, str(w.dtype), packed.config_of(config, x, w, layout is Packing.winograd))
+    return Filter(name, str(node.inputs[1].dtype), layer, packed.config_of(layer.config, *types, layout is Packing.winograd))
 
 
 def _emission(node: Node, weight: PackedWeight, arrays: dict) -> Emission:

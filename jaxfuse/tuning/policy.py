@@ -22,11 +22,11 @@ def unprofitable(policy: str, inference: bool = False):
     return dict(measured=functools.partial(_measured, inference), always=_always, never=_never)[policy]
 
 
-def packing(policy: str, config, x, w) -> packed.Packing:
-    """How the constant filter w of a convolution of x is best laid out, by freeze's policy."""
+def packing(policy: str, config, x, w, is_dense: bool) -> packed.Packing:
+    """How the constant filter w of a convolution of x, which may be a dense layer, is best laid out, by freeze's policy."""
     if platforms.current() != "cpu":
         return packed.Packing.none
-    return packed.any_that_fits(config, x, w) if policy == "always" else packed.fastest(config, x, w)
+    return packed.any_that_fits(config, x, w) if policy == "always" else packed.fastest(config, x, w, is_dense)
 
 
 def not_in_int8(policy: str, products: int) -> str:

@@ -19,8 +19,10 @@ class Packing(enum.Enum):
     winograd = "packed, and transformed for F(2×2, 3×3)"
 
 
-def fastest(config, x, w) -> Packing:
-    """As it is oneDNN lays it out again at every call."""
+def fastest(config, x, w, is_dense: bool = False) -> Packing:
+    """As it is, the kernel lays it out again at every call."""
+    if is_dense:
+        return Packing.direct if "avx2" in tuned.isa() and x.dtype == jnp.float32 else Packing.none
     batch, channels, *image = (private.known(x.shape[d]) for d in config.lhs_spec)
     positions, features = batch * math.prod(image), w.shape[config.rhs_spec[0]]
     products, pixels = math.prod(w.shape) // features, positions // math.prod(config.window_strides)

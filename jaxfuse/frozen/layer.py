@@ -1,0 +1,80 @@
+"""A layer with a constant weight as a convolution, whose filter can be packed: a dense layer is one of one tap."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from jaxfuse.ops.conv.config import ConvConfig
+from jaxfuse.ops.dense import DenseConfig
+from jaxfuse.program.graph import Node
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """A convolution, with the shape of its filter; or a dense layer, whose images of one pixel are the rows of x."""
+
+    config: ConvConfig
+    shape: tuple[int, ...]
+    weight: tuple[int, ...] = ()  # of a dense layer: its shape, and the axes that are contracted
+    contracted: tuple[int, ...] | None = None
+
+    @property
+    def products(self) -> int:
+        """For one element of the output."""
+        return math.prod(self.shape) // self.shape[self.config.rhs_spec[0]]
+
+    @property
+    def is_dense(self) -> bool:
+        return self.contracted is not None
+
+    def types(self, x, w) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """Of the convolution's input and filter."""
+        return jax.ShapeDtypeStruct(self.images(x.shape), x.dtype), jax.ShapeDtypeStruct(self.shape, w.dtype)
+
+    def images(self, shape: tuple) -> tuple:
+        """The convolution's input is of this shape where the layer's is of `shape`."""
+        return shape if self.contracted is None else (math.prod(shape[: len(shape) - len(self.contracted)]), 1, self.shape[1])
+
+    def filter(self, w):
+        if self.contracted is None:
+            return w
+        return np.moveaxis(w, self.contracted, range(len(self.contracted))).reshape(self.shape)
+
+    def weight_of(self, filter_):
+        """The inverse of `filter`."""
+        if self.contracted is None:
+            return filter_
+        order = [*self.contracted, *(d for d in range(len(self.weight)) if d not in self.contracted)]
+        return filter_.reshape([self.weight[d] for d in order]).transpose(np.argsort(order))
+
+    def run(self, convolve: Callable, node: Node, x, rest: Sequence):
+        """The node's output: `convolve` takes x and what is read behind the filter."""
+        if self.contracted is None:
+            return convolve(x, *rest)
+        images, features = self.images(x.shape), self.shape[2]
+        shapes = [(features,)] * self.config.has_bias + [(*images[:2], features)] * self.config.has_residual
+        y = convolve(x.reshape(images), *[a.reshape(shape) for a, shape in zip(rest, shapes)])
+        return y.reshape(node.out.shape)
+
+
+def layer_of(node: Node) -> Layer | str:
+    """Or why the node is none."""
+    if node.primitive not in ("jaxfuse_conv", "jaxfuse_dense"):
+        return "it is not fused; jaxfuse.explain says why"
+    (x, w, *_), config = node.inputs, node.params["config"]
+    return Layer(config, tuple(w.shape)) if node.primitive == "jaxfuse_conv" else _dense(config, x, w)
+
+
+def _dense(config: DenseConfig, x, w) -> Layer | str:
+    pairs = sorted(zip(config.x_contracted, config.w_contracted))
+    if config.x_batch or config.saves or [d for d, _ in pairs] != list(range(x.ndim - len(pairs), x.ndim)):
+        return f"axes {config.x_contracted} of {x!r} are contracted, {config.x_batch} are batch axes: expected rows by one matrix"
+    if not str(x.dtype) == str(w.dtype) == config.out_dtype:
+        return f"dtypes {x.dtype}, {w.dtype} -> {config.out_dtype}: expected one dtype"
+    inner = math.prod(w.shape[d] for d in config.w_contracted)
+    rows = ConvConfig((1,), ((0, 0),), (1,), 1, (0, 2, 1), (2, 1, 0), (0, 2, 1), (1,), has_bias=config.has_bias,
+                      has_residual=config.has_residual, activation=config.activation, precision=config.precision)
+    return Layer(rows, (1, inner, math.prod(w.shape) // max(inner, 1)), tuple(w.shape), tuple(d for _, d in pairs))
