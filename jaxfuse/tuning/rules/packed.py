@@ -1,5 +1,5 @@
-"""How `freeze` lays out a convolution's filter. Measured on Zen 5 with AVX-512 and on Zen 1 with AVX2 (benchmarks/README.md);
-elsewhere it stays as it is."""
+"""How `freeze` lays out the filter of a convolution, or the weight of a dense layer. Measured on Zen 5 with AVX-512 and on Zen 1 with
+AVX2 (benchmarks/README.md); elsewhere it stays as it is."""
 
 import enum
 import math
