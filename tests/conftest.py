@@ -31,6 +31,15 @@ def pytest_addoption(parser):
     parser.addoption("--salt", default=commit(), help="chooses which share of the cases is taken; default: the commit")
 
 
+def pytest_configure(config):
+    """What XLA compiles is kept for the next run (`--cache-clear` forgets it), and shared by all processes of this one."""
+    if hasattr(config, "cache"):
+        kept = {"compilation_cache_dir": str(config.cache.mkdir("compiled")), "persistent_cache_min_compile_time_secs": 0.0}
+        for name, value in kept.items():
+            jax.config.update(f"jax_{name}", value)
+            os.environ[f"JAX_{name.upper()}"] = str(value)
+
+
 def commit() -> str:
     """The commit that is tested, so that every commit takes other cases and the same one always the same; "" without git."""
     command = ["git", "-C", str(pathlib.Path(__file__).parent), "rev-parse", "--short=10", "HEAD"]
@@ -71,7 +80,7 @@ def without_skip(report, config):
 
 
 def pytest_report_header(config):
-    shares = f"a third of the cases of tests with more than {MANY}, a sixth with more than {VERY_MANY}"
+    shares = f"a third of the cases of tests that are costly or have more than {MANY}, a sixth with more than {VERY_MANY}"
     return f"{shares}, those of --salt {config.option.salt!r}; all: --complete" if shared(config) else "all cases"
 
 
@@ -81,6 +90,7 @@ def pytest_collection_modifyitems(config, items):
         salt = getattr(config, "workerinput", {}).get("salt", config.option.salt)
         cases = collections.Counter(map(table_of, items))
         of = {table: 1 if n <= MANY else 3 if n <= VERY_MANY else 6 for table, n in cases.items()}
+        of |= {table_of(i): 3 for i in items if i.get_closest_marker("costly") and of[table_of(i)] == 1}
         items[:] = [i for i in items if zlib.crc32((salt + i.nodeid).encode()) % of[table_of(i)] == 0]
 
 
@@ -97,18 +107,6 @@ def built_in_rules(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuned, "isa", lambda: ("avx512", "avx512_core_bf16"))
         patch.setenv("JAXFUSE_CACHE", str(tmp_path_factory.getbasetemp() / "no rules"))
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def compiled_once(tmp_path_factory):
-    """The processes that tests start, one for each instruction set say, share what XLA compiles; this one has read its settings."""
-    folder = tmp_path_factory.getbasetemp()  # of this process; with xdist its parent is that of the whole run
-    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(folder / "compiled"))
-        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-        patch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
         yield
 
 

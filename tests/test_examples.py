@@ -28,6 +28,7 @@ def test_every_example_is_run():
     assert {path.stem for path in EXAMPLES.glob("*.py")} - {"common"} == set(SAYS)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", SAYS)
 def test_example(name):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES.get(name, 1)}"

@@ -246,6 +246,7 @@ BLOCKS = {"ConvNorm": (8, 16), "Residual": (8, 16), "Bottleneck": (8, 4), "Inver
           "MLP": (8, 32)}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks_compute_what_they_say(name):
     """In both halves of Flax, with and without the policy's kernels, forward and backward."""

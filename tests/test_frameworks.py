@@ -113,6 +113,7 @@ def error(tree, exact):
     return np.sqrt(np.mean([np.mean((a - e) ** 2) / max(size, floor) ** 2 for (a, e), size in zip(pairs, sizes)]))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", SMALL_ENOUGH_TO_RUN)
 def test_inference_is_as_exact_as_unfused(name):
     net = network(name)
@@ -122,6 +123,7 @@ def test_inference_is_as_exact_as_unfused(name):
     assert fused <= 2 * plain + 2e-7  # a few roundings of float32, where the unfused network happens to have fewer
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", SMALL_ENOUGH_TO_RUN)
 def test_training_is_as_exact_as_unfused(name):
     """The loss, the running statistics and every gradient, by grad(fuse(loss)) and by fuse(train_step).

@@ -94,6 +94,7 @@ def run_all() -> int:
         *(run_norm(*row, dtype) for row in NORMS for dtype in DTYPES)])
 
 
+@pytest.mark.costly
 @pytest.mark.skipif(ffi.no_onednn() is not None, reason=str(ffi.no_onednn()))
 @pytest.mark.parametrize("level", [
     {}, dict(JAXFUSE_SIMD="avx2", ONEDNN_MAX_CPU_ISA="AVX2"), dict(JAXFUSE_CONTRACTION="always"),

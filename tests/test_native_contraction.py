@@ -110,6 +110,7 @@ def run_all() -> int:
     return count
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("level", ["highest", "avx2", "portable"])
 def test_every_geometry(level):
     more = {} if level == "highest" else dict(JAXFUSE_SIMD=level)

@@ -184,6 +184,7 @@ FRAMEWORKS = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_sequence_of_a_framework(name):
     """One row; a dense layer of all steps at once, before the loop, is a row of its own (Keras's GRU)."""

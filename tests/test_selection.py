@@ -160,6 +160,7 @@ for i, kernel in enumerate(op.kernels):
 """
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("happens, asked, words", [
     ("y = y + 1", "assert jnp.allclose(y, network(x, w, v), atol=1e-5), 'far'", "AssertionError: far"),
     ("y = y + 1", "return bool(jnp.allclose(y, network(x, w, v), atol=1e-5))", "it returned False"),

@@ -186,6 +186,7 @@ def penalised(problem):
 STEPS = {f.__name__: f for f in (with_optax, microbatched, rematerialised, frozen, image_gradient, evaluated_too, penalised)}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", STEPS)
 def test_steps(name):
     problem = problem_of()
