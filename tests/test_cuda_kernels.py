@@ -201,7 +201,7 @@ def test_depthwise(on_cuda, dtype, shape, window, strides, padding, dilation, ac
     """Forward and all gradients beside the op's reference in float32, from the same rounded numbers; then bit for bit the same."""
     config, (x, w) = of_conv(shape, window, strides, padding, dilation, DTYPES[dtype], activation=named(activation, 0.3), has_bias=True)
     config = CONV.for_autodiff(config)
-    scaled = dataclasses.replace(config, has_scale=True, saves=0)
+    scaled = dataclasses.replace(config, has_scale=True, residual_outs=0)
     bias, scale = random(2, shape[-1:]), 1 + random(3, shape[-1:])
     wide = [a.astype(jnp.float32) for a in (x, w)]
     on_cuda(CONV.forward, scaled, (x, w, scale, bias), CONV.forward.reference(scaled, *wide, scale, bias), ROUNDING[dtype])
@@ -305,13 +305,13 @@ def test_ops_by_their_kernels_for_cuda(on_cuda, fused, config, parameters):
     """Forward and backward stages as they are lowered for CUDA, with every result the reference has."""
     x, z, dy = (random(i, (4, 5, 24)) for i in range(3))
     args = x, z, 1 + random(3, parameters), random(4, parameters)
-    saving = fused.for_autodiff(config)
+    differentiated = fused.for_autodiff(config)
 
     def of(stage, config, args):
         return on_cuda(stage, config, args, stage.reference(config, *args), 2e-5)
 
-    outs = of(fused.forward, saving, args)
-    kept = fused.keep(saving, args, outs)
-    cotangents = [dy, *(jnp.ones_like(out) for out in outs[1 : len(outs) - saving.saves])]
+    outs = of(fused.forward, differentiated, args)
+    residuals = fused.residuals(differentiated, args, outs)
+    cotangents = [dy, *(jnp.ones_like(out) for out in outs[1 : len(outs) - differentiated.residual_outs])]
     types = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args)
-    of(fused.backward, Linear(saving, (True,) * 4, types, len(kept)), (*kept, *cotangents))
+    of(fused.backward, Linear(differentiated, (True,) * 4, types, len(residuals)), (*residuals, *cotangents))

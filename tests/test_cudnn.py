@@ -104,7 +104,7 @@ GRAPHS = {
 @pytest.mark.parametrize("name", GRAPHS)
 def test_a_graph_computes_what_the_reference_does(name):
     config, args = case(**GRAPHS[name])
-    config = dataclasses.replace(config, saves=int(config.activation.name in ("silu", "elu")))
+    config = dataclasses.replace(config, residual_outs=int(config.activation.name in ("silu", "elu")))
     w = np.transpose(np.asarray(args[1], np.float64), conv_cudnn._filter_axes(config))
     found = computed(conv_cudnn._graph(config, args), [args[0], w, *args[2:]])
     for result, expected in zip(found, OP.forward.reference(config, *args), strict=True):

@@ -120,7 +120,7 @@ def test_winners_are_those_of_the_reference(name, dtype):
     if isinstance(padding, str):
         padding = lax.padtype_to_pads(shape[1:-1], window, strides, padding)
     ones = (1,) * len(shape)
-    config = OP_MODULE.MaxPoolConfig((1, *window, 1), (1, *strides, 1), ((0, 0), *padding, (0, 0)), ones, ones, saving=True)
+    config = OP_MODULE.MaxPoolConfig((1, *window, 1), (1, *strides, 1), ((0, 0), *padding, (0, 0)), ones, ones, with_residuals=True)
     for kind in ("normal", "relu", "special"):
         x = values(kind, shape, dtype)
         got, expected = OP_MODULE.OP(config, x), jax.jit(functools.partial(OP_MODULE._reference, config))(x)

@@ -70,7 +70,7 @@ def layer_of(node: Node) -> Layer | str:
 
 def _dense(config: DenseConfig, x, w) -> Layer | str:
     pairs = sorted(zip(config.x_contracted, config.w_contracted))
-    if config.x_batch or config.saves or [d for d, _ in pairs] != list(range(x.ndim - len(pairs), x.ndim)):
+    if config.x_batch or config.residual_outs or [d for d, _ in pairs] != list(range(x.ndim - len(pairs), x.ndim)):
         return f"axes {config.x_contracted} of {x!r} are contracted, {config.x_batch} are batch axes: expected rows by one matrix"
     if not str(x.dtype) == str(w.dtype) == config.out_dtype:
         return f"dtypes {x.dtype}, {w.dtype} -> {config.out_dtype}: expected one dtype"

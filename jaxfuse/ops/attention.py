@@ -79,8 +79,8 @@ def _broadcast(arguments, name: str, array, sizes):
     arguments.check(fits, name, f"of shape {tuple(array.shape)}", f"one that broadcasts to {wanted}", "check its axes")
     split = [shared, groups] if shape[1] > 1 else [1, 1]
     array = jnp.asarray(array).reshape(shape[0], *split, *shape[2:])
-    kept = [d for d, n in enumerate(array.shape) if n > 1]
-    return "".join("bngts"[d] for d in kept), array.reshape([array.shape[d] for d in kept])
+    long = [d for d, n in enumerate(array.shape) if n > 1]
+    return "".join("bngts"[d] for d in long), array.reshape([array.shape[d] for d in long])
 
 
 def _wide(x):
@@ -118,16 +118,16 @@ def _reference(config: AttentionConfig, *args):
     inverse = 1 / e.sum(-1)
     p = _times(config, e * inverse[..., None], factor).astype(v.dtype)
     y = _product(f"{config.scores},{config.v}->{config.out}", p, v).astype(config.out_dtype)
-    return (y, largest, inverse) if config.saving else (y,)
+    return (y, largest, inverse) if config.with_residuals else (y,)
 
 
-def _keep(config: AttentionConfig, args, outs):
+def _residuals(config: AttentionConfig, args, outs):
     return (*args, *outs)
 
 
-def _tangent(config: AttentionConfig, kept, tangents):
-    q, k, v, bias, mask, factor = config.unpack(kept[:-3])
-    largest, inverse = kept[-2:]
+def _tangent(config: AttentionConfig, residuals, tangents):
+    q, k, v, bias, mask, factor = config.unpack(residuals[:-3])
+    largest, inverse = residuals[-2:]
     dq, dk, dv, dbias, _, dfactor = config.unpack(tangents)
     scores = _scores(config, q, k, bias, mask)
     p = jnp.exp(scores - largest[..., None]) * inverse[..., None]
@@ -150,7 +150,7 @@ def _tangent(config: AttentionConfig, kept, tangents):
 
 def _forward_axes(config: AttentionConfig, ranks) -> BatchAxes:
     *inputs, out, statistic = config.item_axes()
-    return BatchAxes(tuple(inputs), (out, statistic, statistic) if config.saving else (out,))
+    return BatchAxes(tuple(inputs), (out, statistic, statistic) if config.with_residuals else (out,))
 
 
 def _backward_axes(linear: Linear, ranks) -> BatchAxes:
@@ -204,7 +204,7 @@ def _types(config: AttentionConfig, args) -> list[jax.ShapeDtypeStruct]:
     sizes = config.sizes(*args[:3])
     y = jax.ShapeDtypeStruct([sizes[letter] for letter in config.out], config.out_dtype)
     statistic = jax.ShapeDtypeStruct([sizes[letter] for letter in config.scores[:-1]], jnp.float32)
-    return [y, statistic, statistic] if config.saving else [y]
+    return [y, statistic, statistic] if config.with_residuals else [y]
 
 
 def _run_forward(config: AttentionConfig, args, mesh_axes):
@@ -215,8 +215,8 @@ def _run_forward(config: AttentionConfig, args, mesh_axes):
 
 def _run_backward(linear: Linear, args, mesh_axes):
     config, count = linear.config, len(linear.types)
-    args, kept = args[:count], args[count:]
-    attributes, operands = _laid_out(config, args, kept[0].shape)
+    args, residuals = args[:count], args[count:]
+    attributes, operands = _laid_out(config, args, residuals[0].shape)
     sizes, specs = config.sizes(*args[:3]), []
     for name, spec, matrix in (("dq", config.q, "td"), ("dk", config.k, "sd"), ("dv", config.v, "se")):
         fits = spec[-1] == matrix[-1] and all(letter in spec for letter in config.batch)
@@ -229,7 +229,7 @@ def _run_backward(linear: Linear, args, mesh_axes):
     dtypes = [a.dtype if spec == mine else jnp.float32 for spec, mine, a in zip(specs[:3], own, args)]
     results = [jax.ShapeDtypeStruct([sizes[letter] for letter in spec], dtype)
                for spec, dtype in zip(specs, (*dtypes, jnp.float32))]
-    found = ffi.call("jaxfuse_attention_bwd", results, *operands, *kept, **attributes)
+    found = ffi.call("jaxfuse_attention_bwd", results, *operands, *residuals, **attributes)
     found = [_gathered(d, spec, mine).astype(a.dtype) for d, spec, mine, a in zip(found, specs, own, args)]
     return completed(compress(found, linear.active), _backward_axes(linear, ()).outputs, mesh_axes)
 
@@ -242,9 +242,9 @@ def _gathered(gradient, spec: str, wanted: str):
 OP = FusedOp(
     "attention",
     reference=_reference,
-    keep=_keep,
+    residuals=_residuals,
     tangent=_tangent,
-    for_autodiff=lambda config: dataclasses.replace(config, saving=True),
+    for_autodiff=lambda config: dataclasses.replace(config, with_residuals=True),
     forward_kernels=(Kernel(None, _refuse, _run_forward),),
     backward_kernels=(Kernel(None, _refuse_backward, _run_backward),),
     forward_axes=_forward_axes,

@@ -22,11 +22,11 @@ class AttentionConfig:
     scale: float = 1.0
     fill: float = 0.0
     out_dtype: str = "float32"
-    saving: bool = False  # also return, of each row, the largest score and 1/Σe^(score - largest)
+    with_residuals: bool = False  # also return, of each row, the largest score and 1/Σe^(score - largest)
 
     @property
-    def saves(self) -> int:
-        return 2 * self.saving
+    def residual_outs(self) -> int:
+        return 2 * self.with_residuals
 
     @property
     def batch(self) -> str:

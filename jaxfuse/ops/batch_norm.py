@@ -127,8 +127,8 @@ def _reference(config: BatchNormConfig, *args):
     if residual is not None:
         z = z + residual
     y = config.activation.value(z).astype(x.dtype)
-    saved = coefficients if config.saving else ()
-    if config.saving and config.derivative == "mask":
+    saved = coefficients if config.with_residuals else ()
+    if config.with_residuals and config.derivative == "mask":
         rows = _rows(config, z.astype(x.dtype))
         slope = config.activation.jvp(rows, jnp.ones_like(rows))
         mask = jnp.packbits(slope > 0, axis=-1, bitorder="little")
@@ -137,23 +137,23 @@ def _reference(config: BatchNormConfig, *args):
     return (y, *statistics, *saved)
 
 
-def _keep(config: BatchNormConfig, args, outs):
+def _residuals(config: BatchNormConfig, args, outs):
     x, residual, parameters = config.unpack(args)
-    residuals = (residual,) if config.keeps_residual else ()
-    return (x, *residuals, *parameters, *outs[1:])
+    skip = (residual,) if config.keeps_residual else ()
+    return (x, *skip, *parameters, *outs[1:])
 
 
-def _derivative(config: BatchNormConfig, kept, wants_g: bool = False):
+def _derivative(config: BatchNormConfig, residuals, wants_g: bool = False):
     """What tells act'(z), as the two passes of the gradient have it: their config, and the last of their arguments."""
-    _, residual, _, _, coefficients, mask = config.unpack_kept(kept)
+    _, residual, _, _, coefficients, mask = config.unpack_residuals(residuals)
     saved = dict(none=(), mask=mask, recompute=(*coefficients, *residual))[config.derivative]
     gradient = passes.GradientConfig(
         config.axis, config.derivative == "mask", wants_g, config.activation, config.keeps_residual, config.xla_fuses_neighbour)
     return gradient, saved
 
 
-def _tangent(config: BatchNormConfig, kept, tangents):
-    x, _, parameters, statistics, coefficients, _ = config.unpack_kept(kept)
+def _tangent(config: BatchNormConfig, residuals, tangents):
+    x, _, parameters, statistics, coefficients, _ = config.unpack_residuals(residuals)
     dx, dresidual, dparameters = config.unpack(tangents)
     wide = _wide(x)
     dwide = jnp.zeros_like(wide) if dx is None else dx.astype(wide.dtype)
@@ -169,7 +169,7 @@ def _tangent(config: BatchNormConfig, kept, tangents):
     dz = (dwide - dcenter) * scale + (wide - center) * dscale + doffset
     if dresidual is not None:
         dz = dz + dresidual
-    gradient, saved = _derivative(config, kept)
+    gradient, saved = _derivative(config, residuals)
     return (passes.through_activation(gradient, dz, x, saved, Activation.jvp).astype(x.dtype), *dstatistics)
 
 
@@ -199,11 +199,11 @@ def _parts(cotangent, dtype):
 def _gradients(two_passes, shards, linear: Linear, *args):
     """By `two_passes`, as `batch_norm_grad.by_xla`, over one of `shards` equal parts of the batch."""
     config = linear.config
-    kept, (dy, *dstatistics) = args[: linear.n_kept], args[linear.n_kept :]
-    x, _, parameters, statistics, (center, scale, _), _ = config.unpack_kept(kept)
+    residuals, (dy, *dstatistics) = args[: linear.n_residuals], args[linear.n_residuals :]
+    x, _, parameters, statistics, (center, scale, _), _ = config.unpack_residuals(residuals)
     want_dx, *rest = linear.active
     want_dresidual = bool(config.has_residual and rest[0])
-    gradient, saved = _derivative(config, kept, wants_g=want_dresidual)
+    gradient, saved = _derivative(config, residuals, wants_g=want_dresidual)
     mean = statistics[0] if statistics else center
     (sum_g, sum_gx), finish = two_passes(gradient, dy, x, mean, *saved)
     # z = (x - center)·scale + offset: dcenter = -scale·Σg, dscale = Σg·(x - center), doffset = Σg
@@ -231,8 +231,8 @@ def _batch_axis(config: BatchNormConfig) -> int:
 def _forward_axes(config: BatchNormConfig, ranks) -> BatchAxes:
     n = _batch_axis(config)
     full = 1 + config.has_residual
-    coefficients = (None, None, None) if config.saving else ()
-    mask = (0,) if config.saving and config.derivative == "mask" else ()
+    coefficients = (None, None, None) if config.with_residuals else ()
+    mask = (0,) if config.with_residuals and config.derivative == "mask" else ()
     return BatchAxes((*[n] * full, *[None] * (len(ranks) - full)), (n, *_statistics_axes(config), *coefficients, *mask))
 
 
@@ -244,7 +244,7 @@ def _backward_axes(linear: Linear, ranks) -> BatchAxes:
     config, n = linear.config, _batch_axis(linear.config)
     mask = (0,) if config.derivative == "mask" else ()
     full = 1 + config.keeps_residual
-    inputs = (*[n] * full, *[None] * (linear.n_kept - full - len(mask)), *mask, n, *_statistics_axes(config))
+    inputs = (*[n] * full, *[None] * (linear.n_residuals - full - len(mask)), *mask, n, *_statistics_axes(config))
     own = (*[n] * (1 + config.has_residual), *[None] * len(linear.active))
     return BatchAxes(inputs, tuple(compress(own, linear.active)))
 
@@ -281,14 +281,14 @@ def _run_forward(library, config: BatchNormConfig, args, mesh_axes):
             mean, var = whole, lax.pmean(var + jnp.square(mean - whole), mesh_axes)
         statistics = mean, var
     coefficients = tuple(v.astype(jnp.float32) for v in _coefficients(config, statistics, parameters))
-    save_mask = config.saving and config.derivative == "mask"
+    save_mask = config.with_residuals and config.derivative == "mask"
     y_type = jax.ShapeDtypeStruct(x.shape, x.dtype)
     y, *mask = library.call(
         "jaxfuse_batch_norm_apply", [y_type, _mask_type(x)] if save_mask else [y_type],
         x, *coefficients, *(() if residual is None else (residual,)),
         **config.activation.attributes(), has_residual=config.has_residual, save_mask=save_mask,
     )
-    return (y, *statistics, *(coefficients if config.saving else ()), *mask)
+    return (y, *statistics, *(coefficients if config.with_residuals else ()), *mask)
 
 
 def _run_backward(library, linear: Linear, args, mesh_axes):
@@ -299,9 +299,9 @@ def _run_backward(library, linear: Linear, args, mesh_axes):
 OP = FusedOp(
     "batch_norm",
     reference=_reference,
-    keep=_keep,
+    residuals=_residuals,
     tangent=_tangent,
-    for_autodiff=lambda config: dataclasses.replace(config, saving=True),
+    for_autodiff=lambda config: dataclasses.replace(config, with_residuals=True),
     pullback=functools.partial(_gradients, passes.by_xla, 1),
     forward_kernels=passes.kernels(_refuse, _run_forward),
     backward_kernels=passes.kernels(_refuse_backward, _run_backward),

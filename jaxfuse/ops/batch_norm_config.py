@@ -1,4 +1,4 @@
-"""What is static of a batch norm, and which of its arguments and of the values kept for its gradient is which."""
+"""What is static of a batch norm, and which of its arguments and residuals is which."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,8 +15,8 @@ class BatchNormConfig:
     batch_statistics: bool = True
     has_residual: bool = False
     activation: Activation = NO_ACTIVATION
-    saving: bool = False  # also return center, scale, offset and, where that is the derivative, the activation's mask
-    keeps_mask: bool = False  # a mask of bits, also where the derivative can be had without
+    with_residuals: bool = False  # also return center, scale, offset and, where that is the derivative, the activation's mask
+    always_masked: bool = False  # a mask of bits, also where the derivative can be had without
     xla_fuses_neighbour: bool = False  # policy has it so: XLA computes a neighbour along with it, which the kernels for CUDA need in memory
 
     @property
@@ -25,24 +25,24 @@ class BatchNormConfig:
         less to keep than a residual, where it says all."""
         if self.activation == NO_ACTIVATION:
             return "none"
-        return "mask" if self.keeps_mask or self.has_residual and self.activation.is_mask else "recompute"
+        return "mask" if self.always_masked or self.has_residual and self.activation.is_mask else "recompute"
 
     @property
     def keeps_residual(self) -> bool:
         return self.has_residual and self.derivative == "recompute"
 
     @property
-    def saves(self) -> int:
-        return (3 + (self.derivative == "mask")) * self.saving
+    def residual_outs(self) -> int:
+        return (3 + (self.derivative == "mask")) * self.with_residuals
 
     def unpack(self, args):
         """(x, residual or None, parameters)"""
         x, *rest = args
         return x, rest[0] if self.has_residual else None, tuple(rest[self.has_residual :])
 
-    def unpack_kept(self, kept):
+    def unpack_residuals(self, residuals):
         """(x, residual as a tuple of at most one, parameters, statistics, (center, scale, offset), mask likewise)"""
-        x, *rest = kept
+        x, *rest = residuals
         residual, rest = tuple(rest[: self.keeps_residual]), rest[self.keeps_residual :]
         masks = 1 if self.derivative == "mask" else 0
         small, mask = rest[: len(rest) - masks], tuple(rest[len(rest) - masks :])

@@ -34,12 +34,12 @@ class DenseConfig:
     has_residual: bool = False
     activation: Activation = NO_ACTIVATION
     precision: Any = None
-    saving: bool = False  # also return what the activation was applied to
+    with_residuals: bool = False  # also return what the activation was applied to
     along: int = 0  # which of x's free axes is that of the items, where it has no batch axes
 
     @property
-    def saves(self) -> int:
-        return int(self.saving)
+    def residual_outs(self) -> int:
+        return int(self.with_residuals)
 
     @property
     def dimension_numbers(self):
@@ -125,17 +125,17 @@ def _reference(config: DenseConfig, *args):
     if residual is not None:
         z = z + residual.astype(wide)
     y = config.activation.value(z).astype(config.out_dtype)
-    return (y, z.astype(config.out_dtype)) if config.saving else (y,)
+    return (y, z.astype(config.out_dtype)) if config.with_residuals else (y,)
 
 
-def _keep(config: DenseConfig, args, outs):
+def _residuals(config: DenseConfig, args, outs):
     x, w, *_ = args
     return (x, w) if config.activation == NO_ACTIVATION else (x, w, outs[-1])
 
 
-def _tangent(config: DenseConfig, kept, tangents):
+def _tangent(config: DenseConfig, residuals, tangents):
     """dy = act'(z) · (dx·w + x·dw + dbias + dresidual), act'(z) from y or from z."""
-    x, w, *saved_activation = kept
+    x, w, *saved_activation = residuals
     dx, dw, dbias, dresidual = config.unpack(tangents)
     out = jax.eval_shape(functools.partial(_product, config), x, w)
     total = jnp.zeros(out.shape, out.dtype)
@@ -147,7 +147,7 @@ def _tangent(config: DenseConfig, kept, tangents):
         total = total if d is None else total + d.astype(total.dtype)
     if not saved_activation:
         return (total,)
-    if not config.saving:
+    if not config.with_residuals:
         return (config.activation.pullback(saved_activation[0], total).astype(total.dtype),)
     return (config.activation.jvp(saved_activation[0], total),)
 
@@ -163,7 +163,7 @@ def _axes(config: DenseConfig, x_rank: int) -> tuple[int | None, int | None, int
 def _forward_axes(config: DenseConfig, ranks) -> BatchAxes:
     x, w, out = _axes(config, ranks[0])
     added = compress((None, out), (config.has_bias, config.has_residual))
-    return BatchAxes((x, w, *added), (out,) * (1 + config.saves))
+    return BatchAxes((x, w, *added), (out,) * (1 + config.residual_outs))
 
 
 def _backward_axes(linear: Linear, ranks) -> BatchAxes:
@@ -219,7 +219,7 @@ def _run_forward(config: DenseConfig, args, mesh_axes):
         args = [*args[:2], bias.astype(jnp.float32), *args[3:]]
     y = jax.eval_shape(functools.partial(_product, config), x, w)
     attrs = _attributes(config, x, w) | dict(has_bias=config.has_bias, has_residual=config.has_residual)
-    return ffi.call("jaxfuse_dense_fwd", [jax.ShapeDtypeStruct(y.shape, y.dtype)] * (1 + config.saves), *args, **attrs)
+    return ffi.call("jaxfuse_dense_fwd", [jax.ShapeDtypeStruct(y.shape, y.dtype)] * (1 + config.residual_outs), *args, **attrs)
 
 
 def _refuse_backward(linear: Linear, args) -> str | None:
@@ -235,7 +235,7 @@ def _run_backward(linear: Linear, args, mesh_axes):
     wanted = [(t, i == 2 and config.has_bias) for i, (t, active) in enumerate(zip(types, linear.active)) if active]
     results = [jax.ShapeDtypeStruct(t.shape, jnp.float32 if is_bias else t.dtype) for t, is_bias in wanted]
     attrs = _attributes(config, x, w) | dict(
-        by_value=not config.saving, want_dx=want_dx, want_dw=want_dw, want_db=want_db, want_dresidual=want_dresidual)
+        by_value=not config.with_residuals, want_dx=want_dx, want_dw=want_dw, want_db=want_db, want_dresidual=want_dresidual)
     found = ffi.call("jaxfuse_dense_bwd", results, *operands, **attrs)
     found = completed(found, _backward_axes(linear, [a.ndim for a in args]).outputs, mesh_axes)
     return tuple(value.astype(t.dtype) for value, (t, _) in zip(found, wanted))
@@ -244,9 +244,9 @@ def _run_backward(linear: Linear, args, mesh_axes):
 OP = FusedOp(
     "dense",
     reference=_reference,
-    keep=_keep,
+    residuals=_residuals,
     tangent=_tangent,
-    for_autodiff=lambda config: dataclasses.replace(config, saving=not config.activation.derivative_from_y),
+    for_autodiff=lambda config: dataclasses.replace(config, with_residuals=not config.activation.derivative_from_y),
     forward_kernels=(Kernel(None, _refuse_forward, _run_forward),),
     backward_kernels=(Kernel(None, _refuse_backward, _run_backward),),
     forward_axes=_forward_axes,

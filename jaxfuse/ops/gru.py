@@ -22,11 +22,11 @@ class GRUConfig:
 
     reset_after: bool = True  # n = tanh(gx + r·(h·w + inner)), else tanh(gx + (r·h)·w)
     reverse: bool = False  # the last step comes first
-    saving: bool = False  # also return the gates, which the gradient needs
+    with_residuals: bool = False  # also return the gates, which the gradient needs
 
     @property
-    def saves(self) -> int:
-        return int(self.saving)
+    def residual_outs(self) -> int:
+        return int(self.with_residuals)
 
 
 @ours
@@ -88,14 +88,14 @@ def _reference(config: GRUConfig, gx, wh, bias, h0):
             candidate = jnp.tanh(x[..., 2 * n :] + times(r * h, slice(2 * n, None)))
             gates = [r, z, candidate]
         h = ((1 - z) * candidate + z * h).astype(h0.dtype)
-        saved = [jnp.concatenate(gates, -1).astype(gx.dtype)] if config.saving else []
+        saved = [jnp.concatenate(gates, -1).astype(gx.dtype)] if config.with_residuals else []
         return h, (h, *saved)
 
     return scan_steps(step, h0, gx, config.reverse)
 
 
-def _tangent(config: GRUConfig, kept, tangents):
-    wh, h0, hs, gates = map(wide, kept)
+def _tangent(config: GRUConfig, residuals, tangents):
+    wh, h0, hs, gates = map(wide, residuals)
     dgx, dwh, dbias, dh0 = tangents
     n = h0.shape[-1]
     hs = before(h0, hs, config.reverse)
@@ -122,11 +122,11 @@ def _tangent(config: GRUConfig, kept, tangents):
 
     initial = jnp.zeros_like(h0) if dh0 is None else wide(dh0)
     (dhs,) = scan_steps(step, initial, (forces, of_gates, of_candidate, gates, hs), config.reverse)
-    return (dhs.astype(kept[2].dtype),)
+    return (dhs.astype(residuals[2].dtype),)
 
 
 def _forward_axes(config: GRUConfig, ranks) -> BatchAxes:
-    return BatchAxes((1, None, 0, 0), (1,) * (1 + config.saves))
+    return BatchAxes((1, None, 0, 0), (1,) * (1 + config.residual_outs))
 
 
 def _backward_axes(linear: Linear, ranks) -> BatchAxes:
@@ -143,7 +143,7 @@ def _refuse_forward(config: GRUConfig, args) -> str | None:
 
 def _run_forward(config: GRUConfig, args, mesh_axes):
     types = types_of(functools.partial(_reference, config), *args)
-    return ffi.call("jaxfuse_gru_fwd", types, *args, reverse=config.reverse, save_gates=config.saving,
+    return ffi.call("jaxfuse_gru_fwd", types, *args, reverse=config.reverse, save_gates=config.with_residuals,
                     reset_after=config.reset_after)
 
 
@@ -172,9 +172,9 @@ def _run_backward(linear: Linear, args, mesh_axes):
 OP = FusedOp(
     "gru",
     reference=_reference,
-    keep=lambda config, args, outs: (args[1], args[3], *outs),
+    residuals=lambda config, args, outs: (args[1], args[3], *outs),
     tangent=_tangent,
-    for_autodiff=lambda config: dataclasses.replace(config, saving=True),
+    for_autodiff=lambda config: dataclasses.replace(config, with_residuals=True),
     forward_kernels=(Kernel(None, _refuse_forward, _run_forward),),
     backward_kernels=(Kernel(None, _refuse_backward, _run_backward),),
     forward_axes=_forward_axes,

@@ -21,11 +21,11 @@ class LSTMConfig:
     """Everything static about a sequence."""
 
     reverse: bool = False  # the last step comes first
-    saving: bool = False  # also return the gates, which the gradient needs
+    with_residuals: bool = False  # also return the gates, which the gradient needs
 
     @property
-    def saves(self) -> int:
-        return int(self.saving)
+    def residual_outs(self) -> int:
+        return int(self.with_residuals)
 
 
 @ours
@@ -73,14 +73,14 @@ def _reference(config: LSTMConfig, gx, wh, bias, h0, c0):
         i, f, g, o = gates = jax.nn.sigmoid(i), jax.nn.sigmoid(f), jnp.tanh(g), jax.nn.sigmoid(o)
         c = (f * c + i * g).astype(c0.dtype)
         h = (o * jnp.tanh(wide(c))).astype(h0.dtype)
-        saved = [jnp.concatenate(gates, -1).astype(gx.dtype)] if config.saving else []
+        saved = [jnp.concatenate(gates, -1).astype(gx.dtype)] if config.with_residuals else []
         return (h, c), (h, c, *saved)
 
     return scan_steps(step, (h0, c0), gx, config.reverse)
 
 
-def _tangent(config: LSTMConfig, kept, tangents):
-    wh, h0, c0, hs, cs, gates = map(wide, kept)
+def _tangent(config: LSTMConfig, residuals, tangents):
+    wh, h0, c0, hs, cs, gates = map(wide, residuals)
     dgx, dwh, dbias, dh0, dc0 = tangents
     forces = drive((dgx, dbias), dwh, before(h0, hs, config.reverse), gates)
 
@@ -95,11 +95,11 @@ def _tangent(config: LSTMConfig, kept, tangents):
 
     initial = tuple(jnp.zeros_like(wide(h0)) if d is None else wide(d) for d in (dh0, dc0))
     dhs, dcs = scan_steps(step, initial, (forces, gates, before(c0, cs, config.reverse), cs), config.reverse)
-    return dhs.astype(kept[3].dtype), dcs.astype(kept[4].dtype)
+    return dhs.astype(residuals[3].dtype), dcs.astype(residuals[4].dtype)
 
 
 def _forward_axes(config: LSTMConfig, ranks) -> BatchAxes:
-    return BatchAxes((1, None, 0, 0, 0), (1,) * (2 + config.saves))
+    return BatchAxes((1, None, 0, 0, 0), (1,) * (2 + config.residual_outs))
 
 
 def _backward_axes(linear: Linear, ranks) -> BatchAxes:
@@ -116,7 +116,7 @@ def _refuse_forward(config: LSTMConfig, args) -> str | None:
 
 def _run_forward(config: LSTMConfig, args, mesh_axes):
     types = types_of(functools.partial(_reference, config), *args)
-    return ffi.call("jaxfuse_lstm_fwd", types, *args, reverse=config.reverse, save_gates=config.saving)
+    return ffi.call("jaxfuse_lstm_fwd", types, *args, reverse=config.reverse, save_gates=config.with_residuals)
 
 
 def _refuse_backward(linear: Linear, args) -> str | None:
@@ -137,9 +137,9 @@ def _run_backward(linear: Linear, args, mesh_axes):
 OP = FusedOp(
     "lstm",
     reference=_reference,
-    keep=lambda config, args, outs: (args[1], *args[3:], *outs),
+    residuals=lambda config, args, outs: (args[1], *args[3:], *outs),
     tangent=_tangent,
-    for_autodiff=lambda config: dataclasses.replace(config, saving=True),
+    for_autodiff=lambda config: dataclasses.replace(config, with_residuals=True),
     forward_kernels=(Kernel(None, _refuse_forward, _run_forward),),
     backward_kernels=(Kernel(None, _refuse_backward, _run_backward),),
     forward_axes=_forward_axes,

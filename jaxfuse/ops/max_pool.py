@@ -31,11 +31,11 @@ class MaxPoolConfig:
     padding: Pairs
     base_dilation: tuple[int, ...]
     window_dilation: tuple[int, ...]
-    saving: bool = False  # also return the winners: which position in each window its gradient goes to
+    with_residuals: bool = False  # also return the winners: which position in each window its gradient goes to
 
     @property
-    def saves(self) -> int:
-        return int(self.saving)
+    def residual_outs(self) -> int:
+        return int(self.with_residuals)
 
     @property
     def positions(self) -> int:
@@ -93,7 +93,7 @@ def max_pool(x: Array, window_shape: Sequence[int], *, strides: Sequence[int] | 
 def _reference(config: MaxPoolConfig, x):
     y = lax.reduce_window(x, -jnp.inf, lax.max, config.window_dimensions, config.window_strides, config.padding,
                           config.base_dilation, config.window_dilation)
-    return (y, _winners(config, *lax.stop_gradient((x, y)))) if config.saving else (y,)
+    return (y, _winners(config, *lax.stop_gradient((x, y)))) if config.with_residuals else (y,)
 
 
 def _winners(config: MaxPoolConfig, x, y):
@@ -115,10 +115,10 @@ def _winners(config: MaxPoolConfig, x, y):
     return lax.fori_loop(0, config.positions, next_position, first, unroll=config.positions <= UNROLLED)[1]
 
 
-def _tangent(config: MaxPoolConfig, kept, tangents):
+def _tangent(config: MaxPoolConfig, residuals, tangents):
     """dx at the winner of each window: JAX's own rule, linear in dx and transposed to a select-and-scatter."""
-    config = dataclasses.replace(config, saving=False)
-    return jax.jvp(functools.partial(_reference, config), kept[:1], tuple(tangents))[1]
+    config = dataclasses.replace(config, with_residuals=False)
+    return jax.jvp(functools.partial(_reference, config), residuals[:1], tuple(tangents))[1]
 
 
 def _pullback(linear: Linear, x, winners, dy):
@@ -155,7 +155,7 @@ def _refuse_plain(config: MaxPoolConfig, args) -> str | None:
 
 
 def _forward_axes(config: MaxPoolConfig, ranks) -> BatchAxes:
-    return BatchAxes((0,), (0,) * (1 + config.saving))
+    return BatchAxes((0,), (0,) * (1 + config.with_residuals))
 
 
 def _backward_axes(linear: Linear, ranks) -> BatchAxes:
@@ -189,7 +189,7 @@ def _refuse(config: MaxPoolConfig, args) -> str | None:
 def _run_forward(config: MaxPoolConfig, args, mesh_axes):
     outs = jax.eval_shape(functools.partial(_reference, config), *args)
     types = [jax.ShapeDtypeStruct(out.shape, out.dtype) for out in outs]
-    return tuple(ffi.call("jaxfuse_max_pool_fwd", types, *args, save_winners=config.saving, **config.geometry_attrs()))
+    return tuple(ffi.call("jaxfuse_max_pool_fwd", types, *args, save_winners=config.with_residuals, **config.geometry_attrs()))
 
 
 def _run_backward(linear: Linear, args, mesh_axes):
@@ -201,10 +201,10 @@ def _run_backward(linear: Linear, args, mesh_axes):
 OP = FusedOp(
     "max_pool",
     reference=_reference,
-    keep=lambda config, args, outs: (*args, *outs[1:]),
+    residuals=lambda config, args, outs: (*args, *outs[1:]),
     tangent=_tangent,
     pullback=_pullback,
-    for_autodiff=lambda config: dataclasses.replace(config, saving=True),
+    for_autodiff=lambda config: dataclasses.replace(config, with_residuals=True),
     forward_kernels=(Kernel(None, _refuse, _run_forward), PLAIN._replace(refuse=_refuse_plain)),
     backward_kernels=(Kernel(None, lambda linear, args: _refuse(linear.config, args), _run_backward),
                       PLAIN._replace(refuse=lambda linear, args: _refuse_plain(linear.config, args))),

@@ -144,7 +144,7 @@ def _statistics(config: NormConfig, grouped):
     mean = jnp.zeros_like(grouped[..., :1, :, :1])
     if not config.centered:
         var = jnp.square(grouped).mean(over, keepdims=True)
-    elif config.saving and config.inner[0] == 1 and grouped.size:
+    elif config.with_residuals and config.inner[0] == 1 and grouped.size:
         # XLA makes no single kernel of it if they are kept. Then one pass for both: of what is left of the first number.
         shift = lax.stop_gradient(grouped[..., :1])
         shift = jnp.where(jnp.isfinite(shift), shift, 0)
@@ -177,17 +177,17 @@ def _reference(config: NormConfig, *args):
     *_, gamma, beta = config.unpack(args)
     s = _summed(config, args)
     y, mean, rstd = _value(config, s, gamma, beta)
-    sums, statistics = (s,) if config.gives_sum else (), (mean, rstd) if config.saving else ()
+    sums, statistics = (s,) if config.gives_sum else (), (mean, rstd) if config.with_residuals else ()
     return (y, *sums, *statistics)
 
 
-def _keep(config: NormConfig, args, outs):
+def _residuals(config: NormConfig, args, outs):
     *_, gamma, beta = config.unpack(args)
     return (outs[1] if config.has_residual else args[0], gamma, beta, *outs[-2:])
 
 
-def _tangent(config: NormConfig, kept, tangents):
-    s, gamma, beta, *_ = kept
+def _tangent(config: NormConfig, residuals, tangents):
+    s, gamma, beta, *_ = residuals
     dx, dresidual, *dparameters = config.unpack(tangents)
     moved = [t for t in (dx, dresidual) if t is not None]
     ds = sum(moved[1:], moved[0]) if moved else jnp.zeros_like(s)
@@ -219,7 +219,7 @@ def _pullback(linear: Linear, *args):
 
 def _forward_axes(config: NormConfig, ranks) -> BatchAxes:
     full = (0,) * (1 + config.has_residual)
-    return BatchAxes((*full, None, None), (0,) * (1 + config.gives_sum + 2 * config.saving))
+    return BatchAxes((*full, None, None), (0,) * (1 + config.gives_sum + 2 * config.with_residuals))
 
 
 def _backward_axes(linear: Linear, ranks) -> BatchAxes:
@@ -268,10 +268,10 @@ def _run_forward(library, config: NormConfig, args, mesh_axes):
     x, residual, *parameters = config.unpack(args)
     outer, full, parameters = _operands(library, config, (x,) if residual is None else (x, residual), parameters)
     types = [jax.ShapeDtypeStruct(full[0].shape, x.dtype)] * (1 + config.gives_sum)
-    statistics = [jax.ShapeDtypeStruct((outer, config.inner[1]), jnp.float32)] * 2 if config.saving else []
+    statistics = [jax.ShapeDtypeStruct((outer, config.inner[1]), jnp.float32)] * 2 if config.with_residuals else []
     outs = library.call(
         "jaxfuse_norm_fwd", [*types, *statistics], full[0], *parameters, *full[1:],
-        has_residual=config.has_residual, wants_sum=config.gives_sum, saving=config.saving, **_attrs(config))
+        has_residual=config.has_residual, wants_sum=config.gives_sum, saving=config.with_residuals, **_attrs(config))
     shapes = [x.shape] * len(types) + [(*config.batch(x), config.inner[1])] * len(statistics)
     return tuple(map(reshaped, outs, shapes))
 
@@ -304,9 +304,9 @@ def _kernels(run, config_of) -> tuple[Kernel, ...]:
 OP = FusedOp(
     "norm",
     reference=_reference,
-    keep=_keep,
+    residuals=_residuals,
     tangent=_tangent,
-    for_autodiff=lambda config: dataclasses.replace(config, saving=True),
+    for_autodiff=lambda config: dataclasses.replace(config, with_residuals=True),
     pullback=_pullback,
     forward_kernels=_kernels(_run_forward, lambda config: config),
     backward_kernels=_kernels(_run_backward, lambda linear: linear.config),

@@ -27,15 +27,15 @@ class NormConfig:
     has_residual: bool = False
     wants_sum: bool = False
     activation: Activation = NO_ACTIVATION
-    saving: bool = False  # also return what the gradient needs: mean, rstd [*batch, groups], and the sum if not wanted
+    with_residuals: bool = False  # also return what the gradient needs: mean, rstd [*batch, groups], and the sum if not wanted
 
     @property
     def gives_sum(self) -> bool:
-        return self.has_residual and (self.wants_sum or self.saving)
+        return self.has_residual and (self.wants_sum or self.with_residuals)
 
     @property
-    def saves(self) -> int:
-        return (2 + (self.has_residual and not self.wants_sum)) * self.saving
+    def residual_outs(self) -> int:
+        return (2 + (self.has_residual and not self.wants_sum)) * self.with_residuals
 
     def unpack(self, args):
         """(x, residual or None, gamma, beta)"""

@@ -1,15 +1,15 @@
 """Fused operations as JAX primitives: autodiff, batching, sharding and the choice of kernel, once for all ops.
 
-An op is written down as plain JAX functions (`FusedOp.reference`, `.keep`, `.tangent`); this file makes three
+An op is written down as plain JAX functions (`FusedOp.reference`, `.residuals`, `.tangent`); this file makes three
 primitives of them:
 
-    forward    args -> outs                           native kernel, or the reference
-    tangent    (kept, tangents) -> out tangents       linear in the tangents; runs as plain JAX (forward mode)
-    backward   (kept, cotangents) -> in cotangents    the transpose of `tangent`; native kernel, or the reference
+    forward    args -> outs                                native kernel, or the reference
+    tangent    (residuals, tangents) -> out tangents       linear in the tangents; runs as plain JAX (forward mode)
+    backward   (residuals, cotangents) -> in cotangents    the transpose of `tangent`; native kernel, or the reference
 
 `forward`'s JVP rule emits `tangent`, whose transpose rule emits `backward`, so reverse mode runs the kernels, forward
-mode works as it did before fusing, and autodiff keeps nothing but `kept`. Every derivative beyond the first is taken of
-the reference, as plain JAX. (`jax.custom_vjp` has no forward mode at all; that is why these are primitives.)
+mode works as it did before fusing, and autodiff keeps nothing but the residuals. Every derivative beyond the first is taken
+of the reference, as plain JAX. (`jax.custom_vjp` has no forward mode at all; that is why these are primitives.)
 """
 
 import dataclasses
@@ -196,18 +196,18 @@ class Stage:
 class FusedOp:
     """An op from its plain definition.
 
-    reference(config, *args) -> outs       what the op computes; the oracle of its tests and the fallback everywhere
-    keep(config, args, outs) -> kept       what autodiff may keep: inputs, outputs and statistics only
-    tangent(config, kept, tangents)        out tangents of the first outs from `kept`; `None` stands for a zero tangent
-    pullback(linear, *kept, *cotangents)   the transpose of `tangent` in plain JAX, where it can move less than JAX's own
-    for_autodiff(config) -> config         the same op, also returning what only `keep` needs (e.g. mask bits), last
-    decomposed(config) -> function         the same value as several ops, of the same args, where `kept` would not be enough:
-                                           autodiff goes through these; None: it need not
+    reference(config, *args) -> outs            what the op computes; the oracle of its tests and the fallback everywhere
+    residuals(config, args, outs) -> residuals  what autodiff may keep: inputs, outputs and statistics only
+    tangent(config, residuals, tangents)        out tangents of the first outs; `None` stands for a zero tangent
+    pullback(linear, *residuals, *cotangents)   the transpose of `tangent` in plain JAX, where it can move less than JAX's own
+    for_autodiff(config) -> config              the same op, with `config.residual_outs` more outs, last, that only `residuals` needs
+    decomposed(config) -> function              the same value as several ops, of the same args, where the residuals would not
+                                                be enough: autodiff goes through these; None: it need not
     """
 
-    def __init__(self, name, *, reference, keep, tangent, for_autodiff, forward_kernels, backward_kernels, forward_axes,
+    def __init__(self, name, *, reference, residuals, tangent, for_autodiff, forward_kernels, backward_kernels, forward_axes,
                  backward_axes, pullback=None, decomposed: Callable[[Any], Callable | None] = lambda config: None):
-        self.name, self.keep, self.tangent = name, keep, tangent
+        self.name, self.residuals, self.tangent = name, residuals, tangent
         self.for_autodiff, self.decomposed = for_autodiff, decomposed
         self.forward = Stage(f"jaxfuse_{name}", reference, forward_kernels, forward_axes)
         self.tangents = Stage(f"jaxfuse_{name}_tangent", self._tangent_reference, (), lambda *_: BatchAxes((), (None,)))
@@ -231,27 +231,27 @@ class FusedOp:
 
     @ours
     def _linearize(self, primals, tangents, *, config):
-        saving, primals = self.for_autodiff(config), equally_varying(primals)
+        differentiated, primals = self.for_autodiff(config), equally_varying(primals)
         if several_ops := self.decomposed(config):
             return jvp_of(several_ops, primals, tangents)
-        if saving == config and config.saves:  # a second derivative of a call that was already differentiated once
+        if differentiated == config and config.residual_outs:  # a second derivative of a call that was already differentiated once
             return jvp_of(functools.partial(self.forward.reference, config), primals, tangents)
-        outs = self.forward(saving, *primals)
-        n_outs = len(outs) - saving.saves
+        outs = self.forward(differentiated, *primals)
+        n_outs = len(outs) - differentiated.residual_outs
         active = tuple(not isinstance(t, ad.Zero) for t in tangents)
-        kept = self.keep(saving, primals, outs)
-        linear = Linear(saving, active, tuple(type_of(jax.typeof(p)) for p in primals), len(kept))
-        out_tangents = self.tangents(linear, *kept, *[t for t, a in zip(tangents, active) if a])
+        residuals = self.residuals(differentiated, primals, outs)
+        linear = Linear(differentiated, active, tuple(type_of(jax.typeof(p)) for p in primals), len(residuals))
+        out_tangents = self.tangents(linear, *residuals, *[t for t, a in zip(tangents, active) if a])
         return list(outs[:n_outs]), list(out_tangents)
 
     def _tangent_reference(self, linear: "Linear", *args, tangent=None):
-        kept, given = args[: linear.n_kept], iter(args[linear.n_kept :])
+        residuals, given = args[: linear.n_residuals], iter(args[linear.n_residuals :])
         tangents = [next(given) if a else None for a in linear.active]
-        return tuple((tangent or self.tangent)(linear.config, kept, tangents))
+        return tuple((tangent or self.tangent)(linear.config, residuals, tangents))
 
     @ours
     def _transpose(self, cotangents, *args, config: "Linear"):
-        kept, tangents = args[: config.n_kept], args[config.n_kept :]
+        residuals, tangents = args[: config.n_residuals], args[config.n_residuals :]
         if all(isinstance(ct, ad.Zero) for ct in cotangents):
             return [None] * len(args)
         wanted = [ad.is_undefined_primal(t) for t in tangents]
@@ -260,19 +260,19 @@ class FusedOp:
             config, active=tuple(i in of and wanted[of.index(i)] for i in range(len(config.active)))
         )
         cotangents = [ad.instantiate_zeros(ct) for ct in cotangents]
-        found = iter(self.backward(narrowed, *kept, *cotangents))
-        return [None] * len(kept) + [next(found) if w else None for w in wanted]
+        found = iter(self.backward(narrowed, *residuals, *cotangents))
+        return [None] * len(residuals) + [next(found) if w else None for w in wanted]
 
     def _backward_reference(self, linear: "Linear", *args):
         return self.transposed(linear, args, self.tangent)
 
     def transposed(self, linear: "Linear", args, tangent):
         """`backward`'s outputs by the transpose of `tangent`, the op's own or another way to compute it."""
-        kept, cotangents = args[: linear.n_kept], args[linear.n_kept :]
+        residuals, cotangents = args[: linear.n_residuals], args[linear.n_residuals :]
         types = [t for t, a in zip(self.types_here(linear, args), linear.active) if a]
 
         def tangent_of(*active_tangents):
-            return self._tangent_reference(linear, *kept, *active_tangents, tangent=tangent)
+            return self._tangent_reference(linear, *residuals, *active_tangents, tangent=tangent)
 
         return tuple(jax.linear_transpose(tangent_of, *types)(tuple(cotangents)))
 
@@ -299,7 +299,7 @@ class Linear:
     config: Any
     active: tuple[bool, ...]
     types: tuple[jax.ShapeDtypeStruct, ...]
-    n_kept: int
+    n_residuals: int
 
 
 def jvp_of(function, primals, tangents):

@@ -51,9 +51,9 @@ class Contraction:
     between: tuple[Node, ...]
     regrouped: Callable | None  # makes of x's array what the op takes
 
-    def configured(self, chain: Chain, saves: int) -> tuple[Any, Axes, tuple[Value, ...]]:
+    def configured(self, chain: Chain, residual_outs: int) -> tuple[Any, Axes, tuple[Value, ...]]:
         """The op's config but for what all contractions have, the axes of `out` in the order in which the op writes them, and copies
-        of the chain's end that lie so; `saves` as the op's configs have it. Raises `Unfit` where the op does not cover the chain."""
+        of the chain's end that lie so; `residual_outs` as the op's configs have it. Raises `Unfit` where the op does not cover it."""
         raise NotImplementedError
 
     def cost(self, chain: Chain, kernel: Kernel) -> str:

@@ -21,7 +21,7 @@ def match(graph, node: Node, claimed: set[int], unprofitable):
     (x,) = node.inputs
     names = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
     gradients = _gradients(node)
-    config = MaxPoolConfig(**{name: tuple(node.params[name]) for name in names}, saving=bool(gradients),
+    config = MaxPoolConfig(**{name: tuple(node.params[name]) for name in names}, with_residuals=bool(gradients),
                            padding=tuple(map(tuple, node.params["padding"])))
     type_of_x = type_of(x.aval)
     try:
@@ -33,7 +33,7 @@ def match(graph, node: Node, claimed: set[int], unprofitable):
         return
     types = jax.eval_shape(lambda x: OP.forward.reference(config, x), type_of_x)
     made = (node.out, *map(Value, types[1:]))
-    pool = functools.partial(OP.forward if config.saving else OP, config)
+    pool = functools.partial(OP.forward if config.with_residuals else OP, config)
     yield Match("max_pool", node, (node,), (Emission.of((x,), made, pool),), (x,), 0)
     unpool = functools.partial(OP.backward, Linear(config, (True,), (type_of_x,), 2))
     for gradient in gradients:

@@ -43,13 +43,13 @@ def arrays(dtype="bfloat16", n=32, size=56, c=64, k=64, kernel=3, stride=1, dila
     return image(c, size), w, image(k, out), window
 
 
-def conv(activation="silu", *, scale=False, bias="float32", residual=False, alpha=0.1, residual_last=False, saves=False, **shape):
+def conv(activation="silu", *, scale=False, bias="float32", residual=False, alpha=0.1, residual_last=False, returns_z=False, **shape):
     x, w, y, window = arrays(**shape)
     rank, channels = len(y.extents), y.extents[1]
     vector = graph.per_channel("float32", channels, rank)
     return graph.convolution(
         x, w, y, window, scale=vector if scale else None, bias=graph.per_channel(bias, channels, rank) if bias else None,
-        residual=y if residual else None, activation=named(activation, alpha).cudnn, residual_last=residual_last, saves=saves)
+        residual=y if residual else None, activation=named(activation, alpha).cudnn, residual_last=residual_last, returns_z=returns_z)
 
 
 def cases():
@@ -79,8 +79,8 @@ EPILOGUES = {
     "conv + scale + bias + add + silu": dict(scale=True, residual=True),
     "conv + bias + add + gelu": dict(activation="gelu", residual=True),
     "conv + bias + silu + add": dict(residual=True, residual_last=True),
-    "conv + bias + silu, and what silu is applied to": dict(saves=True),
-    "conv + bias + add + gelu, and what gelu is applied to": dict(activation="gelu", residual=True, saves=True),
+    "conv + bias + silu, and what silu is applied to": dict(returns_z=True),
+    "conv + bias + add + gelu, and what gelu is applied to": dict(activation="gelu", residual=True, returns_z=True),
 }
 TRAINED = {
     "3×3, 64, 56²": {}, "1×1, 64→256, 56²": dict(k=256, kernel=1), "3×3 stride 2, 128, 56²": dict(c=128, k=128, stride=2),

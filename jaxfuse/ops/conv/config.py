@@ -32,7 +32,7 @@ class ConvConfig:
     activation: Activation = NO_ACTIVATION
     precision: Any = None
     residual_last: bool = False  # added after the activation
-    saves: int = 0  # 1: also return z, what the activation is applied to
+    residual_outs: int = 0  # 1: also return z, what the activation is applied to
     out_dtype: str | None = None  # where it is not x's: nothing is rounded to x's dtype
     rounds: bool = False  # with out_dtype: the product has x's dtype, and so has its cotangent
     rounds_filter: bool = False  # w is float32 and counts as what it is in x's dtype

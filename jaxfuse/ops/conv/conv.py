@@ -106,7 +106,7 @@ def _epilogue(config: ConvConfig, y, scale, bias, residual):
     value = config.activation.value(z)
     if config.residual_last:
         value = value + residual.astype(wide)
-    saved = (z.astype(y.dtype),) if config.saves else ()
+    saved = (z.astype(y.dtype),) if config.residual_outs else ()
     return (value.astype(y.dtype), *saved)
 
 
@@ -130,14 +130,14 @@ def _decomposed(config: ConvConfig, *args):
     return OP(dataclasses.replace(config, has_scale=False), x, w, *[a for a in (bias, residual) if a is not None])
 
 
-def _keep(config: ConvConfig, args, outs):
+def _residuals(config: ConvConfig, args, outs):
     x, w, *_ = args
     return (x, w, *dict(none=(), y=outs[:1], z=outs[1:])[config.derivative])
 
 
-def _tangent(config: ConvConfig, kept, tangents, convolve=convolve):
+def _tangent(config: ConvConfig, residuals, tangents, convolve=convolve):
     """dy = act'(z) · (conv(dx, w) + conv(x, dw) + dbias + dresidual), or dresidual outside of the product."""
-    x, w, *saved_activation = kept
+    x, w, *saved_activation = residuals
     dx, dw, dscale, dbias, dresidual = config.unpack(tangents)
     assert dscale is None, "a conv with scale is decomposed before it is differentiated"
     out_type = jax.eval_shape(functools.partial(convolve, config), x, w)
@@ -162,7 +162,7 @@ def _tangent(config: ConvConfig, kept, tangents, convolve=convolve):
 def _forward_axes(config: ConvConfig, ranks) -> BatchAxes:
     n = config.out_spec[0]
     added = compress((None, None, n), (config.has_scale, config.has_bias, config.has_residual))
-    return BatchAxes((config.lhs_spec[0], None, *added), (n,) * (1 + config.saves))
+    return BatchAxes((config.lhs_spec[0], None, *added), (n,) * (1 + config.residual_outs))
 
 
 def _backward_axes(linear: Linear, ranks) -> BatchAxes:
@@ -230,7 +230,7 @@ def _refuse_forward(config: ConvConfig, args) -> str | None:
 def forward_attrs(config: ConvConfig):
     return config.geometry_attrs() | dict(
         has_scale=config.has_scale, has_bias=config.has_bias, has_residual=config.has_residual,
-        residual_last=config.residual_last, save_z=bool(config.saves))
+        residual_last=config.residual_last, save_z=bool(config.residual_outs))
 
 
 def _run_forward(config: ConvConfig, args, mesh_axes):
@@ -239,7 +239,7 @@ def _run_forward(config: ConvConfig, args, mesh_axes):
     if scale is not None:
         scale = scale.astype(jnp.float32)
     operands = [a for a in (x, _turned(config, w), scale, bias, residual) if a is not None]
-    results = [jax.ShapeDtypeStruct(y.shape, y.dtype)] * (1 + config.saves)
+    results = [jax.ShapeDtypeStruct(y.shape, y.dtype)] * (1 + config.residual_outs)
     outs = ffi.call("jaxfuse_conv_fwd", results, *operands, **forward_attrs(config))
     return tuple(out.astype(config.out_dtype or args[0].dtype) for out in outs)
 
@@ -325,10 +325,10 @@ def _of_rounded(kernel: Kernel) -> Kernel:
 OP = FusedOp(
     "conv",
     reference=_reference,
-    keep=_keep,
+    residuals=_residuals,
     tangent=_tangent,
     decomposed=lambda config: functools.partial(_decomposed, config) if config.is_decomposed else None,
-    for_autodiff=lambda config: dataclasses.replace(config, saves=int(config.derivative == "z")),
+    for_autodiff=lambda config: dataclasses.replace(config, residual_outs=int(config.derivative == "z")),
     forward_kernels=(
         *(kernels[0] for kernels in _PLAIN),
         conv_channels_last.forward(_refuse_forward, _run_forward),

@@ -82,7 +82,7 @@ def _graph(config, args) -> graph.Graph:
         scale=None if scale is None else graph.per_channel("float32", channels, len(axes)),
         bias=None if bias is None else graph.per_channel(bias.dtype, channels, len(axes)),
         residual=None if residual is None else y, activation=config.activation.cudnn,
-        residual_last=config.residual_last, saves=bool(config.saves))
+        residual_last=config.residual_last, returns_z=bool(config.residual_outs))
 
 
 def _run(config, args, mesh_axes):
@@ -97,7 +97,7 @@ def _run(config, args, mesh_axes):
     y = jax.ShapeDtypeStruct(_out_shape(config, *args[:2]), x.dtype)
     workspace = jax.ShapeDtypeStruct((plan.workspace,), jnp.uint8)
     *outs, _ = cuda.call(
-        TARGET, [*[y] * (1 + config.saves), workspace], *operands, plan=plan.text,
+        TARGET, [*[y] * (1 + config.residual_outs), workspace], *operands, plan=plan.text,
         digest=hashlib.sha256(plan.text.encode()).hexdigest(), uids=described.bound, operands=len(operands),
         what=f"conv of {x.dtype} {tuple(x.shape)}, activation {config.activation.name}")
     return tuple(outs)

@@ -75,8 +75,8 @@ def _run_forward(config, args, mesh_axes):
     y = jax.eval_shape(functools.partial(convolve, config), x, w)
     images = jax.eval_shape(_images, y)
     vectors = [v.astype(jnp.float32) for v in (scale, bias) if v is not None]
-    outs = cuda.call("jaxfuse_depthwise_fwd", [images] * (1 + config.saves), _images(x), _filter(config, w), *vectors,
-                     has_scale=config.has_scale, has_bias=config.has_bias, save_z=bool(config.saves), **_attributes(config))
+    outs = cuda.call("jaxfuse_depthwise_fwd", [images] * (1 + config.residual_outs), _images(x), _filter(config, w), *vectors,
+                     has_scale=config.has_scale, has_bias=config.has_bias, save_z=bool(config.residual_outs), **_attributes(config))
     return tuple(out.reshape(y.shape) for out in outs)
 
 

@@ -54,7 +54,7 @@ class Int8Config:
     filter: PackedConfig
     range: Range
     most: int
-    saves: int = 0
+    residual_outs: int = 0
 
     @property
     def conv(self) -> ConvConfig:

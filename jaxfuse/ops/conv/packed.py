@@ -35,7 +35,7 @@ class PackedConfig:
     shape: tuple[int, ...]
     dtype: str  # float32, bfloat16; int8 is int8.py's
     winograd: bool = False
-    saves: int = 0
+    residual_outs: int = 0
 
     def plain(self, args) -> tuple:
         """The arguments of `CONV`: with the filter unpacked."""
@@ -126,7 +126,7 @@ def refuse(config: ConvConfig, x, w) -> str | None:
 
 def refuse_layout(config: ConvConfig, x, w) -> str | None:
     """The same of the convolution alone."""
-    if config.transposed or config.feature_group_count != 1 or config.saves or config.rounds_filter:
+    if config.transposed or config.feature_group_count != 1 or config.residual_outs or config.rounds_filter:
         return "a filter is not packed for a transposed or grouped convolution, for one that saves for autodiff or rounds its filter"
     if min(map(min, config.padding)) < 0:
         return f"negative padding {config.padding}"
@@ -179,7 +179,7 @@ def op_by_packed(name: str, reference: Callable, decomposed: Callable, refuse: C
     return FusedOp(
         name,
         reference=reference,
-        keep=_never,
+        residuals=_never,
         tangent=_never,
         for_autodiff=lambda config: config,
         decomposed=lambda config: functools.partial(decomposed, config),

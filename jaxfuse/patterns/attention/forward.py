@@ -105,11 +105,11 @@ class _Site:
 
     def _saved(self, types) -> tuple[Value, ...]:
         """What the backward pass is given: the result as the op has it, and the statistics of every row."""
-        config = dataclasses.replace(self.config, saving=True)
+        config = dataclasses.replace(self.config, with_residuals=True)
         return tuple(map(Value, jax.eval_shape(functools.partial(OP.forward.reference, config), *types)))
 
     def _emission(self, saved: tuple[Value, ...]) -> Emission:
-        config = dataclasses.replace(self.config, saving=bool(saved))
+        config = dataclasses.replace(self.config, with_residuals=bool(saved))
 
         def run(read):
             outs = OP(config, *self._operands(list(map(read, self.moving)), list(map(read, self.fixed))))
@@ -131,7 +131,7 @@ class _Site:
     def _backward(self, gradient: Gradient, saved: tuple[Value, ...]) -> Emission:
         """The gradients, of the op's own arguments and from there of what these are made of. Raises `Unfit` where they wait for each
         other."""
-        config = dataclasses.replace(self.config, saving=True)
+        config = dataclasses.replace(self.config, with_residuals=True)
         wanted = [value is not None for value in gradient.found[:3]] + ([any(gradient.found[3:])] if self.form.biases else [])
 
         def arrays(read):

@@ -53,8 +53,8 @@ class Site:
         program, parameters = cut_out(self.statistics, chain)
         operands = (self.x,) if chain.residual is None else (self.x, chain.residual)
         config = BatchNormConfig(self.x.ndim - 1, program, has_residual=chain.residual is not None,
-                                 activation=chain.activation or NO_ACTIVATION, saving=derivative is not None,
-                                 keeps_mask=derivative is not None and derivative.masked)
+                                 activation=chain.activation or NO_ACTIVATION, with_residuals=derivative is not None,
+                                 always_masked=derivative is not None and derivative.masked)
         full = jax.ShapeDtypeStruct([self.x.shape[d] for d in self.order], self.x.dtype)
         types = (*[full for _ in operands], *[jax.ShapeDtypeStruct(v.shape, v.dtype) for v in parameters])
         if self.xla_fuses_neighbour:
@@ -91,7 +91,7 @@ class Site:
             y, mean, var, *saved = OP(config, first, *[undo(array) for array in residual], *map(read, parameters))
             yield chain.end, chain.layout.place(y, self.order)
             yield from chain.masks_from(chain.layout.place(y, self.order))
-            yield from zip(kept, saved[3:] if config.keeps_mask else saved)
+            yield from zip(kept, saved[3:] if config.always_masked else saved)
             yield from zip(copies, (y,))
             for value, moment in moments.items():
                 yield value, moment.of(mean, var).astype(value.dtype).reshape(value.shape)

@@ -191,7 +191,7 @@ class Convolution(Contraction):
     def label(self, chain: Chain) -> str:
         return "+".join([*self.head.steps, chain.label(self.head.name), *_transpose_step(chain.layout.axis_order)])
 
-    def configured(self, chain: Chain, saves: int) -> tuple[ConvConfig, Axes, tuple[Value, ...]]:
+    def configured(self, chain: Chain, residual_outs: int) -> tuple[ConvConfig, Axes, tuple[Value, ...]]:
         """With the output's axes as they lie at the chain's end, or channels-last if another fused op wants the end so."""
         order, (channels,) = chain.layout.axis_order, self.features
         copies: tuple[Value, ...] = ()
@@ -199,7 +199,7 @@ class Convolution(Contraction):
             last = channels_last(len(order), order.index(channels))
             if is_transposed(self.graph, chain.end, last):
                 order, copies = tuple(order[d] for d in last), (transposed(self.graph, chain.end, last),)
-        config = dataclasses.replace(self.head.config, out_spec=reordered(self.head.config.out_spec, order), saves=saves,
+        config = dataclasses.replace(self.head.config, out_spec=reordered(self.head.config.out_spec, order), residual_outs=residual_outs,
                                      has_scale=chain.has_scale, residual_last=chain.residual_last)
         if chain.end.dtype != self.node.out.dtype:
             config = dataclasses.replace(config, out_dtype=str(chain.end.dtype), rounds=True)

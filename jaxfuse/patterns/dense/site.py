@@ -39,7 +39,7 @@ class Layer(Contraction):
             nodes.pop()
         return tuple(nodes)
 
-    def configured(self, chain: Chain, saves: int) -> tuple[DenseConfig, Axes, tuple[Value, ...]]:
+    def configured(self, chain: Chain, residual_outs: int) -> tuple[DenseConfig, Axes, tuple[Value, ...]]:
         config, order = config_of(self.node, self.weight_left), tuple(range(self.out.ndim))
         if self.weight_left:
             order = (*order[len(self.features):], *self.features)
@@ -49,7 +49,7 @@ class Layer(Contraction):
         if chain.has_scale:
             raise Unfit(no_kernel("a scale of a dense layer"))
         out_dtype = jnp.float32 if self.wide and chain.end.dtype in NARROW else chain.end.dtype
-        return dataclasses.replace(config, saving=bool(saves), out_dtype=str(jnp.dtype(out_dtype))), order, ()
+        return dataclasses.replace(config, with_residuals=bool(residual_outs), out_dtype=str(jnp.dtype(out_dtype))), order, ()
 
 
 def layer_of(graph: Graph, part: Graph | Subgraph, node: Node, claimed: set[int]) -> Layer:

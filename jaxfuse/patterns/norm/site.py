@@ -54,7 +54,7 @@ class Site:
         types = (*self.types[:1] * len(full), *self.types[1:])
         require(OP.forward, config, types, unprofitable, "norm", config, types)
         backward = [self._backward(gradient, saved)] if gradient else []
-        emission = self._emission(full, dataclasses.replace(config, saving=bool(saved)), saved)
+        emission = self._emission(full, dataclasses.replace(config, with_residuals=bool(saved)), saved)
         passes = 2 + len(full) + len([n for n in self.chain.nodes if n.primitive != CAST])
         bytes_saved = np.dtype(self.end.dtype).itemsize * size(self.x) * passes
         return [Match(self.label, self.node, self.nodes, (emission,), full, bytes_saved), *backward]
@@ -109,7 +109,7 @@ class Site:
     def _backward(self, gradient: Gradient, saved: tuple[Value, ...]) -> Match:
         """`saved` are mean and rstd, which the forward pass keeps. Raises `Unfit` where no kernel takes it."""
         others, *added = gradient.added  # other gradients of x, which the kernel adds, and of the parameters
-        config = dataclasses.replace(self.config, has_residual=False, wants_sum=bool(others), saving=True)
+        config = dataclasses.replace(self.config, has_residual=False, wants_sum=bool(others), with_residuals=True)
         wanted = any(v is not None for v in gradient.found[1:])
         linear = Linear(config, (True, wanted, wanted), self.types, 5)
         _, reason = OP.backward.kernel(linear, (*self.types, *[v.aval for v in saved], *self.types[:1] * (1 + config.wants_sum)))

@@ -127,8 +127,8 @@ def window_of(strides, padding, dilation):
 
 
 def convolution(x: Layout, w: Layout, y: Layout, window, *, scale=None, bias=None, residual=None,
-                activation: PointwiseStep | None = None, residual_last=False, saves=False) -> Graph:
-    """y = activation(scale · conv(x, w) + bias + residual), or activation(…) + residual; with `saves` also z, what the activation
+                activation: PointwiseStep | None = None, residual_last=False, returns_z=False) -> Graph:
+    """y = activation(scale · conv(x, w) + bias + residual), or activation(…) + residual; with `returns_z` also z, what the activation
     is applied to. Operands: x, w, then what there is of scale, bias and residual (layouts, or None); results: y, then z."""
     builder = Builder()
     operands = [builder.operand(layout) for layout in (x, w)]
@@ -142,7 +142,7 @@ def convolution(x: Layout, w: Layout, y: Layout, window, *, scale=None, bias=Non
         value = builder.pointwise(activation.mode, value, **activation.settings)
     if residual_last and addend:
         value = builder.pointwise("add", value, addend)
-    results = [(value, y.dtype), (z, y.dtype)] if saves else [(value, y.dtype)]
+    results = [(value, y.dtype), (z, y.dtype)] if returns_z else [(value, y.dtype)]
     return builder.finish([*operands, *filter(None, extras)], results)
 
 
