@@ -75,10 +75,10 @@ def kernels(fn, *args, direction="forward"):
     return [site.kernel for site in explain(fn, *args).fused if site.direction == direction]
 
 
-def test_turned_filter_and_one_dimension():
-    turned = lambda x, w, b: layer(x, w.transpose(2, 3, 1, 0), b, names=("NCHW", "HWIO", "NCHW"))
+def test_transposed_filter_and_one_dimension():
+    transposed = lambda x, w, b: layer(x, w.transpose(2, 3, 1, 0), b, names=("NCHW", "HWIO", "NCHW"))
     sequence = lambda x, w, b: layer(x.reshape(2, 6, 528), w[..., 0], b, (1,), "SAME", names=("NCH", "OIH", "NCH"))
-    for program in (layer, turned, sequence):
+    for program in (layer, transposed, sequence):
         assert kernels(program, X, W, B) == ["pointwise"]
         correct(program, X, W, B)
 

@@ -201,7 +201,7 @@ def _refuse_transposed(config: ConvConfig, w) -> str | None:
     return None
 
 
-def _turned(config: ConvConfig, w):
+def _flipped(config: ConvConfig, w):
     """The filter as the kernels of a transposed convolution take it: that of the strided one whose gradient it is."""
     return lax.rev(w, config.rhs_spec[2:]) if config.transposed else w
 
@@ -238,7 +238,7 @@ def _run_forward(config: ConvConfig, args, mesh_axes):
     y = jax.eval_shape(functools.partial(convolve, config), x, jax.ShapeDtypeStruct(w.shape, x.dtype))
     if scale is not None:
         scale = scale.astype(jnp.float32)
-    operands = [a for a in (x, _turned(config, w), scale, bias, residual) if a is not None]
+    operands = [a for a in (x, _flipped(config, w), scale, bias, residual) if a is not None]
     results = [jax.ShapeDtypeStruct(y.shape, y.dtype)] * (1 + config.residual_outs)
     outs = ffi.call("jaxfuse_conv_fwd", results, *operands, **forward_attrs(config))
     return tuple(out.astype(config.out_dtype or args[0].dtype) for out in outs)
@@ -259,7 +259,7 @@ def _run_backward(linear: Linear, args, mesh_axes):
     want_dx, want_dw, _, want_db, want_dresidual = [bool(want) for want in wants]
     is_dy = config.residual_last and want_dresidual  # the residual's gradient
     results = types[: len(types) - is_dy]
-    operands = [*compress((x, _turned(config, w)), (want_dw, want_dx)), dy, *saved_activation]
+    operands = [*compress((x, _flipped(config, w)), (want_dw, want_dx)), dy, *saved_activation]
     attrs = config.geometry_attrs() | dict(
         want_dx=want_dx, want_dw=want_dw, want_db=want_db, want_dresidual=want_dresidual and not is_dy,
         by_value=config.derivative == "y")
@@ -267,7 +267,7 @@ def _run_backward(linear: Linear, args, mesh_axes):
     if is_dy:
         found = (*found, dy)
     if want_dw:
-        found = (*found[:want_dx], _turned(config, found[want_dx]), *found[want_dx + 1 :])
+        found = (*found[:want_dx], _flipped(config, found[want_dx]), *found[want_dx + 1 :])
     found = tuple(f.astype(t.dtype) for f, t in zip(found, wanted))
     return completed(found, _backward_axes(linear, [a.ndim for a in args]).outputs, mesh_axes)
 

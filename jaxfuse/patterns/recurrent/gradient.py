@@ -36,7 +36,7 @@ def matches(graph: Graph, node: Node, sequences) -> tuple[Match, Match]:
     if any(n.primitive in (*CUSTOM_DERIVATIVE_CALLS, "stop_gradient") for n in Graph(alone.params["jaxpr"]).nodes):
         raise Unfit(OTHER)  # JAX's gradient of the loop is not that of its values
     match = sequences(pair.alone, alone)
-    for driven in pair.driven() if match and pair.is_turned_around else ():
+    for driven in pair.driven() if match and pair.is_reversed else ():
         moving = pair.gradients(driven)
         if moving:
             return pair.fused(match, driven, moving)
@@ -56,7 +56,7 @@ class _Pair:
         self.alone = self._alone()
 
     @property
-    def is_turned_around(self) -> bool:
+    def is_reversed(self) -> bool:
         """Whether the second goes the other way, and begins its sums with 0."""
         mine, its = self.first.options, self.second.options
         totals = self.second.node.inputs[self.second.consts :][: self.sums]

@@ -34,10 +34,10 @@ def over_time(y):
 
 
 READERS = {
-    "turned": lambda y: y.swapaxes(0, 1),
-    "turned to a layer of the same weight": lambda y: y.swapaxes(0, 1) @ W,
-    "turned and flattened": lambda y: y.swapaxes(0, 1).reshape(-1, 4),
-    "turned and added to": lambda y: y.swapaxes(0, 1) + jnp.cos(jnp.arange(4.0)),
+    "swapped": lambda y: y.swapaxes(0, 1),
+    "swapped, to a layer of the same weight": lambda y: y.swapaxes(0, 1) @ W,
+    "swapped and flattened": lambda y: y.swapaxes(0, 1).reshape(-1, 4),
+    "swapped and added to": lambda y: y.swapaxes(0, 1) + jnp.cos(jnp.arange(4.0)),
     "over time": over_time,
     "channels first": lambda y: y.swapaxes(1, 2),
 }
