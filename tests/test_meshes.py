@@ -66,6 +66,7 @@ def of_x(function):
     return lambda x, w: function(x)
 
 
+FILTER = layers.randn(3, 3, 8, 8)
 IMAGE, MATRIX = ((8, 8, 8, 8), (3, 3, 8, 8)), ((64, 16), (16, 32))
 PROGRAMS = {
     "a region of automatic axes": (with_a_region, MATRIX, P("x", "y")),
@@ -76,6 +77,7 @@ PROGRAMS = {
     "a product's gradient told its sharding": (summed(lambda x, w: dense(x, w, P())), MATRIX, P("x")),
     "a convolution told its sharding": (lambda x, w: conv(x, w, P("x", None, None, "y")), IMAGE, P("x", None, None, "y")),
     "a convolution's gradient told its sharding": (summed(lambda x, w: conv(x, w, P())), IMAGE, P("x")),
+    "a convolution by a constant filter": (of_x(lambda x: conv(x, FILTER)), IMAGE, P("x")),
     "a convolution of sharded rows": (conv, IMAGE, P("x", "y")),
     "a max pool of sharded rows": (summed(of_x(pooled)), IMAGE, P("x", "y")),
     "a max pool of sharded channels": (summed(of_x(pooled)), IMAGE, P("x", None, None, "y")),

@@ -16,6 +16,7 @@ from jaxfuse.analysis.layout import RESHAPES
 from jaxfuse.analysis.normal import ADD, CAST, constant
 from jaxfuse.analysis.regions import cone
 from jaxfuse.program.graph import Graph, Node, Value, compute, key_of
+from jaxfuse.runtime import private
 
 CONTRACTIONS = ("dot_general", "conv_general_dilated")
 UNARY = (*RESHAPES, "transpose", "reduce_sum", CAST)
@@ -46,14 +47,16 @@ def gradients(graph: Graph, inputs: list[Value], end: Value, backward: frozenset
     constants = dict.fromkeys(v for n in nodes for v in n.inputs if v.producer is not None and constant(v) is not None)
     numbers = [*fixed, *constants]
     nodes = [n for n in nodes if n.out not in numbers]
-    return _Target(graph, _traced(nodes, inputs, numbers, end), [*inputs, *numbers]).gradients(end, backward)
+    traced = _traced(nodes, inputs, numbers, end)
+    return [] if traced is None else _Target(graph, traced, [*inputs, *numbers]).gradients(end, backward)
 
 
 def gradients_of(graph: Graph, node: Node, backward: frozenset[int]) -> list[Gradient]:
     """The same for the operands of one node: a value that it reads twice, as x·xᵀ does, has two gradients."""
     apart = [Value(v.aval) for v in node.inputs]
     alone = node.reading(apart)
-    return _Target(graph, _traced([alone], apart, [], alone.out), node.inputs).gradients(node.out, backward)
+    traced = _traced([alone], apart, [], alone.out)
+    return [] if traced is None else _Target(graph, traced, node.inputs).gradients(node.out, backward)
 
 
 class _Target:
@@ -215,11 +218,12 @@ def _plain_params(node: Node) -> list[tuple[str, str]]:
 
 # --- asking JAX --------------------------------------------------------------------------------------------------
 
-_gradients: dict[tuple, Graph] = {}
+_gradients: dict[tuple, Graph | None] = {}
 
 
-def _traced(nodes: list[Node], inputs: list[Value], numbers: list[Value], end: Value) -> Graph:
-    """JAX's gradient of `end` as a program of dy, the inputs and the numbers; the same for all sites that read alike."""
+def _traced(nodes: list[Node], inputs: list[Value], numbers: list[Value], end: Value) -> Graph | None:
+    """JAX's gradient of `end` as a program of dy, the inputs and the numbers; the same for all sites that read alike. None where JAX has
+    none, and so the program neither: on explicit axes, where types do not tell how a filter's gradient is sharded."""
     given = [*inputs, *numbers]
     names = {v: i for i, v in enumerate(given)}
     text: list = [len(inputs), *[(v.aval.str_short(), str(v.aval.sharding)) for v in (*given, end)]]
@@ -240,5 +244,8 @@ def _traced(nodes: list[Node], inputs: list[Value], numbers: list[Value], end: V
             fixed = arrays[len(inputs) :]
             return jax.vjp(lambda *differentiated: value(*differentiated, *fixed), *arrays[: len(inputs)])[1](dy)
 
-        _gradients[key] = Graph(jax.make_jaxpr(gradient)(end.aval, *[v.aval for v in given]))
+        try:
+            _gradients[key] = Graph(jax.make_jaxpr(gradient)(end.aval, *[v.aval for v in given]))
+        except private.ShardingTypeError:
+            _gradients[key] = None
     return _gradients[key]

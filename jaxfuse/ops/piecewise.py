@@ -212,7 +212,8 @@ def _crossing(a: Line, b: Line, same: float) -> float | None:
 
 def _snapped(number: float) -> float:
     """Without what arithmetic in float64 added to a number of float32."""
-    near = float(np.float32(number)) if abs(number) > 1e-11 else 0.0
+    with np.errstate(over="ignore"):  # the slope of what overflows far out
+        near = float(np.float32(number)) if abs(number) > 1e-11 else 0.0
     return (near if abs(near - number) <= 1e-11 * max(1.0, abs(number)) else float(number)) + 0.0  # not -0
 
 

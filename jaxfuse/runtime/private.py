@@ -11,6 +11,7 @@ from jax._src.interpreters import mlir, partial_eval
 from jax.sharding import PartitionSpec
 
 JITTED = type(jax.jit(lambda: None))
+ShardingTypeError = core.ShardingTypeError
 
 # Since JAX 0.12 an equation may hold an object in place of parameters. The classes that stand for equations of old.
 OBJECTS = {"CustomJVPTraced": "custom_jvp_call", "CustomVJPTraced": "custom_vjp_call", "RematTraced": "checkpoint"}
