@@ -47,16 +47,19 @@ def gradients(graph: Graph, inputs: list[Value], end: Value, backward: frozenset
     constants = dict.fromkeys(v for n in nodes for v in n.inputs if v.producer is not None and constant(v) is not None)
     numbers = [*fixed, *constants]
     nodes = [n for n in nodes if n.out not in numbers]
-    traced = _traced(nodes, inputs, numbers, end)
-    return [] if traced is None else _Target(graph, traced, [*inputs, *numbers]).gradients(end, backward)
+    return _found(graph, _traced(nodes, inputs, numbers, end), [*inputs, *numbers], end, backward)
 
 
 def gradients_of(graph: Graph, node: Node, backward: frozenset[int]) -> list[Gradient]:
     """The same for the operands of one node: a value that it reads twice, as x·xᵀ does, has two gradients."""
     apart = [Value(v.aval) for v in node.inputs]
     alone = node.reading(apart)
-    traced = _traced([alone], apart, [], alone.out)
-    return [] if traced is None else _Target(graph, traced, node.inputs).gradients(node.out, backward)
+    return _found(graph, _traced([alone], apart, [], alone.out), node.inputs, node.out, backward)
+
+
+def _found(graph: Graph, traced: Graph | None, inputs: list[Value], end: Value, backward: frozenset[int]) -> list[Gradient]:
+    """Where the program computes what JAX's gradient of `end` does."""
+    return [] if traced is None else _Target(graph, traced, inputs).gradients(end, backward)
 
 
 class _Target:

@@ -18,8 +18,8 @@ class Layer:
 
     config: ConvConfig
     shape: tuple[int, ...]
-    weight: tuple[int, ...] = ()  # of a dense layer: its shape, and the axes that are contracted
-    contracted: tuple[int, ...] | None = None
+    weight: tuple[int, ...] = ()  # a dense layer's, its shape
+    contracted: tuple[int, ...] | None = None  # axes of that; None: it is a convolution
 
     @property
     def products(self) -> int:
@@ -38,16 +38,18 @@ class Layer:
         """The convolution's input is of this shape where the layer's is of `shape`."""
         return shape if self.contracted is None else (math.prod(shape[: len(shape) - len(self.contracted)]), 1, self.shape[1])
 
+    def _order(self, contracted: tuple[int, ...]) -> list[int]:
+        """The weight's axes as the filter has them."""
+        return [*contracted, *(d for d in range(len(self.weight)) if d not in contracted)]
+
     def filter(self, w):
-        if self.contracted is None:
-            return w
-        return np.moveaxis(w, self.contracted, range(len(self.contracted))).reshape(self.shape)
+        return w if self.contracted is None else w.transpose(self._order(self.contracted)).reshape(self.shape)
 
     def weight_of(self, filter_):
         """The inverse of `filter`."""
         if self.contracted is None:
             return filter_
-        order = [*self.contracted, *(d for d in range(len(self.weight)) if d not in self.contracted)]
+        order = self._order(self.contracted)
         return filter_.reshape([self.weight[d] for d in order]).transpose(np.argsort(order))
 
     def run(self, convolve: Callable, node: Node, x, rest: Sequence):

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from jaxfuse.frozen.layer import Layer, layer_of
 from jaxfuse.ops.conv import packed
@@ -50,7 +48,7 @@ class Filter:
 
     def packed(self, w: jax.Array) -> list[jax.Array]:
         with jax.ensure_compile_time_eval():
-            return packed.pack(self.config, jnp.asarray(self.of.filter(np.asarray(w))))
+            return packed.pack(self.config, self.of.filter(w))
 
     def unpacked(self, array: jax.Array) -> jax.Array:
         return self.of.weight_of(packed.unpack(self.config, array)).astype(self.dtype)

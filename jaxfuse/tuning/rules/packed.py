@@ -19,7 +19,7 @@ class Packing(enum.Enum):
     winograd = "packed, and transformed for F(2×2, 3×3)"
 
 
-def fastest(config, x, w, is_dense: bool = False) -> Packing:
+def fastest(config, x, w, is_dense: bool) -> Packing:
     """As it is, the kernel lays it out again at every call."""
     if is_dense:
         return Packing.direct if "avx2" in tuned.isa() and x.dtype == jnp.float32 else Packing.none
