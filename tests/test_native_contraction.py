@@ -15,7 +15,7 @@ from jaxfuse.ops import conv
 from jaxfuse.ops.conv import packed
 from jaxfuse.ops.conv.config import ConvConfig
 from jaxfuse.runtime import ffi
-from processes import printed_by
+from processes import printed_at
 
 pytestmark = pytest.mark.skipif(ffi.no_onednn() is not None, reason=str(ffi.no_onednn()))
 
@@ -111,10 +111,9 @@ def run_all() -> int:
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("level", ["highest", "avx2", "portable"])
+@pytest.mark.parametrize("level", ["avx512", "avx2", "portable"])
 def test_every_geometry(level):
-    more = {} if level == "highest" else dict(JAXFUSE_SIMD=level)
-    count = json.loads(printed_by(__file__, timeout=900, JAXFUSE_CONTRACTION="always", **more))
+    count = json.loads(printed_at(level, __file__, JAXFUSE_CONTRACTION="always"))
     assert count == 2 * len([*CASES, *MORE])
 
 

@@ -17,7 +17,7 @@ from jaxfuse import ops
 from jaxfuse.ops.activations import TABLE as ACTIVATIONS, named
 from jaxfuse.runtime import ffi
 from layers import conv
-from processes import python
+from processes import printed_at
 
 DTYPES = ["float32", "bfloat16"]
 RECURRENT = ("lstm", "gru")
@@ -255,12 +255,7 @@ LIMITS = {
 @pytest.mark.skipif(ffi.unavailable("jaxfuse_norm_fwd") is not None, reason="the native module is not built")
 @pytest.mark.parametrize("level", ["portable", "avx2", "avx512"])
 def test_every_instruction_set(level):
-    """In a process of its own: the level is read once."""
-    run = python(__file__, JAXFUSE_SIMD=level)
-    if run.returncode and "and this CPU has" in run.stderr:  # the module's own words for a level that it refuses
-        pytest.skip(run.stderr.splitlines()[-1])
-    assert run.returncode == 0, run.stderr[-2000:]
-    errors = json.loads(run.stdout)
+    errors = json.loads(printed_at(level, __file__))
     assert all(errors[module][dtype] < limit for module in LIMITS for dtype, limit in LIMITS[module].items()), errors
 
 

