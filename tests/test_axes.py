@@ -10,12 +10,12 @@ from jaxfuse.analysis.axes import IndexMap
 from jaxfuse.program.graph import Graph
 
 
-def gathered(places: IndexMap, array):
+def gathered(index_map: IndexMap, array):
     """What the map says that its value is."""
     index = np.zeros((), np.int64)
-    for run in places.runs:
+    for sub_axes in index_map.sub_axes:
         own = np.zeros((), np.int64)
-        for stride, n in run:
+        for stride, n in sub_axes:
             own = own[..., None] + stride * np.arange(n)
         index = index[..., None] + own.reshape(-1)
     return np.asarray(array).reshape(-1)[index]
@@ -23,11 +23,11 @@ def gathered(places: IndexMap, array):
 
 def walked(function, array) -> tuple[IndexMap | None, np.ndarray]:
     """The map of what the function makes of the array, and the value itself."""
-    places, value = IndexMap.of(array.shape), array
+    index_map, value = IndexMap.of(array.shape), array
     for node in Graph(jax.make_jaxpr(function)(array)).nodes:
-        moved = places and places.then(node)
-        places, (value,) = moved, node.replay([value])
-    return places, value
+        moved = index_map and index_map.then(node)
+        index_map, (value,) = moved, node.replay([value])
+    return index_map, value
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -44,10 +44,10 @@ def test_a_map_is_what_it_says(seed):
                 x = lax.broadcast_in_dim(x, (3, *x.shape), range(1, x.ndim + 1))
         return x
 
-    places, value = walked(moved, x)
-    if places is not None:
-        assert places.shape == value.shape
-        np.testing.assert_array_equal(gathered(places, x), value)
+    index_map, value = walked(moved, x)
+    if index_map is not None:
+        assert index_map.shape == value.shape
+        np.testing.assert_array_equal(gathered(index_map, x), value)
 
 
 MOVES = {
@@ -61,28 +61,28 @@ MOVES = {
 @pytest.mark.parametrize("name", MOVES)
 def test_moves(name):
     x = np.arange(48).reshape(6, 8)
-    places, value = walked(MOVES[name], x)
-    np.testing.assert_array_equal(gathered(places, x), value)
+    index_map, value = walked(MOVES[name], x)
+    np.testing.assert_array_equal(gathered(index_map, x), value)
 
 
-def test_a_digit_that_is_torn_has_no_map():
+def test_a_sub_axis_that_is_split_has_no_map():
     assert walked(lambda x: x.T.reshape(3, 16), np.arange(48).reshape(6, 8))[0] is None
     assert walked(lambda x: x.T.reshape(16, 3), np.arange(48).reshape(6, 8))[0] is not None
 
 
 def test_what_is_stacked_is_found_again():
-    places = IndexMap.of((4, 8)).without({0}).stacked(0, 1, 2)
-    assert places.is_stacked and places.shape == (2, 8)
+    index_map = IndexMap.of((4, 8)).without({0}).stacked(0, 1, 2)
+    assert index_map.is_stacked and index_map.shape == (2, 8)
     first, second = (Graph(jax.make_jaxpr(lambda x: x[i : i + 1])(np.zeros((2, 8)))).nodes[0] for i in range(2))
-    assert places.then(first) is None
-    assert places.then(second) == IndexMap(((), ((1, 8),)))
+    assert index_map.then(first) is None
+    assert index_map.then(second) == IndexMap(((), ((1, 8),)))
 
 
 def test_an_elementwise_function_of_two_values():
     rows = IndexMap.of((4, 6)).without({1})
     columns = IndexMap.of((4, 6)).without({0})
     shape = (4, 6)
-    left = IndexMap((*rows.runs, ())).repeated_to(shape)
-    right = IndexMap(((), *columns.runs)).repeated_to(shape)
+    left = IndexMap((*rows.sub_axes, ())).repeated_to(shape)
+    right = IndexMap(((), *columns.sub_axes)).repeated_to(shape)
     assert left.merged_with(right) == IndexMap.of(shape)
     assert left.merged_with(IndexMap((((1, 4),), ())).repeated_to(shape)) is None

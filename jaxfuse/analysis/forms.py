@@ -1,4 +1,4 @@
-"""Values as forms of a tensor x: Σ coefficient · product of tensors, the coefficients being numbers for each kept place of x.
+"""Values as forms of a tensor x: Σ coefficient · product of tensors. The coefficients vary along the kept axes of x only.
 
 A batch norm keeps the channels' axis, a norm of rows those before the row. Whatever autodiff makes of a batch norm is a form of
 the normalised tensor x and of the cotangent g of the result, however the user spelled it. Its sums need only Σg and Σg·x.
@@ -117,9 +117,9 @@ class Form:
 
 
 class Known(NamedTuple):
-    """A form, and which elements of x the value's elements are of. A number is everywhere: it has no places."""
+    """A form, and which elements of x the value's elements are of. A number is everywhere: it has no index map."""
 
-    places: IndexMap | None
+    index_map: IndexMap | None
     form: Form
 
 
@@ -131,8 +131,8 @@ class Forms:
     """
 
     def __init__(self, x: Value, kept: tuple[int, ...], same: Iterable[Value] = ()):
-        self.x, self.kept, self.places, self.same = x, kept, IndexMap.of(x.shape), [*same] or [x]
-        self.run = merged(digit for axis in kept for digit in self.places.runs[axis])
+        self.x, self.kept, self.index_map, self.same = x, kept, IndexMap.of(x.shape), [*same] or [x]
+        self.kept_sub_axes = merged(sub_axis for axis in kept for sub_axis in self.index_map.sub_axes[axis])
         self.count = math.prod(n for axis, n in enumerate(x.shape) if axis not in kept)
         self.known: dict[Value, Known] = {}
         self.seen: set[int] = set()
@@ -148,10 +148,10 @@ class Forms:
 
     def _found(self, value: Value, known: Known):
         self.known[value] = known
-        if known.form.tensors and known.places and known.places.flat == self.places.flat:
-            for reduction in reductions(value, known.places):
+        if known.form.tensors and known.index_map and known.index_map.flat == self.index_map.flat:
+            for reduction in reductions(value, known.index_map):
                 self.seen.add(reduction.first.index)
-                if reduction.places.flat == self.run:
+                if reduction.index_map.flat == self.kept_sub_axes:
                     self._summed(value, reduction, known.form)
         for node in value.users:
             if len(node.outputs) == 1:
@@ -162,13 +162,13 @@ class Forms:
         raise NotImplementedError
 
     def _made(self, node: Node) -> Known | None:
-        """What the node gives: one of its operands at the same or at other places, or a sum or product of them."""
+        """What the node gives: one of its operands at the same or at other indices, or a sum or product of them."""
         if (same := chosen(node.out)) is not node.out:
             return self.known.get(same)
         known = self.known.get(node.inputs[0])
         if known and is_float_cast(node):
             return known
-        moved = known and known.places and len(node.inputs) == 1 and known.places.then(node)
+        moved = known and known.index_map and len(node.inputs) == 1 and known.index_map.then(node)
         if known and moved:
             repeated = known.form.tensors and size(node.out) != size(node.inputs[0])
             return None if repeated else Known(moved, known.form)
@@ -194,11 +194,11 @@ class Forms:
 
     def _placed(self, node: Node, form: Form | None, operands: list[Known]) -> Known | None:
         """None where the operands are of different elements."""
-        places: IndexMap | None = IndexMap(tuple(((0, n),) for n in node.out.shape))
+        index_map: IndexMap | None = IndexMap(tuple(((0, n),) for n in node.out.shape))
         for known in operands:
-            if known.places is not None and known.places.runs:  # of no number
-                places = places and places.merged_with(known.places.repeated_to(node.out.shape))
-        return Known(places, form) if places and form is not None and form.degree <= 2 else None
+            if known.index_map is not None and known.index_map.sub_axes:  # of no number
+                index_map = index_map and index_map.merged_with(known.index_map.repeated_to(node.out.shape))
+        return Known(index_map, form) if index_map and form is not None and form.degree <= 2 else None
 
     def _operand(self, value: Value, node: Node) -> Known | None:
         """What is known of an operand of the node, or can be said of it at sight."""
@@ -211,19 +211,18 @@ class Forms:
     def _parameter(self, value: Value, node: Node) -> Known | None:
         """A value of the program, also where it is multiplied by a number after it was broadcast. Its axes are those of what the node
         combines it with, or of x in the same shape."""
-        beside = [known.places for v in node.inputs if (known := self.known.get(v)) and known.places]
-        alike = [places.runs for places in (*beside, *(IndexMap.of(v.shape) for v in self.same))
-                 if len(places.runs) == value.ndim == node.out.ndim]
-        axes = sorted(varying_axes(value))
-        runs = {d: next((run[d] for run in alike if length(run[d]) == value.shape[d] and all(stride for stride, _ in run[d])), None)
-                for d in axes}
-        own = merged(digit for run in runs.values() for digit in run or ())
+        beside = [known.index_map for v in node.inputs if (known := self.known.get(v)) and known.index_map]
+        alike = [index_map.sub_axes for index_map in (*beside, *(IndexMap.of(v.shape) for v in self.same))
+                 if len(index_map.sub_axes) == value.ndim == node.out.ndim]
+        varying = {d: next((axes[d] for axes in alike if length(axes[d]) == value.shape[d] and all(stride for stride, _ in axes[d])), None)
+                   for d in sorted(varying_axes(value))}
+        own = merged(sub_axis for sub_axes in varying.values() for sub_axis in sub_axes or ())
         found = _unrepeated(value)
-        if None in runs.values() or found is None or len(own) > 1:
+        if None in varying.values() or found is None or len(own) > 1:
             return None
         (source, factor), ((stride, count),) = found, own or ((1, 1),)
-        places = IndexMap(tuple(runs.get(d) or ((0, n),) for d, n in enumerate(value.shape)))
-        return Known(places, Form.of(Parameter(source, stride, count)) * Form.number(factor))
+        index_map = IndexMap(tuple(varying.get(d) or ((0, n),) for d, n in enumerate(value.shape)))
+        return Known(index_map, Form.of(Parameter(source, stride, count)) * Form.number(factor))
 
 
 def _unrepeated(value: Value) -> tuple[Value, float] | None:
@@ -251,12 +250,12 @@ class ChannelForms(Forms):
         super().__init__(x, (axis,))
         self.sums: dict[Value, Form] = {}
         for tensor in cotangents:
-            self._found(tensor, Known(self.places, Form.of(tensor)))
-        ((stride, channels),) = self.run or ((1, 1),)
+            self._found(tensor, Known(self.index_map, Form.of(tensor)))
+        ((stride, channels),) = self.kept_sub_axes or ((1, 1),)
         mean = Form.of(Parameter(next(iter(means)), stride, channels)) if means else Form({})
-        for value, places in (means or {}).items():
-            self._found(value, Known(places, mean))
-        self._found(x, Known(self.places, Form.of(x) + mean))
+        for value, index_map in (means or {}).items():
+            self._found(value, Known(index_map, mean))
+        self._found(x, Known(self.index_map, Form.of(x) + mean))
         self._follow()
 
     def _summed(self, value: Value, reduction: Reduction, form: Form):
@@ -273,9 +272,9 @@ class ChannelForms(Forms):
         if known or not any(self.is_tensor(v) for v in node.inputs):
             return known
         parameter, tensor = self._parameter(value, node), unwidened(value)
-        if parameter and parameter.places and {digit for digit in parameter.places.flat if digit[0]} <= set(self.run):
+        if parameter and parameter.index_map and {own for own in parameter.index_map.flat if own[0]} <= set(self.kept_sub_axes):
             return parameter
-        return Known(self.places, Form.of(tensor)) if tensor.shape == self.x.shape else None
+        return Known(self.index_map, Form.of(tensor)) if tensor.shape == self.x.shape else None
 
 
 def is_sum_of_gradient(form: Form, x: Value) -> bool:

@@ -5,6 +5,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Self
@@ -14,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.extend import source_info_util
 
-from jaxfuse.analysis.axes import IndexMap, Run, is_long
+from jaxfuse.analysis.axes import IndexMap, SubAxes, is_long
 from jaxfuse.program.graph import Graph, Node, Transposed, Value
 from jaxfuse.runtime import private
 
@@ -23,18 +24,19 @@ RESHAPES = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy", "pv
 
 @dataclasses.dataclass(frozen=True)
 class Layout(IndexMap):
-    """A value that has the elements of its origin, each once: an index map that repeats nothing, whose digits begin with the axis that
-    they are of. So they are the origin's axes in another order, split or merged."""
+    """A value that has the elements of its origin, each once: an index map that repeats nothing, whose sub-axes begin with the axis of
+    the origin that they are of. So they are the origin's axes in another order, split or merged."""
 
     origin: tuple[int, ...]
 
     @classmethod
     def of(cls, shape) -> "Layout":
-        return cls(tuple(((axis, *digit),) for axis, (digit,) in enumerate(IndexMap.of(shape).runs)), tuple(shape))
+        return cls(tuple(((axis, *whole),) for axis, (whole,) in enumerate(IndexMap.of(shape).sub_axes)), tuple(shape))
 
     @property
-    def digits(self) -> Run:
-        return tuple(digit for run in self.runs for digit in run)
+    def in_order(self) -> SubAxes:
+        """The sub-axes of all axes."""
+        return tuple(itertools.chain.from_iterable(self.sub_axes))
 
     def then(self, node: Node) -> Self | None:
         """The layout of the node's output, if the node only moves elements and the result can be told in this form: no axis may end
@@ -47,7 +49,7 @@ class Layout(IndexMap):
     def axis_order(self) -> tuple[int, ...]:
         """The order in which the origin's axes lie in `shape`, though some may be merged; as they were where one is split. Those of
         length 1 that a reshape left out stay where they were."""
-        order = [axis for axis, _, _ in self.digits]
+        order = [axis for axis, _, _ in self.in_order]
         for axis in range(len(self.origin)):
             if axis not in order:
                 order.insert(next((i for i, other in enumerate(order) if other > axis), len(order)), axis)
@@ -56,7 +58,7 @@ class Layout(IndexMap):
     @property
     def is_permutation(self) -> bool:
         """Whether it is the origin with its axes in another order, or in the same."""
-        axes = [axis for axis, _, _ in self.digits]
+        axes = [axis for axis, _, _ in self.in_order]
         return len(set(axes)) == len(axes) and self.shape == tuple(self.origin[d] for d in self.axis_order)
 
     @property
@@ -68,11 +70,11 @@ class Layout(IndexMap):
         if self.is_permutation:
             found = tuple(self.axis_order.index(axis) for axis in axes)
             return found if found == tuple(sorted(found)) else None
-        of_axes = [d for d, run in enumerate(self.runs) if any(axis in axes and is_long(n) for axis, _, n in run)]
-        digits = [digit for d in of_axes for digit in self.runs[d]]
-        if any(axis not in axes for axis, _, _ in digits):
+        of_axes = [d for d, parts in enumerate(self.sub_axes) if any(axis in axes and is_long(n) for axis, _, n in parts)]
+        own = [sub_axis for d in of_axes for sub_axis in self.sub_axes[d]]
+        if any(axis not in axes for axis, _, _ in own):
             return None
-        order = [(axes.index(axis), -private.known(stride)) for axis, stride, _ in digits]
+        order = [(axes.index(axis), -private.known(stride)) for axis, stride, _ in own]
         return tuple(of_axes) if order == sorted(order) else None
 
     def place(self, array, order=None):
@@ -85,14 +87,14 @@ class Layout(IndexMap):
         given, placed = self._given_and_placed(order)
         return _permuted(array, placed, given).reshape([self.origin[d] for d in order])
 
-    def _given_and_placed(self, order) -> tuple[Run, Run]:
-        """All digits as they lie in the origin with its axes in that order, and as they lie here."""
-        given = sorted(self.digits, key=lambda digit: (list(order).index(digit[0]), -private.known(digit[1])))
-        return tuple(given), self.digits
+    def _given_and_placed(self, order) -> tuple[SubAxes, SubAxes]:
+        """All sub-axes as they lie in the origin with its axes in that order, and as they lie here."""
+        given = sorted(self.in_order, key=lambda sub_axis: (list(order).index(sub_axis[0]), -private.known(sub_axis[1])))
+        return tuple(given), self.in_order
 
 
-def _permuted(array, given: Run, wanted: Run):
-    split, order = array.reshape([n for _, _, n in given]), [given.index(digit) for digit in wanted]
+def _permuted(array, given: SubAxes, wanted: SubAxes):
+    split, order = array.reshape([n for _, _, n in given]), [given.index(sub_axis) for sub_axis in wanted]
     return split if order == sorted(order) else lax.transpose(split, order)
 
 

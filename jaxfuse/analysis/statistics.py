@@ -72,8 +72,8 @@ class Statistics(Forms):
 
     @property
     def means(self) -> dict[Value, IndexMap | None]:
-        """The values that are the mean itself, and where."""
-        return {value: self.known[value].places for value, moment in self.moments.items() if moment == Moment("E[x]")}
+        """The values that are the mean itself, and their index maps."""
+        return {value: self.known[value].index_map for value, moment in self.moments.items() if moment == Moment("E[x]")}
 
     def __bool__(self):
         return {"E[x]", "E[(x - E[x])²]"} <= {moment.kind for moment in self.moments.values()}
@@ -81,10 +81,10 @@ class Statistics(Forms):
     def _found(self, value: Value, known: Known):
         table = known.form.table
         moment = None if table is None else _moment(table)
-        if moment and known.places and known.places.flat == self.run and size(value) * self.count == size(self.x):
+        if moment and known.index_map and known.index_map.flat == self.kept_sub_axes and size(value) * self.count == size(self.x):
             self.moments[value] = moment
         if moment and moment.weight == 1:  # its roundings must not grow where it is subtracted
-            known = Known(known.places, Form.number(TABLES[moment.kind]))
+            known = Known(known.index_map, Form.number(TABLES[moment.kind]))
         super()._found(value, known)
 
     def _summed(self, value: Value, reduction: Reduction, form: Form):
@@ -95,4 +95,4 @@ class Statistics(Forms):
             return
         total = reduction.weight * self.count * (offset + square * VAR)
         if np.any(total) and reduction.value not in self.known:
-            self._found(reduction.value, Known(reduction.places, Form.number(total)))
+            self._found(reduction.value, Known(reduction.index_map, Form.number(total)))

@@ -40,40 +40,40 @@ def _is_mean(value: Value) -> bool:
 
 
 class Reduction(NamedTuple):
-    """`value` = weight · the sum of a tensor over the axes that its index map `places` has no more; `first` is the node that reads
-    the tensor."""
+    """`value` = weight · the sum of a tensor over the axes that are no more in its `index_map`; `first` is the node that reads the
+    tensor."""
 
     value: Value
     weight: float
-    places: IndexMap
+    index_map: IndexMap
     first: Node
 
     def left(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The axes of a tensor of this shape that it was not summed over."""
-        runs, left = list(self.places.runs), []
-        for d, run in reversed([*enumerate(IndexMap.of(shape).runs)]):
-            if run in runs:
-                runs.remove(run)
+        remaining, left = list(self.index_map.sub_axes), []
+        for d, own in reversed([*enumerate(IndexMap.of(shape).sub_axes)]):
+            if own in remaining:
+                remaining.remove(own)
                 left.append(d)
         return tuple(left[::-1])
 
 
-def reductions(tensor: Value, places: IndexMap) -> Iterator[Reduction]:
+def reductions(tensor: Value, index_map: IndexMap) -> Iterator[Reduction]:
     """Its sums over some axes, and further sums of these: under `vmap` a mean over the batch is a mean of means."""
-    stack: list[tuple[Value, float, IndexMap, Node | None]] = [(tensor, 1.0, places, None)]
+    stack: list[tuple[Value, float, IndexMap, Node | None]] = [(tensor, 1.0, index_map, None)]
     while stack:
-        value, weight, places, first = stack.pop()
-        if first and not places.is_stacked:
-            yield Reduction(value, weight, places, first)
+        value, weight, index_map, first = stack.pop()
+        if first and not index_map.is_stacked:
+            yield Reduction(value, weight, index_map, first)
         for node in value.users:
             factor = scale_factor(node, value) if first else None
             if _is_sum(node):
                 total = node.outputs[node.inputs.index(value)]
-                stack.append((total, weight, places.without(node.params["axes"]), first or node))
+                stack.append((total, weight, index_map.without(node.params["axes"]), first or node))
             elif factor or first and is_float_cast(node):
-                stack.append((node.out, weight * (factor or 1), places, first))
+                stack.append((node.out, weight * (factor or 1), index_map, first))
             elif first:
-                stack += [(node.out, weight, moved, first) for moved in _moved(node, value, places)]
+                stack += [(node.out, weight, moved, first) for moved in _moved(node, value, index_map)]
 
 
 def _is_sum(node: Node) -> bool:
@@ -81,13 +81,13 @@ def _is_sum(node: Node) -> bool:
     return node.primitive in ("reduce_sum", "psum") and all(isinstance(axis, numbers.Integral) for axis in node.params["axes"])
 
 
-def _moved(node: Node, value: Value, places: IndexMap) -> Iterator[IndexMap]:
+def _moved(node: Node, value: Value, index_map: IndexMap) -> Iterator[IndexMap]:
     """Where the elements of `value` are in the node's output, if the node does no arithmetic."""
     if node.primitive == "stack":  # Flax makes one `pmean` of the mean and the mean square
         axis, count = node.params["axis"], len(node.inputs)
-        yield from [places.stacked(axis, i, count) for i, operand in enumerate(node.inputs) if operand is value]
+        yield from [index_map.stacked(axis, i, count) for i, operand in enumerate(node.inputs) if operand is value]
     elif node.primitive in ("transpose", "slice") or is_reshape(node):
-        moved = places.then(node)
+        moved = index_map.then(node)
         if moved is not None:
             yield moved
 

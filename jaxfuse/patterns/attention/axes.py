@@ -29,11 +29,11 @@ def _sources(node: Node) -> tuple[int | None, ...] | None:
     for a node that does more than move and repeat whole axes."""
     if node.primitive == "transpose":
         return tuple(map(int, node.params["permutation"]))
-    if len(node.inputs) != 1 or (places := IndexMap.of(node.inputs[0].shape).then(node)) is None:
+    if len(node.inputs) != 1 or (index_map := IndexMap.of(node.inputs[0].shape).then(node)) is None:
         return None
-    axes = {run: axis for axis, run in enumerate(IndexMap.of(node.inputs[0].shape).runs) if is_long(run[0][1])}
-    runs = [tuple(digit for digit in merged(run) if digit[0]) for run in places.runs]
-    return tuple(axes.get(run) for run in runs) if all(run in axes or not run for run in runs) else None
+    axes = {own: axis for axis, own in enumerate(IndexMap.of(node.inputs[0].shape).sub_axes) if is_long(own[0][1])}
+    varying = [tuple(sub_axis for sub_axis in merged(own) if sub_axis[0]) for own in index_map.sub_axes]
+    return tuple(axes.get(own) for own in varying) if all(own in axes or not own for own in varying) else None
 
 
 def moved(node: Node, labels: Labels) -> Labels | None:

@@ -97,8 +97,8 @@ def _results(graph: Graph, forms: ChannelForms, x: Value, g: Value) -> dict[Valu
             if graph.is_returned(value) or any(node.index not in forms.seen for node in value.users)}
     found: dict[Value, Form] = {}
     for value in sorted(forms.known, key=lambda v: v.index):
-        places, form = forms.known[value]
-        is_like_x = (value.shape, value.dtype) == (x.shape, x.dtype) and places and places.flat == forms.places.flat
+        index_map, form = forms.known[value]
+        is_like_x = (value.shape, value.dtype) == (x.shape, x.dtype) and index_map and index_map.flat == forms.index_map.flat
         if is_like_x and form.degree == 1 and {x, g} <= form.tensors and form in read and form not in found.values():
             if value.producer and found.keys().isdisjoint(value.producer.inputs):
                 found[value] = form

@@ -31,13 +31,13 @@ def dilated(graph: Graph, node: Node, config: ConvConfig) -> Dilated | None:
     if not blocks:
         return None
     back: list[Node] = []
-    places, whole = IndexMap.of(node.out.shape), _unblocked(node.out.shape, blocks, config.out_spec)
-    while not places.is_same(whole):
+    index_map, whole = IndexMap.of(node.out.shape), _unblocked(node.out.shape, blocks, config.out_spec)
+    while not index_map.is_same(whole):
         reader = _only_reader(graph, back[-1].out if back else node.out)
-        after = places.then(reader) if reader and moves(reader) else None
+        after = index_map.then(reader) if reader and moves(reader) else None
         if reader is None or after is None:
             raise Unfit(f"{node.out!r} is not moved back from the batch as its input was moved there, in blocks of {blocks}")
-        back, places = [*back, reader], after
+        back, index_map = [*back, reader], after
     groups = node.params["batch_group_count"]
     if any(n != 1 for n in (*config.window_strides, *config.lhs_dilation, groups)):
         raise Unfit(f"window_strides {config.window_strides}, lhs_dilation {config.lhs_dilation}, batch_group_count {groups}: "
@@ -69,11 +69,11 @@ def _unmoved(value: Value, spec: tuple[int, ...]) -> tuple[Value, tuple[int, ...
         source = source.producer.inputs[0]
         if source.ndim == value.ndim and 0 not in value.shape:
             blocks = tuple(source.shape[d] // value.shape[d] for d in spec[2:])
-            places: IndexMap | None = _unblocked(value.shape, blocks, spec)
-            for node in path if places and places.shape == source.shape else ():
-                places = places and places.then(node)
+            index_map: IndexMap | None = _unblocked(value.shape, blocks, spec)
+            for node in path if index_map and index_map.shape == source.shape else ():
+                index_map = index_map and index_map.then(node)
             is_transposed = any(node.primitive == "transpose" for node in path)
-            if is_transposed and math.prod(blocks) > 1 and places and places.is_same(IndexMap.of(value.shape)):
+            if is_transposed and math.prod(blocks) > 1 and index_map and index_map.is_same(IndexMap.of(value.shape)):
                 return source, blocks
     return value, ()
 
@@ -81,14 +81,14 @@ def _unmoved(value: Value, spec: tuple[int, ...]) -> tuple[Value, tuple[int, ...
 def _unblocked(shape: tuple[int, ...], blocks: tuple[int, ...], spec: tuple[int, ...]) -> IndexMap:
     """[N, h·r, w·r, C] by the elements of [r·r·N, h, w, C], axes as `spec` has them."""
     batch, _, *spatial = spec
-    runs = [*IndexMap.of(shape).runs]
-    stride, n = runs[batch][0][0], shape[batch] // max(1, math.prod(blocks))
-    runs[batch] = ((stride, n),)
+    sub_axes = [*IndexMap.of(shape).sub_axes]
+    stride, n = sub_axes[batch][0][0], shape[batch] // max(1, math.prod(blocks))
+    sub_axes[batch] = ((stride, n),)
     stride *= n
     for axis, r in reversed([*zip(spatial, blocks)]):
-        runs[axis] = (*runs[axis], (stride, r))
+        sub_axes[axis] = (*sub_axes[axis], (stride, r))
         stride *= r
-    return IndexMap(tuple(runs))
+    return IndexMap(tuple(sub_axes))
 
 
 def _only_reader(graph: Graph, value: Value) -> Node | None:

@@ -63,7 +63,7 @@ class NormForm(NamedTuple):
 def read_form(norm: Statistics, end: Value) -> NormForm:
     """The form of `end`. Raises `Unfit` where it is no norm's."""
     x, known = norm.x, norm.known[end]
-    if known.places is None or known.places.flat != norm.places.flat:
+    if known.index_map is None or known.index_map.flat != norm.index_map.flat:
         raise Unfit(f"{end!r} has the elements of {x!r} in another order")
     scales, offsets = (known.form.coefficients.get(tensors, Form({})).terms for tensors in ((x,), ()))
     root = next((_root(table) for table in scales.values()), None)

@@ -247,7 +247,7 @@ class Norm(Statistics):
     @property
     def has_channel_parameters(self) -> bool:
         """Whether gamma or beta has one number for each channel, not for each place in a row."""
-        form, kept = self.known[self.end].form if self.end else Form({}), [self.places.runs[d] for d in self.kept]
+        form, kept = self.known[self.end].form if self.end else Form({}), [self.index_map.sub_axes[d] for d in self.kept]
         return any(isinstance(p, Parameter) and ((p.stride, p.length),) in kept for factors in form.terms for p in factors)
 
     def stop_gradient_reason(self) -> str:
