@@ -52,4 +52,4 @@ def test_what_only_a_replaced_value_needed_is_gone():
     graph = Graph(jax.make_jaxpr(lambda x: (jnp.sin(x) * 2, jnp.cos(x) * 3))(1.0))
     sine = graph.outputs[0].producer.inputs[0].producer
     assert set(dead_after(graph, graph.outputs[:1])) == {sine.index, graph.outputs[0].producer.index}
-    assert set(dead_after(graph, graph.outputs[:1], kept=sine.out)) == {graph.outputs[0].producer.index}
+    assert set(dead_after(graph, graph.outputs[:1], live=sine.out)) == {graph.outputs[0].producer.index}

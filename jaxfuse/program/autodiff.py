@@ -14,7 +14,7 @@ class Subgraph:
     """Some nodes of a graph, with values of their own, whose users are these nodes and fused ops. Indices are
     the graph's."""
 
-    def __init__(self, graph: Graph, kept: list[Node], outputs: list[Value]):
+    def __init__(self, graph: Graph, nodes: list[Node], outputs: list[Value]):
         self.outer = graph.outer
         copies: dict[Value, Value] = {}
         self._originals: dict[Value, Value] = {}
@@ -28,7 +28,7 @@ class Subgraph:
 
         self.inputs = [copy(value) for value in graph.inputs]
         self.nodes = []
-        for node in kept:
+        for node in nodes:
             own = node.reading([copy(v) for v in node.inputs])
             for value, made in zip(node.outputs, own.outputs):
                 copies[value] = made
@@ -66,7 +66,7 @@ def _split(graph: Graph) -> tuple[Subgraph | None, frozenset[int]]:
         transposed = frozenset(node.index for node in graph.nodes if _is_transposed(node, _inside_backward(graph)))
         outputs = [v for i, v in enumerate(graph.outputs) if not _only_for_backward(graph, i)]
         whole = not transposed and len(outputs) == len(graph.outputs)
-        graph.marks.parts = None if whole else Subgraph(graph, _needed(graph, transposed, outputs), outputs), transposed
+        graph.marks.parts = None if whole else Subgraph(graph, _live(graph, transposed, outputs), outputs), transposed
     return graph.marks.parts
 
 
@@ -99,10 +99,10 @@ def _only_for_backward(graph: Graph, i: int) -> bool:
     return bool(value.users) and not outer.is_returned(value) and all(n.index in backward(outer) for n in value.users)
 
 
-def _needed(graph: Graph, transposed: frozenset[int], outputs: list[Value]) -> list[Node]:
+def _live(graph: Graph, transposed: frozenset[int], outputs: list[Value]) -> list[Node]:
     """Nodes that are not transposed and that something other than the backward pass reads. Contractions stay: what
     `jax.checkpoint` computes again is only for the backward pass, but a layer all the same."""
-    returned, kept = set(outputs), set()
+    returned, live = set(outputs), set()
     for node in reversed(graph.nodes):
         if (
             node.index not in transposed
@@ -110,9 +110,9 @@ def _needed(graph: Graph, transposed: frozenset[int], outputs: list[Value]) -> l
             and (
                 node.eqn.effects
                 or node.primitive == "dot_general"
-                or any(v in returned or any(n.index in kept or _is_fused(n) for n in v.users) for v in node.outputs)
+                or any(v in returned or any(n.index in live or _is_fused(n) for n in v.users) for v in node.outputs)
                 or not any(v.users for v in node.outputs)
             )
         ):
-            kept.add(node.index)
-    return [node for node in graph.nodes if node.index in kept]
+            live.add(node.index)
+    return [node for node in graph.nodes if node.index in live]

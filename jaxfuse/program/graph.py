@@ -161,7 +161,7 @@ class Graph:
         return node
 
     @functools.cached_property
-    def unread(self) -> frozenset[int]:
+    def initially_dead(self) -> frozenset[int]:
         """Indices of the nodes that nobody needs in the program as it was traced."""
         needed: set[int] = set()
         for node in reversed(self.nodes):
@@ -213,7 +213,7 @@ class Graph:
         return known if known is None or known.primitive not in CUSTOM_DERIVATIVE_CALLS or _same_rule(known.eqn, eqn) else None
 
 
-LONGEST_RULED = 32  # equations of a function with a rule of its own that are read to find its equal
+LONGEST_CUSTOM_JVP = 32  # equations of a function with a derivative rule of its own that are compared with others
 
 
 def key_of(eqn, inputs: list[Value]):
@@ -221,7 +221,7 @@ def key_of(eqn, inputs: list[Value]):
     rule is made anew at every call: it is known by its text, its rule is then to be compared."""
     name, params = name_of(eqn), params_of(eqn)
     if name in CUSTOM_DERIVATIVE_CALLS:
-        if name != "custom_jvp_call" or len(params["call_jaxpr"].eqns) > LONGEST_RULED:
+        if name != "custom_jvp_call" or len(params["call_jaxpr"].eqns) > LONGEST_CUSTOM_JVP:
             return None
         params = dict(text=str(params["call_jaxpr"].jaxpr))
     key = (

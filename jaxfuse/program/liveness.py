@@ -47,7 +47,7 @@ def accept(graph: Graph, match: Match) -> set[int]:
 
 def dead(graph: Graph) -> frozenset[int]:
     """Indices of the nodes that neither the program nor a match needs."""
-    return graph.unread - graph.marks.revived
+    return graph.initially_dead - graph.marks.revived
 
 
 def _revive(graph: Graph, needs: list[Value]) -> None:
@@ -55,7 +55,7 @@ def _revive(graph: Graph, needs: list[Value]) -> None:
     pending, revived = list(needs), graph.marks.revived
     while pending:
         node = pending.pop().producer
-        if node is not None and node.index in graph.unread and node.index not in revived:
+        if node is not None and node.index in graph.initially_dead and node.index not in revived:
             revived.add(node.index)
             pending += node.inputs
 
@@ -82,9 +82,9 @@ def circular(graph: Graph, replacements: dict[Value, Emission]) -> list[Emission
     return []
 
 
-def dead_after(graph: Graph, defined: tuple[Value, ...], kept: Value | None = None,
+def dead_after(graph: Graph, defined: tuple[Value, ...], live: Value | None = None,
                ignored: AbstractSet[int] | None = None) -> dict[int, Node]:
-    """The nodes, by index, that nobody needs once `defined` are computed otherwise; `kept` is needed all the same. Readers with an
+    """The nodes, by index, that nobody needs once `defined` are computed otherwise; `live` stays. Readers with an
     index in `ignored` do not count, by default those that are dead already."""
     fused_away: dict[int, Node] = {}
     replaced, unneeded = graph.marks.replaced.union(defined), dead(graph) if ignored is None else ignored
@@ -92,7 +92,7 @@ def dead_after(graph: Graph, defined: tuple[Value, ...], kept: Value | None = No
 
     def needed(value: Value) -> bool:
         return value not in replaced and (
-            value is kept or graph.is_returned(value)
+            value is live or graph.is_returned(value)
             or any(user.index not in fused_away and user.index not in unneeded for user in value.users))
 
     while pending:

@@ -100,7 +100,7 @@ def _rows(graph: Graph, node: Node, statistics: Statistics, claimed, unprofitabl
 
 def _served(graph: Graph, statistics: Statistics) -> frozenset[int]:
     """The nodes that nobody needs once the statistics are computed otherwise."""
-    return batch_norm_grad.only_for(graph, (*statistics.moments,), kept=statistics.x)
+    return batch_norm_grad.only_for(graph, (*statistics.moments,), live=statistics.x)
 
 
 def _first_step(graph: Graph, statistics: Statistics, ignored: frozenset[int]) -> tuple[Value, Node] | None:

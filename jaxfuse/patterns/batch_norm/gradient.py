@@ -62,7 +62,7 @@ def find(graph: Graph, statistics: Statistics) -> Gradient | None:
     (g,) = cotangents
     results = _results(graph, forms, x, g)
     made = (*sums, *zeros, *results, *statistics.moments)
-    return Gradient(statistics, forms, g, sums, zeros, results, only_for(graph, made, kept=g))
+    return Gradient(statistics, forms, g, sums, zeros, results, only_for(graph, made, live=g))
 
 
 def through_activation(graph: Graph, gradient: Gradient) -> Iterator[Gradient]:
@@ -73,13 +73,13 @@ def through_activation(graph: Graph, gradient: Gradient) -> Iterator[Gradient]:
     for z in sorted(arguments, key=lambda v: v.index, reverse=True):
         for slope in activation_grads_at(graph, z, gradient.g):
             made = (*gradient.defines, *gradient.statistics.moments, gradient.g)
-            yield gradient._replace(nodes=only_for(graph, made, kept=slope.dy), slope=slope)
+            yield gradient._replace(nodes=only_for(graph, made, live=slope.dy), slope=slope)
 
 
-def only_for(graph: Graph, made: tuple[Value, ...], kept: Value) -> frozenset[int]:
-    """Indices of the nodes that only these values need, up to the one that is kept. A forward pass whose value nobody reads is fused
+def only_for(graph: Graph, made: tuple[Value, ...], live: Value) -> frozenset[int]:
+    """Indices of the nodes that only these values need, up to the one that stays live. A forward pass whose value nobody reads is fused
     all the same: its steps are none of them."""
-    return frozenset(dead_after(graph, made, kept=kept, ignored=frozenset()))
+    return frozenset(dead_after(graph, made, live=live, ignored=frozenset()))
 
 
 def _first(sums: dict[Value, Form]) -> dict[Value, Form]:
