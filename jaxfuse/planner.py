@@ -116,14 +116,14 @@ class _Planner:
         self.replacements |= {value: emission for emission in emissions for value in emission.defines}
 
     def enter_bodies(self) -> None:
-        joined = self._joined()
+        pairs = self._scan_pairs()
         for node in self.graph.nodes:
             bodies = {} if node.index in self.graph.marks.fused_away else subprograms(node)
             emissions: Sequence[Emission] = ()
             rows: list = []
             plans: list[Plan] = []
-            if node.index in joined:
-                emissions, plans = joined[node.index]
+            if node.index in pairs:
+                emissions, plans = pairs[node.index]
                 rows = _rows(plans)
             elif bodies:
                 emissions, rows, plans = self._enter(node, bodies)
@@ -133,14 +133,14 @@ class _Planner:
                 rows = _refused(reason, _rows(plans))
             self._replace(emissions)
             self.rows += [_Row(row, node.index) for row in rows]
-            self.inner |= {node.index: plans} if rows or bodies or node.index in joined else {}
+            self.inner |= {node.index: plans} if rows or bodies or node.index in pairs else {}
 
-    def _joined(self) -> dict[int, tuple[Sequence[Emission], list[Plan]]]:
-        """What `scan_pairs.joined` gives for the scans whose backward scan is in this program too; the backward scan's own is empty."""
+    def _scan_pairs(self) -> dict[int, tuple[Sequence[Emission], list[Plan]]]:
+        """What `scan_pairs.rewritten` gives for the scans whose backward scan is in this program too; the backward scan's own is empty."""
         graph, taken = self.graph, self.claimed | self.graph.marks.fused_away
         results: dict[int, tuple[Sequence[Emission], list[Plan]]] = {}
         for first, second in scan_pairs.pairs(graph, autodiff.backward(graph), lambda node: node.index not in taken):
-            result = scan_pairs.joined(graph, first, second, lambda closed: plan(closed, self.decider))
+            result = scan_pairs.rewritten(graph, first, second, lambda closed: plan(closed, self.decider))
             if result:
                 results |= {first.node.index: (result[0], [result[1]]), second.node.index: ((), [])}
         return results

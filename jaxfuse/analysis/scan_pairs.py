@@ -1,9 +1,9 @@
 """A scan and the scan that autodiff made of it, matched as one.
 
 Where layers are scanned over, one body computes a layer and saves what the other, run backwards, computes its gradients from.
-In neither is there both x and the cotangent, which the patterns of a train step begin with. Joined, the two bodies are such a
-step: iteration i of the second reads what iteration i of the first saved. What is then computed is taken apart again: the
-first scan computes what it always gave, and saves what the second meets of it, mostly less than before.
+In neither is there both x and the cotangent, which the patterns of a train step begin with. Fused, the two bodies are such a
+step: iteration i of the second reads what iteration i of the first saved. Once that is rewritten it is split into two loops again:
+the first computes what it always gave, and saves what the second reads of it, mostly less than before.
 """
 
 from collections import Counter
@@ -71,11 +71,11 @@ def pairs(graph: Graph, backward: frozenset[int], free: Callable[[Node], bool]) 
 class ScanPair:
     """Both bodies as one program. Its inputs are those of the first, then those of the second that are not known from the
     first: `shared` maps the second's inputs to (True, output) or (False, input) of the first, `own` are the others. Its
-    outputs are what of the first is read elsewhere, `kept`, then those of the second."""
+    outputs are the live ones of the first, which are read elsewhere too, at `live`, then those of the second."""
 
     def __init__(self, graph: Graph, first: Loop, second: Loop):
         self.first, self.second, self.shared = first, second, {}
-        self.kept = [i for i, v in enumerate(first.node.outputs) if i < first.carried or graph.is_returned(v)
+        self.live = [i for i, v in enumerate(first.node.outputs) if i < first.carried or graph.is_returned(v)
                      or any(user is not second.node for user in v.users)]
         stacked = {v: i for i, v in enumerate(first.node.outputs) if i >= first.carried}
         given = {v: i for i, v in enumerate(first.node.inputs)}
@@ -87,84 +87,84 @@ class ScanPair:
                 self.shared[k] = False, source
         self.own = [k for k in range(len(second.node.inputs)) if k not in self.shared]
 
-    def program(self) -> ClosedJaxpr:
+    def fused(self) -> ClosedJaxpr:
         first, second = self.first.body, self.second.body
 
-        def joint(*arrays):
+        def both(*arrays):
             given, own = self.first.with_numbers(arrays[: len(first.jaxpr.invars)]), iter(arrays[len(first.jaxpr.invars):])
             made = jaxpr_as_fun(first)(*given)
             inputs = [(made if self.shared[k][0] else given)[self.shared[k][1]] if k in self.shared else next(own)
                       for k in range(len(second.jaxpr.invars))]
             with jax.named_scope("transpose(scan)"):
-                return *[made[i] for i in self.kept], *jaxpr_as_fun(second)(*self.second.with_numbers(inputs))
+                return *[made[i] for i in self.live], *jaxpr_as_fun(second)(*self.second.with_numbers(inputs))
 
         types = [v.aval for v in first.jaxpr.invars] + [second.jaxpr.invars[k].aval for k in self.own]
-        return jax.make_jaxpr(joint)(*types)
+        return jax.make_jaxpr(both)(*types)
 
 
-def joined(graph: Graph, first: Loop, second: Loop, plan) -> tuple[list[Emission], Any] | None:
+def rewritten(graph: Graph, first: Loop, second: Loop, plan) -> tuple[list[Emission], Any] | None:
     """(the two scans over rewritten bodies, the plan of both as one program), or None: nothing is rewritten, or not in two, or it would
     have to save much more than before. `plan(closed)` rewrites a program."""
-    joint = ScanPair(graph, first, second)
-    inner = plan(joint.program())
+    pair = ScanPair(graph, first, second)
+    inner = plan(pair.fused())
     if not inner.replacements:
         return None
-    parts = _Parts(joint, inner)
-    if parts.reads_second or parts.too_large:
+    split = _Split(pair, inner)
+    if split.reads_second or split.too_large:
         return None
     try:
-        return parts.emissions(), inner
+        return split.emissions(), inner
     except (TypeError, ValueError):  # JAX finds a body unfit: a carry of another type
         return None
 
 
-class _Parts:
-    """The rewritten joint program, in two again. `saved` are its values that the first scan stacks up for the second.
-    `reads_second`: a kernel of the second now gives what the first needs, so that they cannot be parted."""
+class _Split:
+    """The rewritten program of a fused pair, as two loops again. `saved` are its values that the first stacks up for the second.
+    `reads_second`: a kernel of the second now gives what the first needs, so that they cannot be split."""
 
-    def __init__(self, joint: ScanPair, inner):
-        self.joint, self.inner = joint, inner
-        first, second, program = joint.first, joint.second, inner.graph
-        self.wanted, self.results = program.outputs[: len(joint.kept)], program.outputs[len(joint.kept) :]
+    def __init__(self, pair: ScanPair, inner):
+        self.pair, self.inner = pair, inner
+        first, second, program = pair.first, pair.second, inner.graph
+        self.wanted, self.results = program.outputs[: len(pair.live)], program.outputs[len(pair.live) :]
         self.inputs, own = program.inputs[: len(first.node.inputs)], program.inputs[len(first.node.inputs) :]
-        made, read = _reached(self.wanted, inner.replacements, {*program.inputs, *program.constants})
-        self.reads_second = any(v in read for v in own)
-        _, met = _reached(self.results, inner.replacements, {*program.inputs, *program.constants, *made})
+        made, inputs = _reached(self.wanted, inner.replacements, {*program.inputs, *program.constants})
+        self.reads_second = any(v in inputs for v in own)
+        _, read = _reached(self.results, inner.replacements, {*program.inputs, *program.constants, *made})
         _, carried, _ = first.split(self.inputs)
-        self.saved = [v for v in met if v in made or v in carried]
-        dropped = [v for i, v in enumerate(first.node.outputs) if i not in joint.kept]
+        self.saved = [v for v in read if v in made or v in carried]
+        dropped = [v for i, v in enumerate(first.node.outputs) if i not in pair.live]
         self.too_large = sum(map(nbytes, self.saved)) * first.options["length"] > MOST_SAVED * sum(map(nbytes, dropped))
         # what else the second reads, each with the outer program's value, as CONST, CARRIED or SLICED
-        read_again = [(first.kind(i), v, outer) for i, (v, outer) in enumerate(zip(self.inputs, first.node.inputs)) if v in met]
-        of_second = [(second.kind(k), v, second.node.inputs[k]) for k, v in zip(joint.own, own)]
+        read_again = [(first.kind(i), v, outer) for i, (v, outer) in enumerate(zip(self.inputs, first.node.inputs)) if v in read]
+        of_second = [(second.kind(k), v, second.node.inputs[k]) for k, v in zip(pair.own, own)]
         known = [*[known for known in read_again if known[0] != CARRIED], *of_second]
         self.known = [[(v, outer) for kind, v, outer in known if kind == wanted] for wanted in range(3)]
 
     def emissions(self) -> list[Emission]:
-        first, second = self.joint.first.node, self.joint.second.node
+        first, second = self.pair.first.node, self.pair.second.node
         forward = jax.make_jaxpr(self._forward)(*[v.aval for v in first.inputs])
-        kept = [first.outputs[i] for i in self.joint.kept]
-        stacks = [Value(aval) for aval in forward.out_avals[len(kept) :]]
+        live = [first.outputs[i] for i in self.pair.live]
+        stacks = [Value(aval) for aval in forward.out_avals[len(live) :]]
         needs = [stacks, *[[outer for _, outer in known] for known in self.known]]
         backward = jax.make_jaxpr(self._backward)(*[[v.aval for v in values] for values in needs])
-        for value, aval in zip((*kept, *second.outputs), (*forward.out_avals[: len(kept)], *backward.out_avals)):
+        for value, aval in zip((*live, *second.outputs), (*forward.out_avals[: len(live)], *backward.out_avals)):
             if (value.shape, value.dtype) != (aval.shape, aval.dtype):
                 raise TypeError(f"{aval} instead of {value!r}")
-        return [Emission.of(first.inputs, (*kept, *stacks), jaxpr_as_fun(forward)),
+        return [Emission.of(first.inputs, (*live, *stacks), jaxpr_as_fun(forward)),
                 Emission.of(sum(needs, []), second.outputs, jaxpr_as_fun(backward))]
 
     def _forward(self, *arrays):
-        consts, carried, xs = self.joint.first.split(arrays)
-        return self._scan(self.joint.first, carried, xs, (*self.wanted, *self.saved),
+        consts, carried, xs = self.pair.first.split(arrays)
+        return self._scan(self.pair.first, carried, xs, (*self.wanted, *self.saved),
                           lambda carried, xs: zip(self.inputs, (*consts, *carried, *xs)))
 
     def _backward(self, stacks, consts, carried, xs):
         inner = [*self.saved, *[v for known in self.known for v, _ in known]]
-        return self._scan(self.joint.second, carried, (stacks, xs), self.results,
+        return self._scan(self.pair.second, carried, (stacks, xs), self.results,
                           lambda carried, slices: zip(inner, (*slices[0], *consts, *carried, *slices[1])))
 
     def _scan(self, loop: Loop, carried, xs, wanted: Sequence[Value], known: Callable):
-        """A loop like this one, which gives the wanted values of the joint program from those that are `known` of a step."""
+        """A loop like this one, which gives the wanted values of the fused pair from those that are `known` of a step."""
         graph = self.inner.graph
 
         def step(carried, xs):
@@ -179,14 +179,14 @@ class _Parts:
 def _reached(wanted, replacements, known: set[Value]) -> tuple[dict[Value, None], dict[Value, None]]:
     """(what is computed on the way to the wanted values, the known ones that it is computed from), each in its order."""
     made: dict[Value, None] = {}
-    met: dict[Value, None] = {}
+    given: dict[Value, None] = {}
     stack = list(wanted)
     while stack:
         value = stack.pop()
         if value in known:
-            met[value] = None
+            given[value] = None
         elif value not in made and value.literal is None:
             emission = replacements.get(value)
             made |= dict.fromkeys(emission.defines if emission else value.node.outputs)
             stack += emission.needs if emission else value.node.inputs
-    return made, met
+    return made, given

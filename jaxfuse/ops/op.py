@@ -304,9 +304,9 @@ class Linear:
 
 def jvp_of(function, primals, tangents):
     """jax.jvp of a function that returns a tuple, with symbolic zero tangents held fixed."""
-    moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
-    of_moving = _of_some(function, primals, moving)
-    outs, out_tangents = jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
+    active = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
+    of_active = _of_some(function, primals, active)
+    outs, out_tangents = jax.jvp(of_active, [primals[i] for i in active], [tangents[i] for i in active])
     return list(outs), list(out_tangents)
 
 

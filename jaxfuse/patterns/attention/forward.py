@@ -40,7 +40,7 @@ def match(graph, node: Node, claimed: set[int], unprofitable):
 
 
 class _Site:
-    """An attention as it will run. `inputs` are q, k, v and the biases as its nodes read them, `moving` the same before the first three
+    """An attention as it will run. `inputs` are q, k, v and the biases as its nodes read them, `primals` the same before the first three
     were widened, if all were; `fixed` what has no gradient: masks, factors and dropout."""
 
     def __init__(self, graph: Graph, part, node: Node, form: Form):
@@ -48,7 +48,7 @@ class _Site:
         self.inputs = [part.original(v) for v in (*form.qkv, *[o.value for o in form.biases])]
         self.fixed = [part.original(o.value) for o in (*form.masks, *form.factors, *form.dropped)]
         narrow = [unwidened(v) for v in self.inputs[:3]]
-        self.moving = [*narrow, *self.inputs[3:]] if len({v.dtype for v in narrow}) == 1 else self.inputs
+        self.primals = [*narrow, *self.inputs[3:]] if len({v.dtype for v in narrow}) == 1 else self.inputs
         added = dict(bias=form.biases, mask=form.masks, dropout=form.dropped)
         self.label = "+".join(["attention", *[name for name, found in added.items() if found]])
         config = AttentionConfig(*form.specs, form.out.replace("e", "") + "e", scale=form.scale, fill=form.fill,
@@ -64,7 +64,7 @@ class _Site:
         self._require_precision()
         gradient = self._gradient() if self.part is not self.graph else None
         require_unread(self.graph, self.form.nodes, (self.end, *(gradient.defines if gradient else ())))
-        avals = [v.aval for v in self.moving], [v.aval for v in self.fixed]
+        avals = [v.aval for v in self.primals], [v.aval for v in self.fixed]
         types = tuple(jax.eval_shape(self._operands, *avals))
         direction = "backward" if gradient else "forward"  # where the program has the gradient both are worth it, or neither
         require(OP.forward, self.config, types, unprofitable, "attention", self.config, types, direction)
@@ -85,10 +85,10 @@ class _Site:
                 if reason:
                     raise Unfit(reason)
 
-    def _operands(self, moving, fixed) -> list:
+    def _operands(self, primals, fixed) -> list:
         """The op's arguments: all biases as one, all masks as one, what is dropped as one, and the values times their factors."""
         form, config = self.form, self.config
-        q, k, v, *biases = moving
+        q, k, v, *biases = primals
         arrays = iter(fixed)
         masks, factors, dropped = ([jnp.logical_not(a) if o.inverted else a for o, a in zip(found, arrays)]
                                    for found in (form.masks, form.factors, form.dropped))
@@ -112,12 +112,12 @@ class _Site:
         config = dataclasses.replace(self.config, with_residuals=bool(saved))
 
         def run(read):
-            outs = OP(config, *self._operands(list(map(read, self.moving)), list(map(read, self.fixed))))
+            outs = OP(config, *self._operands(list(map(read, self.primals)), list(map(read, self.fixed))))
             placed = lax.transpose(outs[0], [config.out.index(a) for a in self.form.out])
             yield self.end, placed.reshape(self.end.shape)
             yield from zip(saved, outs, strict=bool(saved))
 
-        return Emission((*self.moving, *self.fixed), (self.end, *saved), run)
+        return Emission((*self.primals, *self.fixed), (self.end, *saved), run)
 
     # --- the backward pass
 
@@ -135,17 +135,17 @@ class _Site:
         wanted = [value is not None for value in gradient.found[:3]] + ([any(gradient.found[3:])] if self.form.biases else [])
 
         def arrays(read):
-            moving, fixed = list(map(read, self.moving)), list(map(read, self.fixed))
-            operands = self._operands(moving, fixed)
+            primals, fixed = list(map(read, self.primals)), list(map(read, self.fixed))
+            operands = self._operands(primals, fixed)
             active = (*wanted, *[False] * (len(operands) - len(wanted)))
             linear = Linear(config, active, tuple(type_of(jax.typeof(a)) for a in operands), len(operands) + len(saved))
             sizes = config.sizes(*operands[:3])
             dy = lax.transpose(read(gradient.dy).reshape([sizes[a] for a in self.form.out]), [self.form.out.index(a) for a in config.out])
             given = iter(OP.backward(linear, *operands, *map(read, saved), dy))
             cotangents = [next(given) if is_wanted else jnp.zeros_like(a) for a, is_wanted in zip(operands, wanted)]
-            return jax.vjp(lambda *moving: self._operands(moving, fixed)[: len(wanted)], *moving)[1](cotangents)
+            return jax.vjp(lambda *primals: self._operands(primals, fixed)[: len(wanted)], *primals)[1](cotangents)
 
-        return gradient_emission(gradient, (*self.moving, *self.fixed, *saved), arrays)
+        return gradient_emission(gradient, (*self.primals, *self.fixed, *saved), arrays)
 
 
 def _to_layout(operand: Operand, array, letters: str):

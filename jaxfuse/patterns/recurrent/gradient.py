@@ -31,26 +31,25 @@ def matches(graph: Graph, node: Node, sequences) -> tuple[Match, Match]:
     found = next((pair for pair in pairs(graph, backward(graph), lambda node: True) if pair[0].node is node), None)
     if found is None:
         raise Unfit(OTHER)
-    pair = _Pair(graph, *found)
-    (alone,) = pair.alone.nodes
+    loops = _Loops(graph, *found)
+    (alone,) = loops.alone.nodes
     if any(n.primitive in (*CUSTOM_DERIVATIVE_CALLS, "stop_gradient") for n in Graph(alone.params["jaxpr"]).nodes):
         raise Unfit(OTHER)  # JAX's gradient of the loop is not that of its values
-    match = sequences(pair.alone, alone)
-    for driven in pair.driven() if match and pair.is_reversed else ():
-        moving = pair.gradients(driven)
-        if moving:
-            return pair.fused(match, driven, moving)
+    match = sequences(loops.alone, alone)
+    for outputs in loops.differentiated_outputs() if match and loops.is_reversed else ():
+        if gradients := loops.gradients(outputs):
+            return loops.fused(match, outputs, gradients)
     raise Unfit(OTHER)
 
 
-class _Pair:
+class _Loops:
     """A loop and the one of the backward pass that reads what it saves. That one carries sums of gradients of what the first one's
     constants are made of, `leaves`, and the cotangents of its states, and is given those of its outputs."""
 
     def __init__(self, graph: Graph, first: Loop, second: Loop):
-        self.first, self.second, self.joint = first, second, ScanPair(graph, first, second)
+        self.first, self.second, self.pair = first, second, ScanPair(graph, first, second)
         self.sums = max(0, second.carried - first.carried)
-        self.own = [k for k in self.joint.own if second.kind(k) != CONST]
+        self.own = [k for k in self.pair.own if second.kind(k) != CONST]
         self.leaves, others = self._leaves(first), self._leaves(second)
         self.others = [v for v in others if v not in self.leaves]
         self.alone = self._alone()
@@ -81,7 +80,7 @@ class _Pair:
         """A program of the forward loop alone, without what it saves for the other, and with its constants made of the leaves in
         every step."""
         first, count = self.first, len(self.leaves)
-        used = [i in self.joint.kept for i in range(len(first.node.outputs))]
+        used = [i in self.pair.live for i in range(len(first.node.outputs))]
         inner, _ = partial_eval.dce_jaxpr(first.body.jaxpr, used, instantiate=True)
         step = jaxpr_as_fun(first.body.replace(jaxpr=inner))
 
@@ -102,8 +101,8 @@ class _Pair:
         """Of the states, then of outputs."""
         return tuple(self.second.node.inputs[k] for k in self.own[self.sums :])
 
-    def driven(self) -> list[tuple[int, ...]]:
-        """Which outputs these may be of: all states, and some of the others in their order; `MOST_CHOICES` at most."""
+    def differentiated_outputs(self) -> list[tuple[int, ...]]:
+        """Which outputs the cotangents may be of: all states, and some of the others in their order; `MOST_CHOICES` at most."""
         outputs, states = self.alone.nodes[0].outputs, range(self.first.carried)
         wanted = list(map(_type, self.cotangents()))
         others = itertools.combinations(range(len(states), len(outputs)), max(0, len(wanted) - len(states)))
@@ -111,7 +110,7 @@ class _Pair:
         fitting = (chosen for chosen in choices if [_type(outputs[i]) for i in chosen] == wanted)
         return list(itertools.islice(fitting, MOST_CHOICES))
 
-    def gradients(self, driven: tuple[int, ...]) -> dict[Value, int] | None:
+    def gradients(self, differentiated: tuple[int, ...]) -> dict[Value, int] | None:
         """The second loop's results, each with the argument of `alone` whose gradient it is; None if there is another one that is
         read."""
         step: ClosedJaxpr = self.alone.nodes[0].params["jaxpr"]
@@ -121,10 +120,10 @@ class _Pair:
         def both(arguments, others, own):
             cotangents = own[self.sums :]
 
-            def value(*moving):
-                new = dict(zip(floats, moving))
+            def value(*primals):
+                new = dict(zip(floats, primals))
                 outs = jaxpr_as_fun(step)(*[new.get(i, array) for i, array in enumerate(arguments)])
-                return [outs[i] for i in driven]
+                return [outs[i] for i in differentiated]
 
             return self._second(arguments, others, own), jax.vjp(value, *[arguments[i] for i in floats])[1](cotangents)
 
@@ -153,7 +152,7 @@ class _Pair:
 
     def _second(self, arguments, others, own) -> list:
         """A step of the second loop, for these arguments of a step of `alone`."""
-        first, second, shared, count = self.first, self.second, self.joint.shared, len(self.leaves)
+        first, second, shared, count = self.first, self.second, self.pair.shared, len(self.leaves)
         known = dict(zip([*self.leaves, *self.others], [*arguments[:count], *others]))
         given = [*compute(first.node.inputs[: first.consts], known, {}), *arguments[count:]]
         saved, consts, rest = jaxpr_as_fun(first.body)(*given), compute(second.node.inputs[: second.consts], known, {}), iter(own)
@@ -161,31 +160,31 @@ class _Pair:
                  for k in range(second.consts, len(second.node.inputs))]
         return jaxpr_as_fun(second.body)(*consts, *steps)
 
-    def fused(self, match: Match, driven: tuple[int, ...], gradients: dict[Value, int]) -> tuple[Match, Match]:
-        (alone,), (emission,), moving = self.alone.nodes, match.emissions, tuple(gradients.values())
+    def fused(self, match: Match, differentiated: tuple[int, ...], gradients: dict[Value, int]) -> tuple[Match, Match]:
+        (alone,), (emission,), primals = self.alone.nodes, match.emissions, tuple(gradients.values())
 
-        def differentiated(*arrays):
+        def outs_and_pullback(*arrays):
             def value(*given):
-                read = dict(zip(alone.inputs, arrays)) | {alone.inputs[i]: array for i, array in zip(moving, given)}
+                read = dict(zip(alone.inputs, arrays)) | {alone.inputs[i]: array for i, array in zip(primals, given)}
                 outs = [array for _, array in emission.run(lambda v: read[v])]
-                return [outs[i] for i in driven], outs
+                return [outs[i] for i in differentiated], outs
 
-            _, pullback, outs = jax.vjp(value, *[arrays[i] for i in moving], has_aux=True)
+            _, pullback, outs = jax.vjp(value, *[arrays[i] for i in primals], has_aux=True)
             return outs, pullback
 
         outside, cotangents = self.outside, self.cotangents()
-        leaves, structure = jax.tree.flatten(jax.eval_shape(differentiated, *[v.aval for v in outside])[1])
-        kept, saved = [self.first.node.outputs[i] for i in self.joint.kept], list(map(Value, leaves))
+        leaves, structure = jax.tree.flatten(jax.eval_shape(outs_and_pullback, *[v.aval for v in outside])[1])
+        live, saved = [self.first.node.outputs[i] for i in self.pair.live], list(map(Value, leaves))
 
         def run(*arrays):
-            outs, pullback = differentiated(*arrays)
+            outs, pullback = outs_and_pullback(*arrays)
             return *outs, *jax.tree.leaves(pullback)
 
         def run_back(*arrays):
             return jax.tree.unflatten(structure, arrays[: len(saved)])(list(arrays[len(saved) :]))
 
         first, second = self.first.node, self.second.node
-        forward, back = Emission.of(outside, (*kept, *saved), run), Emission.of((*saved, *cotangents), gradients, run_back)
+        forward, back = Emission.of(outside, (*live, *saved), run), Emission.of((*saved, *cotangents), gradients, run_back)
         return (Match(match.pattern, first, (first,), (forward,), tuple(first.inputs), 0),
                 Match(match.pattern, second, (), (back,), cotangents, 0, "backward"))
 
