@@ -51,7 +51,7 @@ HOST_DEVICE float pulled_back(Activation activation, float g, float z, const Par
 }
 
 // The same from y = activation(z), where it is a function of y: has_derivative_from_y.
-HOST_DEVICE float pulled_back_by_value(Activation activation, float g, float y, const Parameters& p) {
+HOST_DEVICE float pulled_back_from_y(Activation activation, float g, float y, const Parameters& p) {
 #define JAXFUSE_ROW(name, ...) \
   case Activation::name: return formulas::pullback_from_y<Activation::name>(g, y, p);
   switch (activation) { JAXFUSE_ACTIVATIONS(JAXFUSE_ROW) }

@@ -1,7 +1,7 @@
 // Depthwise convolution's FFI targets on CUDA: images (n, height, width, channels), filter (height, width, 1, channels).
 //   jaxfuse_depthwise_fwd   x, w, [scale], [bias] -> y, [z]
-//   jaxfuse_depthwise_bwd   x, w, dy, [told] -> dx, dw, db, [dz], memory for partial sums: f32 (parts, places of the window + 1, channels)
-// Gradients of the filter and the bias are f32. `told` is y if by_value, else z; it and dz are there if there is an activation.
+//   jaxfuse_depthwise_bwd   x, w, dy, [saved activation] -> dx, dw, db, [dz], memory for partial sums: f32 (parts, taps + 1, channels)
+// Gradients of the filter and the bias are f32. The saved activation, y if by_value, else z, and dz are there if there is an activation.
 #include "depthwise.h"
 
 #include <string_view>
@@ -30,8 +30,8 @@ class Reader : public cuda::Reader<Args> {
     args.aligned = channels % 8 == 0;
     args.height = axis(w, 0);
     args.width = axis(w, 1);
-    places_ = w.shape[0] * w.shape[1];
-    if (places_ > kLongest) call.refuse("w has shape ", to_string(w.shape), ": too large");
+    taps_ = w.shape[0] * w.shape[1];
+    if (taps_ > kLongest) call.refuse("w has shape ", to_string(w.shape), ": too large");
     args.activation = activation_attr(call);
     args.parameters = parameters_attr(call);
     args.x = full(x_);
@@ -41,7 +41,7 @@ class Reader : public cuda::Reader<Args> {
   void* of_y(const Tensor& t) { return shaped(t, {args.images, args.height.out, args.width.out, args.channels}); }
   float* vector(const Tensor& t) { return numbers(t, {args.channels}); }
   float* filter(const Tensor& t) { return numbers(t, {args.height.window, args.width.window, 1, args.channels}); }
-  void workspace(const Tensor& t) { partial_sums(t, args.channels, places_ + 1); }
+  void workspace(const Tensor& t) { partial_sums(t, args.channels, taps_ + 1); }
 
  private:
   Axis axis(const Tensor& w, size_t d) const {
@@ -57,12 +57,13 @@ class Reader : public cuda::Reader<Args> {
     const int64_t in = x_.shape[1 + d], window = w.shape[d], room = in + low + high - (window - 1) * dilation;
     if (room < 1 || in > kLongest || room > kLongest || (window - 1) * dilation > kLongest) {
       call_.refuse("x has shape ", to_string(x_.shape), ", w ", to_string(w.shape), ": with padding (", low, ", ", high,
-                   ") and dilation ", dilation, " the window has ", room, " places along dimension ", 1 + d, ", expected 1 to ", kLongest);
+                   ") and dilation ", dilation, " the window has ", room, " positions along dimension ", 1 + d,
+                   ", expected 1 to ", kLongest);
     }
     return {int32_t(in), int32_t((room - 1) / stride + 1), int32_t(window), int32_t(stride), int32_t(-low), int32_t(dilation), 1};
   }
 
-  int64_t places_;
+  int64_t taps_;
 };
 
 void forward_handler(const Call& call, cudaStream_t stream) {
@@ -82,13 +83,13 @@ void backward_handler(const Call& call, cudaStream_t stream) {
   call.expect_counts(3 + activated, 4 + activated);
   Reader reader(call);
   Args& args = reader.args;
-  args.by_value = derivative_from_y_attr(call, args.activation, args.parameters);
+  args.derivative_from_y = derivative_from_y_attr(call, args.activation, args.parameters);
   args.dy = reader.of_y(call.operand(2, "dy"));
   args.dx = reader.full(call.result(0, "dx"));
   args.dw = reader.filter(call.result(1, "dw"));
   args.db = reader.vector(call.result(2, "db"));
   if (activated) {
-    args.told = reader.of_y(call.operand(3, args.by_value ? "y" : "z"));
+    args.saved_activation = reader.of_y(call.operand(3, args.derivative_from_y ? "y" : "z"));
     args.dz = reader.of_y(call.result(3, "dz"));
   }
   reader.workspace(call.result(3 + activated, "workspace"));

@@ -27,18 +27,18 @@ void forward(const Args& args, cudaStream_t stream) { convolve("depthwise forwar
 
 void backward(const Args& args, cudaStream_t stream) {
   const Blocks blocks(args.channels, kSumsAcross, kFilterThreads);
-  const int64_t places = args.height.window * args.width.window;
-  const dim3 grid(blocks.tiles, args.parts, (places + kPlaces - 1) / kPlaces);
+  const int64_t taps = args.height.window * args.width.window;
+  const dim3 grid(blocks.tiles, args.parts, (taps + kTaps - 1) / kTaps);
   with_element(args.element, [&](auto element) {
     using T = decltype(element);
     const auto kernel = args.aligned ? filter_gradient_kernel<T, true> : filter_gradient_kernel<T, false>;
     launch("depthwise filter gradient", kernel, grid, blocks.block, stream, args);
   });
-  finish_sums({args.partials, args.parts, places * args.channels, args.channels, args.dw, args.db}, stream);
+  finish_sums({args.partials, args.parts, taps * args.channels, args.channels, args.dw, args.db}, stream);
   Args of_x{};  // the same windows, read the other way
   of_x.element = args.element, of_x.images = args.images, of_x.channels = args.channels, of_x.aligned = args.aligned;
-  of_x.height = args.height.turned(), of_x.width = args.width.turned();
-  of_x.x = args.told ? args.dz : args.dy, of_x.w = args.w, of_x.y = args.dx;
+  of_x.height = args.height.transposed(), of_x.width = args.width.transposed();
+  of_x.x = args.saved_activation ? args.dz : args.dy, of_x.w = args.w, of_x.y = args.dx;
   convolve("depthwise input gradient", of_x, stream);
 }
 

@@ -1,7 +1,7 @@
 // Depthwise convolution's kernels. In a block x counts octets of channels, y counts pixels. Bytes per element of the
-// output that are read and written, in bf16, with stride 1 and windows of at most 9 places:
+// output that are read and written, in bf16, with stride 1 and windows of at most 9 taps:
 //   convolve 4 (6 with z)                                 forward
-//   filter_gradient 8 (x, dy, told, dz), convolve 4       backward
+//   filter_gradient 8 (x, dy, saved activation, dz), convolve 4       backward
 #pragma once
 
 #include "activation.cuh"
@@ -11,15 +11,15 @@
 namespace jaxfuse::cuda::depthwise {
 
 constexpr int kPixels = 4;  // of a row, of which a thread makes the sums together: each number of the filter is read once for them
-constexpr int kPlaces = 9;  // of the window, whose sums a thread keeps in registers
+constexpr int kTaps = 9;  // whose sums a thread keeps in registers
 constexpr int kFilterThreads = 128;  // of the kernel that does: three blocks of them, with 168 registers, fit a multiprocessor
 
-// The input that output t takes place k of the window from; negative where that is in the padding.
+// The input that output t reads for tap k of the window; negative where that is in the padding.
 __device__ __forceinline__ int32_t source(const Axis& axis, int32_t t, int32_t k) {
-  int32_t at = t * axis.step + axis.low + k * axis.reach;
-  if (axis.spread != 1) {
-    if (at < 0 || at % axis.spread != 0) return -1;
-    at /= axis.spread;
+  int32_t at = t * axis.stride + axis.low + k * axis.rhs_dilation;
+  if (axis.lhs_dilation != 1) {
+    if (at < 0 || at % axis.lhs_dilation != 0) return -1;
+    at /= axis.lhs_dilation;
   }
   return at < axis.in ? at : -1;
 }
@@ -98,14 +98,14 @@ __global__ void __launch_bounds__(kThreads, 2) convolve_kernel(const Args args) 
   }
 }
 
-// Σ dz·x for each place of the window, and Σ dz, over the pixels of a part; blocks of the next z take the next places.
+// Σ dz·x for each tap of the window, and Σ dz, over the pixels of a part; blocks of the next z take the next taps.
 template <class T, bool aligned>
 __global__ void __launch_bounds__(kFilterThreads, 3) filter_gradient_kernel(const Args args) {
   __shared__ Lanes lanes;
   const Place place(args.channels);
   const Axis &height = args.height, &width = args.width;
-  const int32_t places = height.window * width.window, first = blockIdx.z * kPlaces;
-  float sums[kPlaces][8] = {}, sum[8] = {};
+  const int32_t taps = height.window * width.window, first = blockIdx.z * kTaps;
+  float sums[kTaps][8] = {}, sum[8] = {};
   if (place.count > 0) {
     const Run run(args.images * height.out * width.out, args.parts);
     for (int64_t pixel = run.begin + threadIdx.y; pixel < run.end; pixel += blockDim.y) {
@@ -114,20 +114,20 @@ __global__ void __launch_bounds__(kFilterThreads, 3) filter_gradient_kernel(cons
       const Octet<T> dy = load<aligned>(row_of<T>(args.dy, pixel, args.channels, place.channel), place.count);
       float dz[8];
       for (int i = 0; i < 8; ++i) dz[i] = to_float(dy.at[i]);
-      if (args.told) {
-        const Octet<T> told = load<aligned>(row_of<T>(args.told, pixel, args.channels, place.channel), place.count);
+      if (args.saved_activation) {
+        const Octet<T> saved = load<aligned>(row_of<T>(args.saved_activation, pixel, args.channels, place.channel), place.count);
         for (int i = 0; i < 8; ++i) {
-          dz[i] = args.by_value ? pulled_back_by_value(args.activation, dz[i], to_float(told.at[i]), args.parameters)
-                                : pulled_back(args.activation, dz[i], to_float(told.at[i]), args.parameters);
+          dz[i] = args.derivative_from_y ? pulled_back_from_y(args.activation, dz[i], to_float(saved.at[i]), args.parameters)
+                                         : pulled_back(args.activation, dz[i], to_float(saved.at[i]), args.parameters);
         }
         if (first == 0) store<aligned>(static_cast<T*>(args.dz) + pixel * args.channels + place.channel, dz, place.count);
       }
       for (int i = 0; i < 8; ++i) sum[i] += dz[i];
       int32_t kh = first / width.window, kw = first % width.window;
 #pragma unroll
-      for (int t = 0; t < kPlaces; ++t) {
+      for (int t = 0; t < kTaps; ++t) {
         const int32_t line = source(height, top, kh), at = source(width, left, kw);
-        if (first + t < places && line >= 0 && at >= 0) {
+        if (first + t < taps && line >= 0 && at >= 0) {
           const Octet<T> x = load<aligned>(
               row_of<T>(args.x, (image * height.in + line) * width.in + at, args.channels, place.channel), place.count);
 #pragma unroll
@@ -137,12 +137,12 @@ __global__ void __launch_bounds__(kFilterThreads, 3) filter_gradient_kernel(cons
       }
     }
   }
-  float* partials = args.partials + int64_t(blockIdx.y) * (places + 1) * args.channels;
+  float* partials = args.partials + int64_t(blockIdx.y) * (taps + 1) * args.channels;
 #pragma unroll
-  for (int t = 0; t < kPlaces; ++t) {
-    if (first + t < places) lanes.add_up(sums[t], place, partials + (first + t) * args.channels);
+  for (int t = 0; t < kTaps; ++t) {
+    if (first + t < taps) lanes.add_up(sums[t], place, partials + (first + t) * args.channels);
   }
-  if (first == 0) lanes.add_up(sum, place, partials + places * args.channels);
+  if (first == 0) lanes.add_up(sum, place, partials + taps * args.channels);
 }
 
 }  // namespace jaxfuse::cuda::depthwise

@@ -11,12 +11,12 @@
 
 namespace jaxfuse::cuda::depthwise {
 
-// Along a dimension, output t takes place k of the window from input (t·step + low + k·reach)/spread, where there is one.
+// Along a dimension, output t reads for tap k of the window the input (t·stride + low + k·rhs_dilation)/lhs_dilation, if there is one.
 struct Axis {
-  int32_t in, out, window, step, low, reach, spread;
+  int32_t in, out, window, stride, low, rhs_dilation, lhs_dilation;
 
-  // The same convolution's gradient: which output took place k of the window from input t.
-  Axis turned() const { return {out, in, window, spread, -low, -reach, step}; }
+  // The transposed convolution, which is the gradient: which output read input t for tap k.
+  Axis transposed() const { return {out, in, window, lhs_dilation, -low, -rhs_dilation, stride}; }
 };
 
 struct Args {
@@ -29,15 +29,15 @@ struct Args {
   const void *x, *w;
   const float *scale, *bias;  // of z = scale·conv(x, w) + bias, or null
   void *y, *z;                // y = act(z); z or null
-  const void *dy, *told;      // told: y if by_value, else z; null without an activation
-  bool by_value;
+  const void *dy, *saved_activation;  // y if derivative_from_y, else z; null without an activation
+  bool derivative_from_y;
   void *dx, *dz;    // dz = dy·act'(z), null without an activation
-  float* partials;  // (parts, places of the window + 1, channels)
+  float* partials;  // (parts, taps + 1, channels)
   int32_t parts;
-  float *dw, *db;  // (places, channels), (channels)
+  float *dw, *db;  // (taps, channels), (channels)
 };
 
 void forward(const Args&, cudaStream_t);   // x, w -> y, [z]
-void backward(const Args&, cudaStream_t);  // x, w, dy, [told] -> dx, dw, db, [dz]
+void backward(const Args&, cudaStream_t);  // x, w, dy, [saved activation] -> dx, dw, db, [dz]
 
 }  // namespace jaxfuse::cuda::depthwise

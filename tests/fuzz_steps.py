@@ -77,10 +77,10 @@ def biased(scope, y, key, bias):
     if bias == "none":
         return y
     b = scope.param(key, "b", scope.channels(y)).astype(y.dtype)
-    spread = b if bias == "vector" and scope.axis(y) == y.ndim - 1 else scope.along(y, b)
+    broadcast = b if bias == "vector" and scope.axis(y) == y.ndim - 1 else scope.along(y, b)
     if bias == "broadcast":
-        spread = jnp.broadcast_to(spread, y.shape)
-    return spread + y if bias == "left" else y + spread
+        broadcast = jnp.broadcast_to(broadcast, y.shape)
+    return broadcast + y if bias == "left" else y + broadcast
 
 
 @step(features=(4, 8, 8, 16, 5, 0, 0), size=(1, 3, 3, 2), stride=(1, 1, 1, 2), padding=("SAME", "SAME", "VALID", "pad", "odd"),

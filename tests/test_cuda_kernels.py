@@ -185,7 +185,7 @@ def of_conv(shape, window, strides, padding, dilation, dtype, **options) -> tupl
     return config, (random(0, shape, dtype), random(1, (*window, 1, channels), dtype))
 
 
-# Windows of one group of places and of several, aligned channels and not, strides, dilation, uneven padding and negative, sequences.
+# Windows of one group of taps and of several, aligned channels and not, strides, dilation, uneven padding and negative, sequences.
 DEPTHWISE = [
     ((2, 9, 11, 16), (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), "silu"),
     ((2, 11, 9, 13), (5, 3), (2, 1), ((3, 0), (0, 2)), (1, 2), "relu6"),
@@ -252,7 +252,7 @@ def test_refusals_of_depthwise(emulated):
         ((x, w[..., :7]), {}, r"w has shape \(3, 3, 1, 7\), expected \(height, width, 1, 8\)"),
         ((x, w), dict(padding_high=np.array((0, 1))), r"y has shape \(2, 6, 6, 8\), expected \(2, 5, 6, 8\)"),
         ((x, w), dict(window_strides=np.array((0, 1))), "attribute window_strides is"),
-        ((x, w), dict(rhs_dilation=np.array((4, 1))), "the window has 0 places along dimension 1"),
+        ((x, w), dict(rhs_dilation=np.array((4, 1))), "the window has 0 positions along dimension 1"),
         ((x, w.astype(jnp.bfloat16)), {}, "w has dtype bfloat16, expected float32"),
     ]:
         refuses(emulated, "jaxfuse_depthwise_fwd", message, operands, **attrs | options)

@@ -62,13 +62,13 @@ def test_filter_gradient_of_lesser_instruction_sets(level):
     assert printed_by(__file__, **LEVELS[level]) == "all\n"
 
 
-spread = functools.partial(conv, lhs_dilation=(2, 2))
+dilated = functools.partial(conv, lhs_dilation=(2, 2))
 OTHERS = {
-    "transposed": (functools.partial(spread, padding=((2, 2), (2, 2))), (2, 40, 41, 12), (4, 4, 12, 16)),
+    "transposed": (functools.partial(dilated, padding=((2, 2), (2, 2))), (2, 40, 41, 12), (4, 4, 12, 16)),
     "transposed, groups": (
-        functools.partial(spread, padding=((2, 1), (1, 2)), feature_group_count=3), (1, 40, 41, 12), (3, 3, 4, 6)),
+        functools.partial(dilated, padding=((2, 1), (1, 2)), feature_group_count=3), (1, 40, 41, 12), (3, 3, 4, 6)),
     "transposed, depthwise": (
-        functools.partial(spread, padding=((1, 1), (1, 1)), feature_group_count=8), (1, 40, 41, 8), (3, 3, 1, 8)),
+        functools.partial(dilated, padding=((1, 1), (1, 1)), feature_group_count=8), (1, 40, 41, 8), (3, 3, 1, 8)),
     "dense": (lambda x, w, b: jax.nn.gelu(x @ w + b), (60000, 6), (6, 10), (10,)),
     "layer norm": (functools.partial(layer_norm, of=centered), (40000, 16), (16,), (16,)),
     "batch norm": (functools.partial(layer_norm, of=centered, axes=0), (60000, 8), (8,), (8,)),

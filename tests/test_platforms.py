@@ -78,7 +78,7 @@ def test_depthwise_convolutions_on_cuda(monkeypatch):
     assert found(activated, *types()) == [("conv+bias+relu6", "depthwise", "")]
     assert sorted(found(gradient, *types())) == [("conv+bias+relu6", "depthwise", "")] * 2
     assert found(activated, *types(SMALL))[0][2] == "too small to gain on cuda: 0.066 MB less to move, worth it from 16"
-    assert found(activated, *types(window=5))[0][2].startswith("a window of 25 places has not been measured on cuda")
+    assert found(activated, *types(window=5))[0][2].startswith("a window of 25 taps has not been measured on cuda")
     assert found(convolved, *types()[:2])[0][2] == "XLA makes one kernel of it"
 
 

@@ -27,7 +27,7 @@ SCATTERED = [  # transposed, of few outputs
     row("padding all in front", (1, 5, 5, 4), (3, 3, 4, 2), lhs_dilation=(2, 3), padding=((2, 0), (0, 1))),
     row("beyond the window", (2, 5, 3), (2, 3, 2), lhs_dilation=(3,), padding=((1, 2),)),
     row("cropped", (2, 7, 3), (5, 3, 2), lhs_dilation=(2,), padding=((-1, 1),)),
-    row("one axis spread", (2, 4, 5, 3), (3, 2, 3, 2), lhs_dilation=(1, 2), padding=((2, 2), (1, 1))),
+    row("one axis with lhs_dilation", (2, 4, 5, 3), (3, 2, 3, 2), lhs_dilation=(1, 2), padding=((2, 2), (1, 1))),
     row("three dimensions", (1, 3, 2, 4, 3), (3, 2, 4, 3, 1), lhs_dilation=(2, 2, 2), padding=((1, 2), (1, 1), (2, 2))),
     row("channels first", (2, 3, 6, 4), (2, 3, 4, 4), lhs_dilation=(2, 2), padding=((2, 2), (1, 2)), dimension_numbers=FIRST),
 ]

@@ -15,7 +15,7 @@ namespace jaxfuse::conv::contracted {
 namespace {
 
 // What outputs of one phase read along an axis: output first + j·step reads, by each of the taps, the input j·stride + shift. Where
-// the input is spread (lhs_dilation d), outputs that are d apart meet the same taps and are one phase; else there is one.
+// the input is dilated by d (lhs_dilation), outputs that are d apart meet the same taps and are one phase; else there is one.
 struct Phase {
   struct Tap {
     int64_t number, shift;
@@ -25,13 +25,13 @@ struct Phase {
 };
 
 struct Axis {
-  int64_t inputs = 1, outputs = 1, taps = 1, stride = 1, dilation = 1, spread = 1, padding_low = 0;
+  int64_t inputs = 1, outputs = 1, taps = 1, stride = 1, dilation = 1, lhs_dilation = 1, padding_low = 0;
 
   Phase phase(int64_t first) const {
-    Phase phase{inputs, first, spread, (outputs - first + spread - 1) / spread, stride, {}};
+    Phase phase{inputs, first, lhs_dilation, (outputs - first + lhs_dilation - 1) / lhs_dilation, stride, {}};
     for (int64_t tap = 0; tap < taps; ++tap) {
       const int64_t at = first + tap * dilation - padding_low;
-      if (at % spread == 0) phase.taps.push_back({tap, at / spread});
+      if (at % lhs_dilation == 0) phase.taps.push_back({tap, at / lhs_dilation});
     }
     return phase;
   }
@@ -124,11 +124,11 @@ class Convolution {
     const int64_t x_bytes = ffi::ByteWidth(f_.x.dtype), pixel = f_.x.shape[g.lhs_spec[1]] * x_bytes;
     const int64_t inner_step = strides[g.filter_swapped ? 0 : 1], column_step = strides[g.filter_swapped ? 1 : 0];
     const int64_t group_step = g.filter_swapped ? inner_ * inner_step : columns_ * column_step;
-    rows_.reserve(groups_ * axes_[0].spread * axes_[1].spread * axes_[2].spread);
+    rows_.reserve(groups_ * axes_[0].lhs_dilation * axes_[1].lhs_dilation * axes_[2].lhs_dilation);
     for (int64_t group = 0; group < groups_; ++group) {
-      for (int64_t i = 0; i < axes_[0].spread; ++i) {
-        for (int64_t j = 0; j < axes_[1].spread; ++j) {
-          for (int64_t k = 0; k < axes_[2].spread; ++k) {
+      for (int64_t i = 0; i < axes_[0].lhs_dilation; ++i) {
+        for (int64_t j = 0; j < axes_[1].lhs_dilation; ++j) {
+          for (int64_t k = 0; k < axes_[2].lhs_dilation; ++k) {
             rows_.push_back({f_.x.as<char>() + group * inner_ * x_bytes, zeros_.data(), f_.x.shape[0], pixel,
                              {axes_[0].phase(i), axes_[1].phase(j), axes_[2].phase(k)}});
             const Rows& rows = rows_.back();

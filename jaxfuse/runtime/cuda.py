@@ -60,7 +60,7 @@ def _sums_of_parameters(operands, attrs) -> jax.ShapeDtypeStruct | None:
 
 
 def _sums_of_windows(operands, attrs) -> jax.ShapeDtypeStruct:
-    """Partial sums of the gradients of a depthwise filter and of the bias, (parts, places of the window + 1, channels)."""
+    """Partial sums of the gradients of a depthwise filter and of the bias, (parts, taps + 1, channels)."""
     _, w, dy, *_ = operands
     height, width, _, channels = w.shape
     return jax.ShapeDtypeStruct((_parts_of_rows(dy), height * width + 1, channels), np.float32)
