@@ -53,7 +53,7 @@ def gradients(graph: Graph, inputs: list[Value], end: Value, backward: frozenset
 def gradients_of(graph: Graph, node: Node, backward: frozenset[int]) -> list[Gradient]:
     """The same for the operands of one node: a value that it reads twice, as x·xᵀ does, has two gradients."""
     apart = [Value(v.aval) for v in node.inputs]
-    alone = node.reading(apart)
+    alone = node.with_inputs(apart)
     return _found(graph, _traced([alone], apart, [], alone.out), node.inputs, node.out, backward)
 
 

@@ -39,7 +39,7 @@ class Layout(IndexMap):
         return tuple(itertools.chain.from_iterable(self.sub_axes))
 
     def then(self, node: Node) -> Self | None:
-        """The layout of the node's output, if the node only moves elements and the result can be told in this form: no axis may end
+        """The layout of the node's output, if the node only moves elements and the result can be expressed in this form: no axis may end
         inside a part of one, as [6] of [2, 3] does where it is [3, 2]."""
         if is_reshape(node):
             return self if node.out.shape == self.shape else self.reshaped(node.out.shape)

@@ -1,7 +1,7 @@
 """Which values of the program are statistics of another over some of its axes, however they are written: sums, means of means,
 E[x²]-E[x]², E[(x-E[x])²]. A batch norm keeps the channels' axis, a norm of rows those before the row.
 
-A statistic is told by what it computes: a coefficient is a table of its values at some points (mean, var).
+A statistic is known by what it computes: a coefficient is a table of its values at some points (mean, var).
 """
 
 from collections.abc import Callable, Iterable

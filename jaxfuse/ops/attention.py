@@ -182,7 +182,7 @@ def _refuse_backward(linear: Linear, args) -> str | None:
 
 
 def _laid_out(config: AttentionConfig, args, y_shape) -> tuple[dict, list]:
-    """The attributes that both targets are told, and their operands: q, k, v and, the keys side by side, bias, mask, factor."""
+    """The attributes of both targets, and their operands: q, k, v and, the keys side by side, bias, mask, factor."""
     q, k, v, *added = config.unpack(args)
     sizes, batch = config.sizes(q, k, v), config.batch
     attributes: dict = {name: sizes[letter] for name, letter in dict(rows="t", keys="s", inner="d", columns="e").items()}

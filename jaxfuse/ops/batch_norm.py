@@ -139,7 +139,7 @@ def _reference(config: BatchNormConfig, *args):
 
 def _residuals(config: BatchNormConfig, args, outs):
     x, residual, parameters = config.unpack(args)
-    skip = (residual,) if config.keeps_residual else ()
+    skip = (residual,) if config.saves_residual else ()
     return (x, *skip, *parameters, *outs[1:])
 
 
@@ -148,7 +148,7 @@ def _derivative(config: BatchNormConfig, residuals, wants_g: bool = False):
     _, residual, _, _, coefficients, mask = config.unpack_residuals(residuals)
     saved = dict(none=(), mask=mask, recompute=(*coefficients, *residual))[config.derivative]
     gradient = passes.GradientConfig(
-        config.axis, config.derivative == "mask", wants_g, config.activation, config.keeps_residual, config.xla_fuses_neighbour)
+        config.axis, config.derivative == "mask", wants_g, config.activation, config.saves_residual, config.xla_fuses_neighbour)
     return gradient, saved
 
 
@@ -243,7 +243,7 @@ def _statistics_axes(config: BatchNormConfig) -> tuple[None, ...]:
 def _backward_axes(linear: Linear, ranks) -> BatchAxes:
     config, n = linear.config, _batch_axis(linear.config)
     mask = (0,) if config.derivative == "mask" else ()
-    full = 1 + config.keeps_residual
+    full = 1 + config.saves_residual
     inputs = (*[n] * full, *[None] * (linear.n_residuals - full - len(mask)), *mask, n, *_statistics_axes(config))
     own = (*[n] * (1 + config.has_residual), *[None] * len(linear.active))
     return BatchAxes(inputs, tuple(compress(own, linear.active)))

@@ -28,7 +28,7 @@ class BatchNormConfig:
         return "mask" if self.always_masked or self.has_residual and self.activation.is_mask else "recompute"
 
     @property
-    def keeps_residual(self) -> bool:
+    def saves_residual(self) -> bool:
         return self.has_residual and self.derivative == "recompute"
 
     @property
@@ -43,7 +43,7 @@ class BatchNormConfig:
     def unpack_residuals(self, residuals):
         """(x, residual as a tuple of at most one, parameters, statistics, (center, scale, offset), mask likewise)"""
         x, *rest = residuals
-        residual, rest = tuple(rest[: self.keeps_residual]), rest[self.keeps_residual :]
+        residual, rest = tuple(rest[: self.saves_residual]), rest[self.saves_residual :]
         masks = 1 if self.derivative == "mask" else 0
         small, mask = rest[: len(rest) - masks], tuple(rest[len(rest) - masks :])
         statistics = 2 * self.batch_statistics

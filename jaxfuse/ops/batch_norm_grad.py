@@ -4,7 +4,7 @@ arithmetic between them is, the program itself says.
     sums    g = dy·act'(z);  Σg, Σg·(x - mean)       per channel
     dx      a·g + b·(x - mean) + c, and g            per channel a, b, c
 
-act' is told by a mask of bits, as `batch_norm` saves them, or by z = (x - center)·scale + offset [+ residual].
+act' is taken from a mask of bits, as `batch_norm` saves them, or by z = (x - center)·scale + offset [+ residual].
 
 An op that is differentiated by itself (`batch_norm.py`) computes the same passes inside its backward stage: `by_kernels`,
 or `by_xla` where there are none.

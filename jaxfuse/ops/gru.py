@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from jaxfuse.ops.errors import Arguments, Array
 from jaxfuse.ops.op import BatchAxes, FusedOp, Kernel, Linear
-from jaxfuse.ops.recurrent import before, complete, drive, initial_state, ordered, refuse, scan_steps, types_of, weight_gradient, wide
+from jaxfuse.ops.recurrent import (
+    complete, initial_state, input_tangent, ordered, previous_states, refuse, scan_steps, types_of, weight_gradient, wide)
 from jaxfuse.runtime import ffi
 from jaxfuse.runtime.settings import ours
 
@@ -98,13 +99,13 @@ def _tangent(config: GRUConfig, residuals, tangents):
     wh, h0, hs, gates = map(wide, residuals)
     dgx, dwh, dbias, dh0 = tangents
     n = h0.shape[-1]
-    hs = before(h0, hs, config.reverse)
+    hs = previous_states(h0, hs, config.reverse)
     resets = gates[..., :n]
     dwh = jnp.zeros_like(wh) if dwh is None else dwh
     dbias = jnp.zeros((hs.shape[1], (3 + config.reset_after) * n), hs.dtype) if dbias is None else wide(dbias)
-    forces = drive((dgx, dbias[:, : 3 * n]), None, hs, jnp.concatenate([gates[..., : 2 * n], hs], -1))
-    of_gates = drive((), dwh[:, : 2 * n], hs, gates[..., : 2 * n])
-    of_candidate = drive((), dwh[:, 2 * n :], hs if config.reset_after else resets * hs, hs)
+    of_inputs = input_tangent((dgx, dbias[:, : 3 * n]), None, hs, jnp.concatenate([gates[..., : 2 * n], hs], -1))
+    of_gates = input_tangent((), dwh[:, : 2 * n], hs, gates[..., : 2 * n])
+    of_candidate = input_tangent((), dwh[:, 2 * n :], hs if config.reset_after else resets * hs, hs)
     if config.reset_after:
         of_candidate = of_candidate + dbias[:, 3 * n :]
 
@@ -121,7 +122,7 @@ def _tangent(config: GRUConfig, residuals, tangents):
         return dh, (dh,)
 
     initial = jnp.zeros_like(h0) if dh0 is None else wide(dh0)
-    (dhs,) = scan_steps(step, initial, (forces, of_gates, of_candidate, gates, hs), config.reverse)
+    (dhs,) = scan_steps(step, initial, (of_inputs, of_gates, of_candidate, gates, hs), config.reverse)
     return (dhs.astype(residuals[2].dtype),)
 
 
@@ -163,7 +164,7 @@ def _run_backward(linear: Linear, args, mesh_axes):
                                             reset_after=config.reset_after)
     dwh = None
     if linear.active[1]:
-        h = before(h0, hs, config.reverse)
+        h = previous_states(h0, hs, config.reverse)
         of_candidate = (h, of_product[0]) if config.reset_after else (gates[..., :n] * h.astype(gates.dtype), dgx[..., 2 * n :])
         dwh = jnp.concatenate([weight_gradient(h, dgx[..., : 2 * n], wh.dtype), weight_gradient(*of_candidate, wh.dtype)], -1)
     return complete(linear, (dgx, dwh, dbias, dh0), OP.forward.batch_axes, mesh_axes)

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from jaxfuse.ops.errors import Arguments, Array
 from jaxfuse.ops.op import BatchAxes, FusedOp, Kernel, Linear
-from jaxfuse.ops.recurrent import before, complete, drive, initial_state, ordered, refuse, scan_steps, types_of, weight_gradient, wide
+from jaxfuse.ops.recurrent import (
+    complete, initial_state, input_tangent, ordered, previous_states, refuse, scan_steps, types_of, weight_gradient, wide)
 from jaxfuse.runtime import ffi
 from jaxfuse.runtime.settings import ours
 
@@ -82,19 +83,19 @@ def _reference(config: LSTMConfig, gx, wh, bias, h0, c0):
 def _tangent(config: LSTMConfig, residuals, tangents):
     wh, h0, c0, hs, cs, gates = map(wide, residuals)
     dgx, dwh, dbias, dh0, dc0 = tangents
-    forces = drive((dgx, dbias), dwh, before(h0, hs, config.reverse), gates)
+    of_inputs = input_tangent((dgx, dbias), dwh, previous_states(h0, hs, config.reverse), gates)
 
     def step(state, steps):
-        (dh, dc), (force, gates, c_before, c) = state, steps
+        (dh, dc), (of_input, gates, c_before, c) = state, steps
         i, f, g, o = jnp.split(gates, 4, -1)
-        di, df, dg, do = jnp.split(force + dh @ wh, 4, -1)
+        di, df, dg, do = jnp.split(of_input + dh @ wh, 4, -1)
         squashed = jnp.tanh(c)
         dc = f * dc + i * (1 - i) * g * di + i * (1 - g * g) * dg + c_before * f * (1 - f) * df
         dh = o * (1 - o) * squashed * do + o * (1 - squashed * squashed) * dc
         return (dh, dc), (dh, dc)
 
     initial = tuple(jnp.zeros_like(wide(h0)) if d is None else wide(d) for d in (dh0, dc0))
-    dhs, dcs = scan_steps(step, initial, (forces, gates, before(c0, cs, config.reverse), cs), config.reverse)
+    dhs, dcs = scan_steps(step, initial, (of_inputs, gates, previous_states(c0, cs, config.reverse), cs), config.reverse)
     return dhs.astype(residuals[3].dtype), dcs.astype(residuals[4].dtype)
 
 
@@ -130,7 +131,7 @@ def _run_backward(linear: Linear, args, mesh_axes):
     types = [jax.ShapeDtypeStruct(shape, a.dtype)
              for a, shape in ((gates, gates.shape), (gates, gates.shape[1:]), (h0, h0.shape), (c0, c0.shape))]
     dgx, dbias, dh0, dc0 = ffi.call("jaxfuse_lstm_bwd", types, wh, c0, cs, gates, dhs, dcs, reverse=reverse)
-    dwh = weight_gradient(before(h0, hs, reverse), dgx, wh.dtype) if linear.active[1] else None
+    dwh = weight_gradient(previous_states(h0, hs, reverse), dgx, wh.dtype) if linear.active[1] else None
     return complete(linear, (dgx, dwh, dbias, dh0, dc0), OP.forward.batch_axes, mesh_axes)
 
 

@@ -44,15 +44,15 @@ def scan_steps(step, initial, xs, reverse: bool):
     return tuple(lax.scan(step, initial, xs, reverse=reverse)[1])
 
 
-def before(initial, steps, reverse: bool):
+def previous_states(initial, steps, reverse: bool):
     """The state before each step."""
     if reverse:
         return jnp.concatenate([steps[1:], initial[None].astype(steps.dtype)])
     return jnp.concatenate([initial[None].astype(steps.dtype), steps[:-1]])
 
 
-def drive(tangents, dwh, states, like):
-    """How the gates' arguments change with what is added to them and with the weights, the states held."""
+def input_tangent(tangents, dwh, states, like):
+    """That of the gates' arguments, from what is added to them and from the weights, the states fixed."""
     total = jnp.zeros_like(like)
     for tangent in tangents:
         total = total if tangent is None else total + wide(tangent)

@@ -82,7 +82,7 @@ def activation_grads_at(graph: Graph, z: Value, dz: Value) -> Iterator[Activatio
 
 
 def _reached(value: Value, takes: Callable[[Node, set[Value]], bool]) -> list[Node]:
-    """Elementwise nodes that are computed from the value and that the function takes, told which values were made so far."""
+    """Elementwise nodes that are computed from the value and that the function takes; it is given the values made so far."""
     made, frontier = {value}, {n.index: n for n in value.users}
     found: list[Node] = []
     while frontier and len(found) < LARGEST:
@@ -119,7 +119,7 @@ def _products(graph: Graph, dy: Value, z: Value, functions: list[Node]) -> list[
 
 
 def _is_linear(node: Node, made: set[Value]) -> bool:
-    """In what is made of dy, the other operands held."""
+    """In what is made of dy, the other operands fixed."""
     of_dy = [v in made for v in node.inputs]
     match node.primitive:
         case "mul":

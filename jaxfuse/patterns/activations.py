@@ -64,7 +64,7 @@ _tables: dict = {}
 
 
 def _cached(region: Region):
-    """(the table, its name, *mask_tables) by what the nodes say; the derivative rule of a custom_jvp is told by the function
+    """(the table, its name, *mask_tables) by what the nodes say; the derivative rule of a custom_jvp is known by the function
     that made it."""
     numbers = {region.start: 0}
     text = []

@@ -128,7 +128,7 @@ class Contraction:
 
 
 def require_no_sharding(node: Node) -> None:
-    """A contraction that was told how its result is to be sharded stays as it is. Raises `Unfit`."""
+    """A contraction with an `out_sharding` stays as it is. Raises `Unfit`."""
     sharding = node.params.get("out_sharding")
     if sharding is not None:
         raise Unfit(f"out_sharding {sharding}: no kernel follows it")
@@ -234,21 +234,21 @@ class Gradients:
         def ordered(value: Value) -> Value:
             return transposed(graph, value, orders[value]) if value in orders else value
 
-        read = tuple(map(ordered, (*node.inputs, *self.saved, self.dy)))
-        types = (*types_of(*read[:2]), *self.bias_type, *(types_of(ordered(dz)) if with_dz else ()))
+        operands = tuple(map(ordered, (*node.inputs, *self.saved, self.dy)))
+        types = (*types_of(*operands[:2]), *self.bias_type, *(types_of(ordered(dz)) if with_dz else ()))
         wanted = [self.dx is not None, self.dw is not None, *[True for has in (has_bias, with_dz) if has]]
-        linear = Linear(config, tuple(wanted), types, len(read) - 1)
-        require(op.backward, linear, types_of(*read), unprofitable, op.name, config, types, "backward")
+        linear = Linear(config, tuple(wanted), types, len(operands) - 1)
+        require(op.backward, linear, types_of(*operands), unprofitable, op.name, config, types, "backward")
 
-        def run(reading):
-            operands = [*map(reading, read)]
-            for value, array in self.computed(made, functools.partial(op.backward, linear), reading, operands):
+        def run(read):
+            arrays = [*map(read, operands)]
+            for value, array in self.computed(made, functools.partial(op.backward, linear), read, arrays):
                 if value in orders:
                     yield ordered(value), array
                     array = jnp.transpose(array, inverse(orders[value]))
                 yield value, array
 
-        needs = (*read, *self.parameters)
+        needs = (*operands, *self.parameters)
         defines = tuple(dict.fromkeys(v for value in (*made, *self.sums) for v in (ordered(value), value)))
         if depends_on(needs, defines):
             raise Unfit("the gradients depend on each other")

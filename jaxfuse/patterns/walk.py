@@ -173,7 +173,7 @@ class Walk:
         if not self.adds_last:
             return WalkEnd(no_kernel(f"{node} adds after the activation"), "add")
         if chain.masks:  # the sum would not tell them
-            return WalkEnd(f"{node} adds to a value that {chain.masks[0].producer} is told by", "add")
+            return WalkEnd(f"{node} adds to a value from which {chain.masks[0].producer} is computed", "add")
         return self._added(chain, node, full_size[full_size[0] is chain.end])
 
     def _added(self, chain: Chain, node: Node, other: Value) -> Chain | WalkEnd:

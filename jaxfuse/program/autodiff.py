@@ -29,7 +29,7 @@ class Subgraph:
         self.inputs = [copy(value) for value in graph.inputs]
         self.nodes = []
         for node in nodes:
-            own = node.reading([copy(v) for v in node.inputs])
+            own = node.with_inputs([copy(v) for v in node.inputs])
             for value, made in zip(node.outputs, own.outputs):
                 copies[value] = made
                 self._originals[made] = value

@@ -89,8 +89,8 @@ class Node:
     def out(self) -> Value:
         return self.outputs[0]
 
-    def reading(self, values: list[Value]) -> "Node":
-        """The same equation over other values."""
+    def with_inputs(self, values: list[Value]) -> "Node":
+        """The same equation of other values."""
         return Node(self.eqn, self.index, values, self.name_stack, self.callers)
 
     def replay(self, values: list) -> list:

@@ -32,8 +32,8 @@ def forward(refuse, run) -> Kernel:
     def run_so(config, args, mesh_axes):
         out = _orders(config)[2]
         orders = _of_arguments(config)
-        found = run(channels_last(config), [_turn(a, order) for a, order in zip(args, orders)], mesh_axes)
-        return tuple(_turn_back(f, out) for f in found)
+        found = run(channels_last(config), [_transposed(a, order) for a, order in zip(args, orders)], mesh_axes)
+        return tuple(_transposed_back(f, out) for f in found)
 
     return Kernel(None, lambda config, args: _refuse(config, *args[:2]) or refuse(config, args), run_so)
 
@@ -46,8 +46,8 @@ def backward(refuse, run) -> Kernel:
         types = tuple(t if order is None else t.update(shape=tuple(t.shape[d] for d in order)) for t, order in zip(linear.types, own))
         reordered = dataclasses.replace(linear, config=channels_last(config), types=types)
         orders = x, w, *[out] * (len(args) - 2)
-        found = run(reordered, [_turn(a, order) for a, order in zip(args, orders)], mesh_axes)
-        return tuple(map(_turn_back, found, compress(own, linear.active)))
+        found = run(reordered, [_transposed(a, order) for a, order in zip(args, orders)], mesh_axes)
+        return tuple(map(_transposed_back, found, compress(own, linear.active)))
 
     return Kernel(None, lambda linear, args: _refuse(linear.config, *args[:2]) or refuse(linear, args), run_so)
 
@@ -65,9 +65,9 @@ def _of_arguments(config):
     return (x, w, *compress((None, None, out), (config.has_scale, config.has_bias, config.has_residual)))
 
 
-def _turn(array, order):
+def _transposed(array, order):
     return array if order is None else jnp.transpose(array, order)
 
 
-def _turn_back(array, order):
+def _transposed_back(array, order):
     return array if order is None else jnp.transpose(array, tuple(np.argsort(order)))

@@ -16,8 +16,8 @@ LETTERS = "bcfghijklmnopqruvwxyz"  # less those with a meaning: t, s, d, e
 
 @dataclasses.dataclass
 class Form:
-    """(`rest`·softmax(scale·q·k + biases, `fill` where a mask is False)·dropped)·v, v times its `factors`. `end` is the result after
-    the transposes that follow."""
+    """(`softmax_scale`·softmax(scale·q·k + biases, `fill` where a mask is False)·dropout)·v, v times its `factors`. `end` is the result
+    after the transposes that follow."""
 
     nodes: list[Node]
     scale: float = 1.0
@@ -25,8 +25,8 @@ class Form:
     masks: list[Operand] = dataclasses.field(default_factory=list)
     fill: float = 0.0
     factors: list[Operand] = dataclasses.field(default_factory=list)
-    dropped: list[Operand] = dataclasses.field(default_factory=list)  # arrays, or masks: 0 where they are False
-    rest: float = 1.0
+    dropout: list[Operand] = dataclasses.field(default_factory=list)  # arrays, or masks: 0 where they are False
+    softmax_scale: float = 1.0
     qkv: tuple[Value, ...] = ()
     specs: tuple[str, str, str] = ("", "", "")  # of q, k and v
     out: str = ""  # the letters of `end`, those of axes of length 1 that it lacks before them
@@ -171,9 +171,9 @@ class _Reader:
         """Takes what multiplies the softmax: a number, an array, or a mask outside of which it is 0."""
         match self._step(node):
             case _Step("scale", float(factor)):
-                self.form.rest *= factor
+                self.form.softmax_scale *= factor
             case _Step("mul", _, Operand() as factors) | _Step("mask", 0, Operand() as factors):
-                self.form.dropped.append(factors)
+                self.form.dropout.append(factors)
             case _:
                 raise Unfit(f"{node} is between the softmax and the product with the values")
         self._take(node)
@@ -268,7 +268,7 @@ class _Reader:
         lost = [a for a in of_q if a and a != "d" and a not in of_end]
         if any(None in spec for spec in specs) or any(is_long(sizes[a]) for a, name in zip(self.sides[1 - keys], of_q) if name in lost):
             raise Unfit(f"{self.node} and the product with the values do not have the same axes")
-        for operands in (form.biases, form.masks, form.factors, form.dropped):
+        for operands in (form.biases, form.masks, form.factors, form.dropout):
             operands[:] = [dataclasses.replace(operand, labels=named(operand.labels)) for operand in operands]
         form.qkv = self.node.inputs[1 - keys], self.node.inputs[keys], v
         q_spec, k_spec, v_spec = ("".join(filter(None, spec)) for spec in specs)

@@ -46,10 +46,10 @@ class _Site:
     def __init__(self, graph: Graph, part, node: Node, form: Form):
         self.graph, self.part, self.node, self.form, self.end = graph, part, node, form, part.original(form.end)
         self.inputs = [part.original(v) for v in (*form.qkv, *[o.value for o in form.biases])]
-        self.fixed = [part.original(o.value) for o in (*form.masks, *form.factors, *form.dropped)]
+        self.fixed = [part.original(o.value) for o in (*form.masks, *form.factors, *form.dropout)]
         narrow = [unwidened(v) for v in self.inputs[:3]]
         self.primals = [*narrow, *self.inputs[3:]] if len({v.dtype for v in narrow}) == 1 else self.inputs
-        added = dict(bias=form.biases, mask=form.masks, dropout=form.dropped)
+        added = dict(bias=form.biases, mask=form.masks, dropout=form.dropout)
         self.label = "+".join(["attention", *[name for name, found in added.items() if found]])
         config = AttentionConfig(*form.specs, form.out.replace("e", "") + "e", scale=form.scale, fill=form.fill,
                                  out_dtype=str(self.end.dtype))
@@ -57,7 +57,7 @@ class _Site:
         def spec(found: list[Operand]) -> str | None:
             return "".join(a for a in config.scores if any(a in o.spec for o in found)) if found else None
 
-        self.config = dataclasses.replace(config, bias=spec(form.biases), mask=spec(form.masks), factor=spec(form.dropped))
+        self.config = dataclasses.replace(config, bias=spec(form.biases), mask=spec(form.masks), factor=spec(form.dropout))
 
     def matches(self, unprofitable) -> list[Match]:
         """The match, and that of the gradients if the program computes them. Raises `Unfit` where no kernel takes it."""
@@ -86,22 +86,22 @@ class _Site:
                     raise Unfit(reason)
 
     def _operands(self, primals, fixed) -> list:
-        """The op's arguments: all biases as one, all masks as one, what is dropped as one, and the values times their factors."""
+        """The op's arguments: all biases as one, all masks as one, all dropout as one, and the values times their factors."""
         form, config = self.form, self.config
         q, k, v, *biases = primals
         arrays = iter(fixed)
-        masks, factors, dropped = ([jnp.logical_not(a) if o.inverted else a for o, a in zip(found, arrays)]
-                                   for found in (form.masks, form.factors, form.dropped))
+        masks, factors, dropout = ([jnp.logical_not(a) if o.inverted else a for o, a in zip(found, arrays)]
+                                   for found in (form.masks, form.factors, form.dropout))
         for operand, array in zip(form.factors, factors):
             v = (v * _to_layout(operand, array, config.v)).astype(v.dtype)
-        if dropped:
-            dropped = [dropped[0] * jnp.float32(form.rest), *dropped[1:]]
-        elif form.rest != 1:
-            v = v * jnp.asarray(form.rest, v.dtype)
-        joined = ((form.biases, biases, config.bias, jnp.add), (form.masks, masks, config.mask, jnp.logical_and),
-                  (form.dropped, dropped, config.factor, jnp.multiply))
+        if dropout:
+            dropout = [dropout[0] * jnp.float32(form.softmax_scale), *dropout[1:]]
+        elif form.softmax_scale != 1:
+            v = v * jnp.asarray(form.softmax_scale, v.dtype)
+        combined = ((form.biases, biases, config.bias, jnp.add), (form.masks, masks, config.mask, jnp.logical_and),
+                  (form.dropout, dropout, config.factor, jnp.multiply))
         return [q, k, v, *[functools.reduce(join, [_to_layout(o, a, spec) for o, a in zip(found, arrays)])
-                           for found, arrays, spec, join in joined if spec is not None]]
+                           for found, arrays, spec, join in combined if spec is not None]]
 
     def _saved(self, types) -> tuple[Value, ...]:
         """What the backward pass is given: the result as the op has it, and the statistics of every row."""

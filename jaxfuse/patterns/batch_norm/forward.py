@@ -84,7 +84,7 @@ def _rows(graph: Graph, node: Node, statistics: Statistics, claimed, unprofitabl
             raise Unfit("nothing normalises it: no step on it uses its statistics")
         chains, stop = Walk(graph, statistics.axis, claimed, name_activation, ignored).chains(*step)
         site, chain, refused = longest(chains, x.dtype, lambda chain: Site(graph, node, statistics, gradient, chain, unprofitable))
-        if site and site.begins_behind:
+        if site and site.includes_activation:
             break
     if site:
         yield site.match

@@ -101,15 +101,15 @@ class Site:
     # --- the gradient
 
     @property
-    def begins_behind(self) -> bool:
+    def includes_activation(self) -> bool:
         """Whether the gradient is that of the chain's activation too, by a function of the activation's argument."""
         slope, chain = self.gradient and self.gradient.slope, self.chain
         return bool(slope and chain.region and chain.activation and chain.region.start is slope.z and slope.is_of(chain.activation))
 
     def _derivative(self) -> GradientConfig | None:
-        """How the passes of the gradient are told the activation's derivative, if they can begin before the activation."""
+        """Where the passes of the gradient take the activation's derivative from, if they can begin before the activation."""
         chain = self.chain
-        if chain.activation is None or not self.begins_behind:
+        if chain.activation is None or not self.includes_activation:
             return None
         if chain.residual is not None and chain.activation.is_mask:  # less to read than the residual
             return GradientConfig(0, True)

@@ -11,7 +11,7 @@ from jaxfuse.analysis.normal import ADD, uncast
 from jaxfuse.analysis.scan_pairs import Loop
 from jaxfuse.ops.gru import OP as GRU, GRUConfig
 from jaxfuse.ops.lstm import OP as LSTM, LSTMConfig
-from jaxfuse.ops.recurrent import before
+from jaxfuse.ops.recurrent import previous_states
 from jaxfuse.patterns.kernel import require
 from jaxfuse.patterns.recurrent import gradient
 from jaxfuse.patterns.recurrent.cell import Cell, cell_of, product
@@ -162,7 +162,8 @@ def _sequence(steps: Steps, cell: Cell, call) -> dict[Value, object]:
     ends: dict[Value, Any] = {}
     for i, state, made, start, array in zip(places, states, cell.made, initial, outs):
         of_steps = array[:, 0] if single else array
-        known |= {made: of_steps.astype(made.dtype), steps.body.outputs[i]: of_steps, state: before(start, of_steps, steps.reverse)}
+        known |= {made: of_steps.astype(made.dtype), steps.body.outputs[i]: of_steps,
+                  state: previous_states(start, of_steps, steps.reverse)}
         ends[state] = of_steps[0 if steps.reverse else -1]
     steps.learn(known)
     return ends
