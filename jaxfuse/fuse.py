@@ -26,7 +26,8 @@ from jaxfuse.tuning import policy as policies
 
 P = ParamSpec("P")
 R = TypeVar("R")
-private.hide_frames("fuse", "planner", "jitted", "program.bodies", "program.graph", "program.plan", "program.signature", "runtime.settings")
+private.hide_frames("fuse", "jitted", "planner", "program.bodies", "program.equations", "program.graph", "program.plan",
+                    "program.signature", "runtime.settings")
 
 
 @overload

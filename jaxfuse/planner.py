@@ -11,7 +11,8 @@ from jaxfuse import patterns
 from jaxfuse.analysis import scan_pairs
 from jaxfuse.program import autodiff, symbolic
 from jaxfuse.program.bodies import inside, programs, retraced, subprograms
-from jaxfuse.program.graph import CUSTOM_DERIVATIVE_CALLS, Emission, Graph, Node, Value
+from jaxfuse.program.equations import CUSTOM_DERIVATIVE_CALLS
+from jaxfuse.program.graph import Emission, Graph, Node, Value
 from jaxfuse.program.liveness import accept, circular
 from jaxfuse.program.plan import Plan
 from jaxfuse.program.site import Match, Refusal, UnfusedStep

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jaxfuse.ops import op
+from jaxfuse.ops.stage import STAGES, Stage
 from jaxfuse.program.graph import Emission
 from jaxfuse.runtime import ffi, platforms
 from jaxfuse.runtime.settings import ours
@@ -38,7 +38,7 @@ def _program(emission: Emission) -> Jaxpr:
 def _calls(program: Jaxpr) -> Iterator[tuple]:
     """(stage, config, types) of every fused operation in it, loops and branches included."""
     for equation in program.eqns:
-        if stage := op.STAGES.get(equation.primitive):
+        if stage := STAGES.get(equation.primitive):
             yield stage, equation.params["config"], [_type(v.aval) for v in equation.invars]
         for value in equation.params.values():
             for inner in value if isinstance(value, tuple) else (value,):
@@ -50,7 +50,7 @@ def _type(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
-def _names(stage: op.Stage, config, types) -> set[str]:
+def _names(stage: Stage, config, types) -> set[str]:
     kernel, _ = stage.kernel(config, types, platforms.current())
     if kernel is None or kernel.run is None:
         return {PLAIN_JAX}

@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from jaxfuse import jitted
-from jaxfuse.ops import op
+from jaxfuse.ops.stage import Kernel, Stage
 from jaxfuse.runtime import ffi
 from jaxfuse.tuning import tuned
 
@@ -131,10 +131,10 @@ def kernel(request):
 @pytest.fixture
 def some_kernel(monkeypatch):
     def kernel(stage, config, args, platform=None):
-        return op.Kernel("reference", None, lambda config, args, mesh_axes: stage.reference(config, *args)), ""
+        return Kernel("reference", None, lambda config, args, mesh_axes: stage.reference(config, *args)), ""
 
     if ffi.no_onednn() or any(ffi.unavailable(target) for target in ffi.TARGETS):
-        monkeypatch.setattr(op.Stage, "kernel", kernel)
+        monkeypatch.setattr(Stage, "kernel", kernel)
 
 
 def _forget_compiled():

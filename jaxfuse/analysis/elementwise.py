@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.program.graph import INLINED, Graph, Node, evaluate
+from jaxfuse.program.equations import INLINED
+from jaxfuse.program.graph import Graph, Node, evaluate
 from jaxfuse.runtime.private import name_of, params_of
 
 # Dense where activations bend; the ties 0, ±1, ±3, 6 exactly; far out; then where an exp overflows, and what must survive.

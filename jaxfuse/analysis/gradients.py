@@ -15,7 +15,8 @@ import jax
 from jaxfuse.analysis.layout import RESHAPES
 from jaxfuse.analysis.normal import ADD, CAST, constant
 from jaxfuse.analysis.regions import cone
-from jaxfuse.program.graph import Graph, Node, Value, compute, key_of
+from jaxfuse.program.equations import key_of
+from jaxfuse.program.graph import Graph, Node, Value, compute
 from jaxfuse.runtime import private
 
 CONTRACTIONS = ("dot_general", "conv_general_dilated")

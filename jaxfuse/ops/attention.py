@@ -17,9 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfuse.ops.attention_config import AttentionConfig, to_layout, strides
-from jaxfuse.ops.batch_axes import completed
+from jaxfuse.ops.batch_axes import BatchAxes, completed
 from jaxfuse.ops.errors import Arguments, Array
-from jaxfuse.ops.op import BatchAxes, FusedOp, Kernel, Linear
+from jaxfuse.ops.op import FusedOp, Linear
+from jaxfuse.ops.stage import Kernel
 from jaxfuse.runtime import ffi
 from jaxfuse.runtime.settings import ours
 

@@ -22,10 +22,11 @@ from jax import lax
 
 from jaxfuse.ops import batch_norm_grad as passes
 from jaxfuse.ops.activations import Activation
+from jaxfuse.ops.batch_axes import BatchAxes
 from jaxfuse.ops.batch_norm_config import BatchNormConfig
 from jaxfuse.ops.errors import Arguments, Array
 from jaxfuse.ops.naming import ActivationArgument, activation_of
-from jaxfuse.ops.op import BatchAxes, FusedOp, Linear
+from jaxfuse.ops.op import FusedOp, Linear
 from jaxfuse.runtime.settings import ours
 
 

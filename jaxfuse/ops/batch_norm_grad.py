@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfuse.ops.activations import NO_ACTIVATION, Activation, named
-from jaxfuse.ops.op import PLAIN, BatchAxes, Kernel, Stage
+from jaxfuse.ops.batch_axes import BatchAxes
+from jaxfuse.ops.stage import PLAIN, Kernel, Stage
 from jaxfuse.runtime import cuda, ffi
 
 

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfuse.ops.activations import NO_ACTIVATION, Activation
-from jaxfuse.ops.batch_axes import completed
+from jaxfuse.ops.batch_axes import BatchAxes, completed
 from jaxfuse.ops.errors import Arguments, Array
 from jaxfuse.ops.matrices import matrices
 from jaxfuse.ops.naming import ActivationArgument, activation_of
-from jaxfuse.ops.op import BatchAxes, FusedOp, Kernel, Linear
+from jaxfuse.ops.op import FusedOp, Linear
+from jaxfuse.ops.stage import Kernel
 from jaxfuse.runtime import ffi
 from jaxfuse.runtime.settings import ours
 

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxfuse.ops.batch_axes import reshaped
+from jaxfuse.ops.batch_axes import BatchAxes, reshaped
 from jaxfuse.ops.errors import Arguments, Array
-from jaxfuse.ops.op import PLAIN, BatchAxes, FusedOp, Kernel, Linear
+from jaxfuse.ops.op import FusedOp, Linear
+from jaxfuse.ops.stage import PLAIN, Kernel
 from jaxfuse.runtime import ffi
 from jaxfuse.runtime.reasons import no_kernel
 from jaxfuse.runtime.settings import ours

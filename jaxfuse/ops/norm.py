@@ -21,11 +21,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfuse.ops.activations import NO_ACTIVATION
-from jaxfuse.ops.batch_axes import reshaped
+from jaxfuse.ops.batch_axes import BatchAxes, reshaped
 from jaxfuse.ops.errors import Arguments, Array
 from jaxfuse.ops.naming import ActivationArgument, activation_of
 from jaxfuse.ops.norm_config import NormConfig
-from jaxfuse.ops.op import PLAIN, BatchAxes, FusedOp, Kernel, Linear
+from jaxfuse.ops.op import FusedOp, Linear
+from jaxfuse.ops.stage import PLAIN, Kernel
 from jaxfuse.runtime import cuda, ffi
 from jaxfuse.runtime.settings import ours
 

@@ -18,7 +18,8 @@ from jaxfuse.analysis.layout import inverse, to_layout, transposed
 from jaxfuse.analysis.normal import is_float_cast, nbytes
 from jaxfuse.analysis.regions import depends_on
 from jaxfuse.ops.activations import NO_ACTIVATION, Activation, named
-from jaxfuse.ops.op import FusedOp, Kernel, Linear
+from jaxfuse.ops.op import FusedOp, Linear
+from jaxfuse.ops.stage import Kernel
 from jaxfuse.patterns.activation_grad import activation_grads_at
 from jaxfuse.patterns.kernel import as_vector, require, require_unread, types_of
 from jaxfuse.patterns.walk import Chain, WalkEnd, longest

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxfuse.analysis.gradients import Gradient
 from jaxfuse.analysis.regions import depends_on
 from jaxfuse.ops.batch_axes import reshaped
-from jaxfuse.ops.op import type_of
+from jaxfuse.ops.stage import type_of
 from jaxfuse.program.graph import Emission, Graph, Node, Value
 from jaxfuse.program.liveness import dead, dead_after
 from jaxfuse.program.site import Unfit

@@ -5,7 +5,8 @@ import functools
 import jax
 
 from jaxfuse.ops.max_pool import OP, MaxPoolConfig
-from jaxfuse.ops.op import Linear, type_of
+from jaxfuse.ops.op import Linear
+from jaxfuse.ops.stage import type_of
 from jaxfuse.patterns.kernel import require, require_batch_sharding
 from jaxfuse.program.graph import Emission, Node, Value
 from jaxfuse.program.site import Match, Refusal, Unfit

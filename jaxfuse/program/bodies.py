@@ -5,7 +5,8 @@ from collections.abc import Callable
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jaxfuse.program.graph import CONTROL, INLINED, Node
+from jaxfuse.program.equations import CONTROL, INLINED
+from jaxfuse.program.graph import Node
 
 
 def subprograms(node: Node) -> dict[str, object]:

@@ -9,17 +9,12 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
-import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Literal
 
+from jaxfuse.program.equations import CUSTOM_DERIVATIVE_CALLS, inlinable, key_of, same_rule
 from jaxfuse.program.source import user_line
 from jaxfuse.runtime.private import is_symbolic, name_of, params_of
-
-INLINED = ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr")
-CONTROL = ("scan", "while", "cond", "checkpoint", "remat2", "shard_map")
-CUSTOM_DERIVATIVE_CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")  # the user's own rules, which their bodies belong to
 
 
 class Value:
@@ -180,7 +175,7 @@ class Graph:
     def _inline(self, jaxpr, environment, name_stack, callers=()):
         for eqn in jaxpr.eqns:
             inputs = [self._read(environment, v) for v in eqn.invars]
-            inner = _inlinable(eqn)
+            inner = inlinable(eqn)
             if inner is not None:
                 inside = dict(zip(inner.jaxpr.invars, inputs))
                 for var, constant in zip(inner.jaxpr.constvars, inner.consts):
@@ -210,47 +205,7 @@ class Graph:
     def known(self, eqn, inputs: list[Value]) -> Node | None:
         """The node that computes this equation of these values."""
         known = None if eqn.effects else self._seen.get(key_of(eqn, inputs))
-        return known if known is None or known.primitive not in CUSTOM_DERIVATIVE_CALLS or _same_rule(known.eqn, eqn) else None
-
-
-LONGEST_CUSTOM_JVP = 32  # equations of a function with a derivative rule of its own that are compared with others
-
-
-def key_of(eqn, inputs: list[Value]):
-    """What is the same for equations that compute the same; None: nothing is known to be. A function with a derivative
-    rule is made anew at every call: it is known by its text, its rule is then to be compared."""
-    name, params = name_of(eqn), params_of(eqn)
-    if name in CUSTOM_DERIVATIVE_CALLS:
-        if name != "custom_jvp_call" or len(params["call_jaxpr"].eqns) > LONGEST_CUSTOM_JVP:
-            return None
-        params = dict(text=str(params["call_jaxpr"].jaxpr))
-    key = (
-        eqn.primitive,
-        tuple([v if v.literal is None else (np.asarray(v.literal).tobytes(), v.aval) for v in inputs]),
-        tuple(sorted(params.items())),
-    )
-    try:
-        hash(key)
-    except TypeError:  # an unhashable parameter: the equation stays on its own
-        return None
-    return key
-
-
-def _same_rule(one, other) -> bool:
-    """Whether two `custom_jvp_call`s with the same text have the same derivative. What that text cannot tell, constants and
-    rules within the rule, is taken to differ."""
-
-    def derivative(eqn):
-        types = tuple(v.aval for v in eqn.invars)
-        bind = functools.partial(eqn.primitive.bind, **eqn.primitive.get_bind_params(eqn.params))
-        traced = jax.make_jaxpr(lambda primals, tangents: jax.jvp(bind, primals, tangents))(types, types)
-        closed = traced.consts or params_of(eqn)["call_jaxpr"].consts
-        return object() if closed or any(name in str(traced) for name in CUSTOM_DERIVATIVE_CALLS[1:]) else str(traced)
-
-    try:
-        return derivative(one) == derivative(other)
-    except TypeError:  # of an argument that has no tangent
-        return False
+        return known if known is None or known.primitive not in CUSTOM_DERIVATIVE_CALLS or same_rule(known.eqn, eqn) else None
 
 
 class Emission(NamedTuple):
@@ -317,16 +272,3 @@ def compute(wanted: Sequence[Value], environment: dict[Value, Any], replacements
         if needed is not None:
             stack += [(value, running), (needed, None)]
     return [read(value) for value in wanted]
-
-
-def _inlinable(eqn) -> ClosedJaxpr | None:
-    """The body of a plain nested `jit`. One with shardings of its own, or donated arguments, stays as it is."""
-    if name_of(eqn) not in INLINED or eqn.effects:
-        return None
-    params = eqn.params
-    body = params.get("jaxpr") or params.get("call_jaxpr")
-    if not isinstance(body, ClosedJaxpr):
-        return None
-    own = [*params.get("in_shardings", ()), *params.get("out_shardings", ())]
-    specified = any(type(s).__name__ != "UnspecifiedValue" for s in own)
-    return None if specified or any(params.get("donated_invars", ())) else body

@@ -7,7 +7,7 @@ from itertools import compress
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.ops.op import Kernel
+from jaxfuse.ops.stage import Kernel
 
 
 def _refuse(config, x, w) -> str | None:

@@ -12,13 +12,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfuse.ops.activations import NO_ACTIVATION
-from jaxfuse.ops.batch_axes import completed
+from jaxfuse.ops.batch_axes import BatchAxes, completed
 from jaxfuse.ops.conv import (
     channels_last as conv_channels_last, cudnn as conv_cudnn, depthwise as conv_depthwise, pointwise, scattered, taps)
 from jaxfuse.ops.conv.config import ConvConfig, batch_groups_as_features, convolve, dimension_numbers_of, geometry_of
 from jaxfuse.ops.errors import Arguments, Array
 from jaxfuse.ops.naming import ActivationArgument, activation_of
-from jaxfuse.ops.op import BatchAxes, FusedOp, Kernel, Linear, widened
+from jaxfuse.ops.op import FusedOp, Linear
+from jaxfuse.ops.stage import Kernel, widened
 from jaxfuse.runtime import ffi
 from jaxfuse.runtime.settings import ours
 

@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxfuse.ops.activations import NO_ACTIVATION
 from jaxfuse.ops.conv import depthwise as conv_depthwise
-from jaxfuse.ops.op import Kernel
+from jaxfuse.ops.stage import Kernel
 from jaxfuse.runtime import cuda
 from jaxfuse.runtime.cudnn import graph, plans
 

@@ -11,7 +11,7 @@ from jax import lax
 
 from jaxfuse.ops.batch_axes import completed
 from jaxfuse.ops.conv.config import convolve
-from jaxfuse.ops.op import Kernel
+from jaxfuse.ops.stage import Kernel
 from jaxfuse.runtime import cuda
 from jaxfuse.runtime.reasons import no_kernel
 

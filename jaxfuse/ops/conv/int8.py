@@ -22,7 +22,7 @@ from jax import lax
 from jaxfuse.ops.conv.config import ConvConfig
 from jaxfuse.ops.conv.conv import OP as CONV, forward_attrs
 from jaxfuse.ops.conv.packed import PANEL, PackedConfig, op_by_packed, panels, refuse_layout, unpack
-from jaxfuse.ops.op import widened
+from jaxfuse.ops.stage import widened
 from jaxfuse.runtime import ffi
 from jaxfuse.runtime.settings import ours
 

@@ -16,9 +16,10 @@ import numpy as np
 from jax import lax
 
 from jaxfuse.ops.batch_axes import BatchAxes
-from jaxfuse.ops.conv.conv import DTYPES, OP as CONV, forward_attrs
 from jaxfuse.ops.conv.config import ConvConfig
-from jaxfuse.ops.op import FusedOp, Kernel, widened
+from jaxfuse.ops.conv.conv import DTYPES, OP as CONV, forward_attrs
+from jaxfuse.ops.op import FusedOp
+from jaxfuse.ops.stage import Kernel, widened
 from jaxfuse.runtime import ffi
 from jaxfuse.runtime.settings import ours
 

@@ -14,7 +14,8 @@ from jaxfuse.analysis.normal import unwidened
 from jaxfuse.ops.attention import OP
 from jaxfuse.ops.attention_config import AttentionConfig, to_layout
 from jaxfuse.ops.dense import refused_precision
-from jaxfuse.ops.op import Linear, type_of
+from jaxfuse.ops.op import Linear
+from jaxfuse.ops.stage import type_of
 from jaxfuse.patterns.attention.axes import Operand
 from jaxfuse.patterns.attention.form import Form, read_form
 from jaxfuse.patterns.dense.site import batch_axes, config_of, is_product

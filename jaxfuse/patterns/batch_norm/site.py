@@ -13,10 +13,10 @@ from jaxfuse.analysis.normal import ADD, CAST, NotPerChannel, nbytes, per_channe
 from jaxfuse.analysis.regions import cone, depends_on
 from jaxfuse.analysis.statistics import Statistics
 from jaxfuse.ops.activations import NO_ACTIVATION
+from jaxfuse.ops.batch_axes import equally_varying
 from jaxfuse.ops.batch_norm import OP
 from jaxfuse.ops.batch_norm_config import BatchNormConfig
 from jaxfuse.ops.batch_norm_grad import GradientConfig
-from jaxfuse.ops.op import equally_varying
 from jaxfuse.patterns.batch_norm import gradient as batch_norm_grad
 from jaxfuse.patterns.batch_norm.gradient import Gradient
 from jaxfuse.patterns.kernel import as_vector, require

@@ -12,7 +12,7 @@ from jaxfuse.analysis.layout import channels_last, is_transposed, only_moved, tr
 from jaxfuse.analysis.normal import constant, varying_axes
 from jaxfuse.ops.conv.config import batch_groups_as_features
 from jaxfuse.ops.conv.conv import OP, ConvConfig
-from jaxfuse.ops.op import Kernel
+from jaxfuse.ops.stage import Kernel
 from jaxfuse.patterns.activations import name_activation
 from jaxfuse.patterns.contraction import NARROW, Axes, Contraction, require_no_sharding
 from jaxfuse.patterns.conv import space_to_batch

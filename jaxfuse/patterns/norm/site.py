@@ -13,7 +13,8 @@ from jaxfuse.analysis.normal import CAST, size
 from jaxfuse.ops.activations import NO_ACTIVATION
 from jaxfuse.ops.batch_axes import reshaped
 from jaxfuse.ops.norm import OP, normalised
-from jaxfuse.ops.op import Linear, type_of
+from jaxfuse.ops.op import Linear
+from jaxfuse.ops.stage import type_of
 from jaxfuse.patterns.activation_grad import activation_grads_at
 from jaxfuse.patterns.kernel import gradient_emission, require
 from jaxfuse.patterns.norm.form import NormForm

@@ -17,7 +17,8 @@ from jaxfuse.analysis.normal import constant
 from jaxfuse.analysis.scan_pairs import CONST, Loop, ScanPair, pairs
 from jaxfuse.patterns.dense.site import REARRANGED
 from jaxfuse.program.autodiff import backward
-from jaxfuse.program.graph import CUSTOM_DERIVATIVE_CALLS, Emission, Graph, Node, Value, compute
+from jaxfuse.program.equations import CUSTOM_DERIVATIVE_CALLS
+from jaxfuse.program.graph import Emission, Graph, Node, Value, compute
 from jaxfuse.program.site import Match, Unfit
 from jaxfuse.runtime.private import scan_over
 
