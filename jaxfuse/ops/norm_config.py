@@ -4,8 +4,8 @@ Layer, RMS, group and instance norm are this one op. x is seen as (outer, spatia
 of each (outer, group); gamma and beta have one number for each (group, length), or for `repeats` of them:
 
     layer norm, RMS norm           (rows, 1, 1, features)                    RMS norm is not centered: mean is 0
-    group norm, channels last      (batch, places, groups, channels/group)
-    group norm, channels first     (batch, 1, groups, channels/group · places), gamma and beta for `repeats` = places each
+    group norm, channels last      (batch, positions, groups, channels/group)
+    group norm, channels first     (batch, 1, groups, channels/group · positions), gamma and beta for `repeats` = positions each
     instance norm                  a group norm with one channel in each group
 """
 
