@@ -58,7 +58,7 @@ def _kind(graph: Graph, given: frozenset[Value], node: Node) -> str:
     parameter = next((v for v in node.inputs if v in given and v.shape == node.out.shape), None)
     if parameter is None or node.primitive not in (*ADD, "sub"):
         return ""
-    nodes, read = inside(next((v for v in node.inputs if v is not parameter), parameter))
+    nodes, read = inside(node.other_input(parameter))
     roots = [n for n in nodes if n.primitive == "sqrt"]
     states = [n for n in nodes if graph.is_returned(n.out)]
     decay = "+weight_decay" if parameter in read else ""

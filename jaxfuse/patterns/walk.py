@@ -56,7 +56,7 @@ class Chain:
     @property
     def affine_steps(self) -> tuple[str, ...]:
         """"bias" and "scale", in the order in which they come first."""
-        return tuple(dict.fromkeys("bias" if kind in ("add", "sub") else "scale" for kind, _ in self.affine))
+        return tuple(dict.fromkeys(_step_name(kind) for kind, _ in self.affine))
 
     @property
     def steps(self) -> tuple[str, ...]:
@@ -101,6 +101,11 @@ class Chain:
     @property
     def has_scale(self) -> bool:
         return any(kind in ("mul", "div") for kind, _ in self.affine)
+
+
+def _step_name(kind: str) -> str:
+    """Of a step per channel."""
+    return "bias" if kind in ("add", "sub") else "scale"
 
 
 class WalkEnd(NamedTuple):
@@ -204,7 +209,7 @@ class Walk:
         left, right = node.inputs
         if left is right:
             return WalkEnd(f"{node} combines the value with itself")
-        other = right if left is chain.end else left
+        other = node.other_input(chain.end)
         if other is left and kind == "div":
             return WalkEnd(f"{node} has the value on its right side")
         if other is left and kind == "sub":  # other + (-1)·value
@@ -225,7 +230,7 @@ class Walk:
         if kind == "mul" and full_size:  # a gate, a mask: not a missed scale
             return WalkEnd(f"{node} multiplies by another full-size value")
         if kind != "add" or not full_size:
-            return WalkEnd(small.reason, dict(add="bias", sub="bias").get(kind, "scale"))
+            return WalkEnd(small.reason, _step_name(kind))
         return self._added(chain, node, other)
 
     def _unfused_step(self, chain: Chain, users: list[Node]) -> str | None:
@@ -242,7 +247,7 @@ class Walk:
         for node in users:
             taken = self._affine(chain, node) if len(node.inputs) == 2 else None
             if isinstance(taken, Chain) and (taken.residual is not chain.residual or len(users) == 1):
-                return "add" if taken.residual is not None else dict(add="bias", sub="bias").get(taken.affine[-1][0], "scale")
+                return "add" if taken.residual is not None else _step_name(taken.affine[-1][0])
         return None
 
 

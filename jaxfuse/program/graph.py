@@ -84,6 +84,10 @@ class Node:
     def out(self) -> Value:
         return self.outputs[0]
 
+    def other_input(self, value: Value) -> Value:
+        """Of two inputs the one that is not this value; the value itself where both are."""
+        return self.inputs[self.inputs[0] is value]
+
     def with_inputs(self, values: list[Value]) -> "Node":
         """The same equation of other values."""
         return Node(self.eqn, self.index, values, self.name_stack, self.callers)

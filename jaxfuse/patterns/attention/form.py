@@ -134,8 +134,7 @@ class _Reader:
         if factor is not None:
             return _Step("scale", factor)
         if node.primitive in (*ADD, "mul") and node.inputs[0] is not node.inputs[1]:
-            other = node.inputs[1] if node.inputs[0] is self.value else node.inputs[0]
-            return _Step("mul" if node.primitive == "mul" else "add", operand=self._operand(other))
+            return _Step("mul" if node.primitive == "mul" else "add", operand=self._operand(node.other_input(self.value)))
         if node.primitive == "select_n" and len(node.inputs) == 3 and self.value in node.inputs[1:]:
             which, *cases = node.inputs
             inverted = cases[0] is self.value  # the value where `which` is False

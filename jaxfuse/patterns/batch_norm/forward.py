@@ -108,8 +108,7 @@ def _first_step(graph: Graph, statistics: Statistics, ignored: frozenset[int]) -
     for value in (statistics.x, *[n.out for n in statistics.x.users if n.primitive == CAST]):
         for node in value.users:
             if node.primitive in ("sub", "mul", "div") and len(node.inputs) == 2 and node.index not in ignored:
-                other = node.inputs[1] if node.inputs[0] is value else node.inputs[0]
-                small = per_channel(other, value, statistics.axis)
+                small = per_channel(node.other_input(value), value, statistics.axis)
                 if not isinstance(small, NotPerChannel) and uses(statistics, small):
                     if any(n.index not in ignored for n in node.out.users) or graph.is_returned(node.out):
                         return value, node

@@ -84,7 +84,7 @@ def _gated(part: Part, layer: Layer, layers: list[Layer], claimed: set[int]) -> 
         """`nodes` and `steps` make the gate of what the chain gives, or of one half of that; `half` is the other."""
         for product in gate.users:
             if product.primitive == "mul" and product.inputs[0] is not product.inputs[1]:
-                other = product.inputs[product.inputs[0] is gate]
+                other = product.other_input(gate)
                 row = [layer, *[s for s in layers if s is not layer and s.chain.end is other][:1]]
                 if len(row) > 1 or other is half:
                     inside = (*[n for layer in row for n in layer.nodes], *nodes, product)

@@ -168,7 +168,7 @@ class Norm(Statistics):
         scaled = self._is_scaled(full)
         if len(node.inputs) != 2:
             return not scaled
-        other = node.inputs[node.inputs[0] is full]
+        other = node.other_input(full)
         if self.is_tensor(other):
             return node.primitive == "mul" and not scaled and not self._is_scaled(other)
         if other in self.known:

@@ -93,10 +93,8 @@ def _output(state: Value) -> tuple[Gate, Gate] | None:
             if not (is_elementwise(node) and [v for v in node.inputs if constant(v) is None] == [value]):
                 continue
             for user in node.out.users:
-                if user.primitive == "mul" and len(set(user.inputs)) == 2:
-                    other = user.inputs[1] if user.inputs[0] is node.out else user.inputs[0]
-                    if gate := _gate(other):
-                        return Gate(_function(value, node.out, (node,)), node, (node, user), user.out, value, node.out), gate
+                if user.primitive == "mul" and len(set(user.inputs)) == 2 and (gate := _gate(user.other_input(node.out))):
+                    return Gate(_function(value, node.out, (node,)), node, (node, user), user.out, value, node.out), gate
     return None
 
 
