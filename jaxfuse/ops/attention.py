@@ -20,7 +20,7 @@ from jaxfuse.ops.attention_config import AttentionConfig, to_layout, strides
 from jaxfuse.ops.batch_axes import BatchAxes, completed
 from jaxfuse.ops.errors import Arguments, Array
 from jaxfuse.ops.op import FusedOp, Linear
-from jaxfuse.ops.stage import Kernel
+from jaxfuse.ops.stage import FLOATS, Kernel
 from jaxfuse.runtime import ffi
 from jaxfuse.runtime.settings import ours
 
@@ -161,17 +161,15 @@ def _backward_axes(linear: Linear, ranks) -> BatchAxes:
 
 # --- CPU kernel: our own loops -----------------------------------------------------------------------------------
 
-_DTYPES = ("float32", "bfloat16", "float16")
-
 
 def _refuse(config: AttentionConfig, args) -> str | None:
     q, k, v, bias, mask, factor = config.unpack(args)
     dtypes = {str(a.dtype) for a in (q, k, v)}
-    if len(dtypes) > 1 or str(q.dtype) not in _DTYPES or config.out_dtype not in (str(q.dtype), "float32"):
-        return f"dtypes {q.dtype}, {k.dtype}, {v.dtype} -> {config.out_dtype}: the kernel takes one of {', '.join(_DTYPES)}"
-    other = next((a.dtype for a in (bias, factor) if a is not None and str(a.dtype) not in _DTYPES), None)
+    if len(dtypes) > 1 or str(q.dtype) not in FLOATS or config.out_dtype not in (str(q.dtype), "float32"):
+        return f"dtypes {q.dtype}, {k.dtype}, {v.dtype} -> {config.out_dtype}: the kernel takes one of {', '.join(FLOATS)}"
+    other = next((a.dtype for a in (bias, factor) if a is not None and str(a.dtype) not in FLOATS), None)
     if other is not None:
-        return f"bias or factor of dtype {other}: the kernel takes {', '.join(_DTYPES)}"
+        return f"bias or factor of dtype {other}: the kernel takes {', '.join(FLOATS)}"
     empty = next((a for a in (q, k, v) if 0 in a.shape), None)
     return f"empty array of shape {tuple(empty.shape)}" if empty is not None else ffi.unavailable("jaxfuse_attention_fwd")
 

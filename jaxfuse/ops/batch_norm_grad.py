@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxfuse.ops.activations import NO_ACTIVATION, Activation, named
 from jaxfuse.ops.batch_axes import BatchAxes
-from jaxfuse.ops.stage import PLAIN, Kernel, Stage
+from jaxfuse.ops.stage import PLAIN, Kernel, Stage, refused_array
 from jaxfuse.runtime import cuda, ffi
 
 
@@ -118,18 +118,13 @@ def _dx_axes(config: GradientConfig, ranks) -> BatchAxes:
     return BatchAxes((n, n, *[None] * 4, *_told_axes(config)), (n,) * (1 + config.wants_g))
 
 
-_DTYPES = ("float32", "bfloat16", "float16")
-
-
 def refuse_array(library, config, x) -> str | None:
     """Why the library's kernels do not take x; config: this file's or batch_norm's."""
     if library is cuda and config.xla_fuses_neighbour:
         return "XLA is to compute what is beside it along with it"
-    if str(x.dtype) not in _DTYPES:
-        return f"dtype {x.dtype}: the kernel takes {', '.join(_DTYPES)}"
     if config.axis != len(x.shape) - 1:
         return f"channel axis {config.axis} of rank {len(x.shape)}: the kernel takes channels last"
-    return f"empty array of shape {tuple(x.shape)}" if 0 in x.shape else None
+    return refused_array(x)
 
 
 def _refuse(target: str):

@@ -15,7 +15,7 @@ from jaxfuse.ops.errors import Arguments, Array
 from jaxfuse.ops.matrices import matrices
 from jaxfuse.ops.naming import ActivationArgument, activation_of
 from jaxfuse.ops.op import FusedOp, Linear
-from jaxfuse.ops.stage import Kernel
+from jaxfuse.ops.stage import FLOATS, Kernel
 from jaxfuse.runtime import ffi
 from jaxfuse.runtime.settings import ours
 
@@ -176,15 +176,14 @@ def _backward_axes(linear: Linear, ranks) -> BatchAxes:
 
 # --- CPU kernels: oneDNN, or our own loops ------------------------------------------------------------------------
 
-_DTYPES = ("float32", "bfloat16", "float16")
 _PRECISIONS = (None, lax.Precision.DEFAULT, lax.Precision.HIGH, lax.Precision.HIGHEST)
 _ALGORITHMS = {lax.DotAlgorithmPreset.F32_F32_F32: "float32", lax.DotAlgorithmPreset.BF16_BF16_F32: "bfloat16",
                lax.DotAlgorithmPreset.F16_F16_F32: "float16"}  # what the kernel does with operands of that dtype
 
 
 def _refuse_products(config: DenseConfig, x, w) -> str | None:
-    if x.dtype != w.dtype or str(x.dtype) not in _DTYPES or config.out_dtype not in (str(x.dtype), "float32"):
-        return f"dtypes {x.dtype}, {w.dtype} -> {config.out_dtype}: the kernel takes {' and '.join(_DTYPES)} and gives them or float32"
+    if x.dtype != w.dtype or str(x.dtype) not in FLOATS or config.out_dtype not in (str(x.dtype), "float32"):
+        return f"dtypes {x.dtype}, {w.dtype} -> {config.out_dtype}: the kernel takes {' and '.join(FLOATS)} and gives them or float32"
     to_layout = _matrices(config, x, w)
     return refused_precision(config.precision, x.dtype) or (to_layout if isinstance(to_layout, str) else None)
 

@@ -91,9 +91,9 @@ def _tangent(config: LSTMConfig, residuals, tangents):
         (dh, dc), (of_input, gates, c_before, c) = state, steps
         i, f, g, o = jnp.split(gates, 4, -1)
         di, df, dg, do = jnp.split(of_input + dh @ wh, 4, -1)
-        squashed = jnp.tanh(c)
+        tanh_c = jnp.tanh(c)
         dc = f * dc + i * (1 - i) * g * di + i * (1 - g * g) * dg + c_before * f * (1 - f) * df
-        dh = o * (1 - o) * squashed * do + o * (1 - squashed * squashed) * dc
+        dh = o * (1 - o) * tanh_c * do + o * (1 - tanh_c * tanh_c) * dc
         return (dh, dc), (dh, dc)
 
     initial = tuple(jnp.zeros_like(wide(h0)) if d is None else wide(d) for d in (dh0, dc0))

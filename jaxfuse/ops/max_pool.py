@@ -14,7 +14,7 @@ from jax import lax
 from jaxfuse.ops.batch_axes import BatchAxes, reshaped
 from jaxfuse.ops.errors import Arguments, Array
 from jaxfuse.ops.op import FusedOp, Linear
-from jaxfuse.ops.stage import PLAIN, Kernel
+from jaxfuse.ops.stage import PLAIN, Kernel, refused_array
 from jaxfuse.runtime import ffi
 from jaxfuse.runtime.reasons import no_kernel
 from jaxfuse.runtime.settings import ours
@@ -165,13 +165,11 @@ def _backward_axes(linear: Linear, ranks) -> BatchAxes:
 
 # --- CPU kernel: our own, channels-last --------------------------------------------------------------------------
 
-_DTYPES = ("float32", "bfloat16", "float16")
-
 
 def _refuse(config: MaxPoolConfig, args) -> str | None:
     x, rank = args[0], len(args[0].shape)
-    if str(x.dtype) not in _DTYPES:
-        return f"dtype {x.dtype}: the kernel takes {' and '.join(_DTYPES)}"
+    if refused := refused_array(x):
+        return refused
     if not 3 <= rank <= 5:
         return f"rank {rank}: the kernel takes a batch, 1 to 3 spatial dimensions and channels"
     for name, axis in (("batch", 0), ("channel", rank - 1)):
@@ -182,8 +180,6 @@ def _refuse(config: MaxPoolConfig, args) -> str | None:
             return no_kernel(f"{name} {getattr(config, name)}")
     if min(map(min, config.padding)) < 0:
         return f"negative padding {config.padding}"
-    if math.prod(x.shape) == 0:
-        return f"empty array of shape {tuple(x.shape)}"
     return ffi.unavailable("jaxfuse_max_pool_fwd")
 
 

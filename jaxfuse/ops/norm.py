@@ -22,7 +22,7 @@ from jaxfuse.ops.activations import NO_ACTIVATION
 from jaxfuse.ops.batch_axes import BatchAxes, reshaped
 from jaxfuse.ops.norm_config import NormConfig
 from jaxfuse.ops.op import FusedOp, Linear
-from jaxfuse.ops.stage import PLAIN, Kernel
+from jaxfuse.ops.stage import PLAIN, Kernel, refused_array
 from jaxfuse.runtime import cuda, ffi
 
 
@@ -139,24 +139,18 @@ def _backward_axes(linear: Linear, ranks) -> BatchAxes:
 
 # --- Kernels: our own --------------------------------------------------------------------------------------------
 
-_DTYPES = ("float32", "bfloat16", "float16")
 _LONGEST_ROW = 8192
 
 
 def _refuse(config: NormConfig, args) -> str | None:
-    return _refuse_array(args[0]) or ffi.unavailable("jaxfuse_norm_fwd")
+    return refused_array(args[0]) or ffi.unavailable("jaxfuse_norm_fwd")
 
 
 def _refuse_on_cuda(config: NormConfig, args) -> str | None:
     spatial, groups, length = config.inner
     if spatial > 1 or groups > 65535 or length > _LONGEST_ROW or config.activation != NO_ACTIVATION:
         return f"{config.inner}, activation {config.activation.name}: the CUDA kernel takes (1, n, m <= {_LONGEST_ROW}), none"
-    return _refuse_array(args[0]) or cuda.unavailable("jaxfuse_norm_fwd")
-
-
-def _refuse_array(x) -> str | None:
-    dtype = None if str(x.dtype) in _DTYPES else f"dtype {x.dtype}: the kernel takes {', '.join(_DTYPES)}"
-    return dtype or (f"empty array of shape {tuple(x.shape)}" if 0 in x.shape else None)
+    return refused_array(args[0]) or cuda.unavailable("jaxfuse_norm_fwd")
 
 
 def _attrs(config: NormConfig):

@@ -9,9 +9,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxfuse.ops.batch_axes import completed
 from jaxfuse.ops.dense import OP as DENSE, DenseConfig
+from jaxfuse.ops.stage import refused_array
 from jaxfuse.runtime import ffi
 
-_DTYPES = ("float32", "bfloat16", "float16")
 WORTH_A_CALL = 1 << 20  # multiplications of a product from which the kernel of dense layers is as fast as XLA, see xla_ext/KERNELS.md
 
 
@@ -87,11 +87,8 @@ def types_of(function, *args):
 
 def refuse(target: str, gates, states) -> str | None:
     """`gates` are the arrays of the gates' dtype, `states` those of the state's."""
-    for array in (*gates, *states):
-        if str(array.dtype) not in _DTYPES:
-            return f"dtype {array.dtype}: the kernel takes {' and '.join(_DTYPES)}"
-        if 0 in array.shape:
-            return f"empty array of shape {tuple(array.shape)}"
+    if refused := next(filter(None, map(refused_array, (*gates, *states))), None):
+        return refused
     dtypes = [sorted({str(a.dtype) for a in arrays}) for arrays in (gates, states)]
     if any(len(found) > 1 for found in dtypes) or states[0].dtype not in (gates[0].dtype, jnp.float32):
         of_gates, of_states = map(" and ".join, dtypes)

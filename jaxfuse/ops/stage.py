@@ -42,6 +42,16 @@ class Kernel(NamedTuple):
 PLAIN = Kernel("plain JAX", lambda config, args: None, None, "cuda")
 
 
+FLOATS = ("float32", "bfloat16", "float16")  # the dtypes that our kernels take
+
+
+def refused_array(array) -> str | None:
+    """Why no kernel takes the array, whatever its shape: its dtype, or that it is empty."""
+    if str(array.dtype) not in FLOATS:
+        return f"dtype {array.dtype}: the kernel takes {', '.join(FLOATS)}"
+    return f"empty array of shape {tuple(array.shape)}" if 0 in array.shape else None
+
+
 def widened(arrays: Arrays) -> Arrays:
     """With float32 for float16, for kernels that have none: few CPUs multiply it, every one casts it."""
     return tuple(a.astype(jnp.float32) if a.dtype == jnp.float16 else a for a in arrays)

@@ -15,7 +15,7 @@ from jaxfuse.ops.conv import (
     channels_last as conv_channels_last, cudnn as conv_cudnn, depthwise as conv_depthwise, pointwise, scattered, taps)
 from jaxfuse.ops.conv.config import ConvConfig, convolve
 from jaxfuse.ops.op import FusedOp, Linear
-from jaxfuse.ops.stage import Kernel, widened
+from jaxfuse.ops.stage import Kernel, refused_array, widened
 from jaxfuse.runtime import ffi
 
 
@@ -109,15 +109,10 @@ def _backward_axes(linear: Linear, ranks) -> BatchAxes:
 
 # --- CPU kernel: oneDNN, or our own loops --------------------------------------------------------------------------
 
-DTYPES = ("float32", "bfloat16", "float16")  # float16 by way of float32
-
 
 def _refuse_geometry(config: ConvConfig, w, *arrays) -> str | None:
-    for array in (w, *arrays):
-        if str(array.dtype) not in DTYPES:
-            return f"dtype {array.dtype}: the kernel takes {' and '.join(DTYPES)}"
-        if 0 in array.shape:
-            return f"empty array of shape {tuple(array.shape)}"
+    if refused := next(filter(None, map(refused_array, (w, *arrays))), None):
+        return refused
     if config.transposed:
         return _refuse_transposed(config, w)
     if min(min(pair) for pair in config.padding) < 0:

@@ -11,11 +11,9 @@ from jax import lax
 
 from jaxfuse.ops.batch_axes import completed
 from jaxfuse.ops.conv.config import convolve
-from jaxfuse.ops.stage import Kernel
+from jaxfuse.ops.stage import FLOATS, Kernel
 from jaxfuse.runtime import cuda
 from jaxfuse.runtime.reasons import no_kernel
-
-_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def _refuse(config, x, w) -> str | None:
@@ -24,8 +22,8 @@ def _refuse(config, x, w) -> str | None:
     channels, features = x.shape[config.lhs_spec[1]], w.shape[config.rhs_spec[0]]
     if not config.feature_group_count == channels == features:
         return no_kernel(f"feature_group_count {config.feature_group_count} for {channels} channels and {features} features")
-    if str(x.dtype) not in _DTYPES or w.dtype != x.dtype:
-        return f"dtypes {x.dtype}, {w.dtype}: the kernel takes one of {', '.join(_DTYPES)}"
+    if str(x.dtype) not in FLOATS or w.dtype != x.dtype:
+        return f"dtypes {x.dtype}, {w.dtype}: the kernel takes one of {', '.join(FLOATS)}"
     if 0 in x.shape or 0 in w.shape:
         return "an empty array"
     if config.transposed or len(x.shape) not in (3, 4):

@@ -17,9 +17,9 @@ from jax import lax
 
 from jaxfuse.ops.batch_axes import BatchAxes
 from jaxfuse.ops.conv.config import ConvConfig
-from jaxfuse.ops.conv.conv import DTYPES, OP as CONV, forward_attrs
+from jaxfuse.ops.conv.conv import OP as CONV, forward_attrs
 from jaxfuse.ops.op import FusedOp
-from jaxfuse.ops.stage import Kernel, widened
+from jaxfuse.ops.stage import FLOATS, Kernel, widened
 from jaxfuse.runtime import ffi
 from jaxfuse.runtime.settings import ours
 
@@ -134,7 +134,7 @@ def refuse_layout(config: ConvConfig, x, w) -> str | None:
     last = (0, len(x.shape) - 1, *range(1, len(x.shape) - 1))
     if (config.lhs_spec, config.out_spec) != (last, last):
         return f"axes {config.lhs_spec} -> {config.out_spec}: a packed filter is for channels last"
-    if not {str(x.dtype), str(w.dtype)} <= set(DTYPES) or 0 in w.shape:
+    if not {str(x.dtype), str(w.dtype)} <= set(FLOATS) or 0 in w.shape:
         return f"dtypes {x.dtype}, {w.dtype}, filter of shape {w.shape}"
     return None
 
