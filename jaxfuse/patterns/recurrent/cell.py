@@ -64,12 +64,12 @@ def _lstm(node: Node) -> Cell | None:
     forget, state, written = found
     if len({gate.start for gate in (forget, *written)}) < 3:
         return None
-    admit, candidate = sorted(written, key=lambda gate: gate.name != "sigmoid")
-    squash, gate = output
-    mismatch = _mismatch("an LSTM", ("forget gate", forget, "sigmoid"), ("input gate", admit, "sigmoid"), ("candidate", candidate, "tanh"),
-                         ("output", squash, "tanh"), ("output gate", gate, "sigmoid"))
-    nodes = (node, *(v.node for v in node.inputs), *squash.nodes)
-    return Cell("lstm", state, (squash.value, node.out), (admit, forget, candidate, gate), nodes, mismatch)
+    input_gate, candidate = sorted(written, key=lambda gate: gate.name != "sigmoid")
+    activated, output_gate = output
+    mismatch = _mismatch("an LSTM", ("forget gate", forget, "sigmoid"), ("input gate", input_gate, "sigmoid"),
+                         ("candidate", candidate, "tanh"), ("output", activated, "tanh"), ("output gate", output_gate, "sigmoid"))
+    nodes = (node, *(v.node for v in node.inputs), *activated.nodes)
+    return Cell("lstm", state, (activated.value, node.out), (input_gate, forget, candidate, output_gate), nodes, mismatch)
 
 
 def _kept_and_written(node: Node) -> tuple[Gate, Value, list[Gate]] | None:
