@@ -32,6 +32,15 @@ def test_the_row_says_what_and_where():
     assert "test_recognition.py:" in site.source
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_product_of_one_element_that_is_compared():
+    """As spectral norms do it: the derivative of a comparison of one number is no array."""
+    model = nn.SpectralNorm(nn.Dense(16))
+    variables = model.init(jax.random.key(0), X, update_stats=False)
+    step = jax.grad(lambda variables, x: jnp.sum(model.apply(variables, x, update_stats=False) ** 2))
+    assert not any("cannot read" in reason for _, reason in rows(step, variables, X))
+
+
 def equinox_mlp():
     keys = jax.random.split(jax.random.key(0), 3)
     layers = [eqx.nn.Linear(n, m, key=key) for n, m, key in zip((8, 16, 16), (16, 16, 3), keys)]

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Self, TypeVar
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxfuse.analysis.elementwise import is_elementwise
@@ -240,7 +241,8 @@ class Walk:
         users = [node for node in users if len(node.outputs) == 1]
         for node in users:
             alone = Region(chain.end, node.out, (node,))
-            if is_elementwise(node) and all(v is chain.end or constant(v) is not None for v in node.inputs):
+            is_float = jnp.issubdtype(node.out.dtype, jnp.floating)  # a comparison is no activation, and has no derivative
+            if is_float and is_elementwise(node) and all(v is chain.end or constant(v) is not None for v in node.inputs):
                 named = self.name_activation(alone)
                 if not isinstance(named, WalkEnd):
                     return named.name
