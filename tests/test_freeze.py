@@ -79,6 +79,23 @@ def test_bf16_is_rounded_once():
     assert kept | {filter_.config.dtype for filter_ in made._packed.values()} == {"bfloat16"}
 
 
+SCALE = jnp.array([[0.01, 0.02, -0.03, 3]])
+
+
+@pytest.mark.parametrize("dtype, out, scaled", [
+    ("int8", "int32", lambda y: y * 100 + 1), ("int8", "int32", lambda y: y // 7), ("int32", "int32", lambda y: jax.lax.div(y, 7)),
+    ("int8", "int32", lambda y: y.astype("float32") * SCALE + 1), ("int8", "float32", lambda y: y * SCALE + 1),
+    ("float8_e4m3fn", "float32", lambda y: y * SCALE * 1e-3), ("complex64", "complex64", lambda y: y * (2 + 1j * SCALE) + 1j),
+])
+def test_a_type_that_cannot_hold_scaled_weights_is_left_alone(dtype, out, scaled):
+    """Integers, floats of 8 bits, complex numbers: as quantised networks and spectral layers have them."""
+    x, w = (jnp.asarray(np.random.default_rng(seed).integers(-90, 90, shape), dtype) for seed, shape in enumerate([(3, 8), (8, 4)]))
+    fn = lambda w, x: scaled(jax.lax.dot(x, w, preferred_element_type=out))
+    made = jaxfuse.freeze(fn, w, policy="always")
+    assert made.folds(x) == []
+    np.testing.assert_allclose(made(x), jax.jit(fn)(w, x), rtol=1e-5)
+
+
 @pytest.mark.parametrize("name, transformed", [
     ("jit", jax.jit), ("vmap", lambda f: jax.vmap(lambda x: f(x[None])[0])),
     ("gradient", lambda f: jax.grad(lambda x: jnp.sum(f(x) ** 2))),

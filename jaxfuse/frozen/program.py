@@ -149,7 +149,7 @@ class Program:
     def _folds(self) -> Iterator[Fold]:
         for node in self.graph.nodes:
             found = _weight_of(node)
-            if found and found[1] in self._fixed and found[0] not in self._fixed:
+            if found and found[1] in self._fixed and found[0] not in self._fixed and _holds_a_scale(found[1]):
                 chain = self._scaled(node, found[3])
                 if chain:
                     yield Fold(node, *found, chain)
@@ -257,6 +257,12 @@ def _folded(fold: Fold, arrays: Sequence) -> tuple[jax.Array, jax.Array]:
         weight = weight * np.reshape(scale, shape)
     weight_type, shift_type = fold.types
     return jnp.asarray(weight, weight_type.dtype), jnp.asarray(shift, shift_type.dtype)
+
+
+def _holds_a_scale(weight: Value) -> bool:
+    """Whether scaled weights are near enough in the weight's own type: not in integers and 8 bits, which round and overflow; nor are
+    complex ones folded."""
+    return jnp.issubdtype(weight.dtype, jnp.floating) and weight.dtype.itemsize > 1
 
 
 def _type(value: Value) -> jax.ShapeDtypeStruct:
