@@ -100,3 +100,11 @@ def test_equinox_group_norm(x):
     assert fused(apply, weights, x) == ["group_norm"]
     assert norms(differentiated(apply, weights, x), weights, x) == ["group_norm", "backward group_norm"]
     assert fused(lambda x: eqx.nn.GroupNorm(2, 8)(x), x[0]) == ["group_norm"]
+
+
+@pytest.mark.parametrize("module", [nn.LayerNorm(), nn.GroupNorm(2)], ids=["layer norm", "group norm"])
+def test_a_norm_with_a_mask_is_no_batch_norm(module):
+    mask = jnp.broadcast_to(jnp.arange(X.shape[-1]) % 3 > 0, X.shape)
+    apply, variables = linen(module, X, mask=mask)
+    ((pattern, reason),) = rows(apply, variables, X)
+    assert pattern == "norm" and "leaves elements out of the statistics" in reason

@@ -27,12 +27,13 @@ def anchors(graph: Graph) -> list[Node]:
 
 
 def match(graph: Graph, node: Node, claimed: set[int], unprofitable) -> Iterator[Match | Refusal]:
-    x = unwidened(chosen(unwidened(node.inputs[0])))
+    x, left = unwidened(chosen(unwidened(node.inputs[0]))), _left(node)
+    is_batch_norm = len(left) == 1 and left != (0,)  # else of rows of the batch, or of groups: patterns/norm has them
     if unmasked(x) is not x:
-        yield Refusal("bn", node, (x,), no_kernel(f"{x.producer} leaves elements out of the statistics"))
+        reason = no_kernel(f"{x.producer} leaves elements out of the statistics")
+        yield Refusal("bn" if is_batch_norm else "norm", node, (x,), reason)
         return
-    left = _left(node)
-    if len(left) != 1 or left == (0,):  # rows of the batch, or groups: patterns/norm has them
+    if not is_batch_norm:
         return
     x, axis = _unflattened(graph, x, *left)
     try:
