@@ -105,3 +105,24 @@ def test_a_narrow_result_of_a_wide_input(dtype):
     assert norms(fn, *ARGS) == ["layer_norm"]
     correct(fn, *ARGS)
     correct(jax.grad(scalar(fn), (0, 1, 2)), *ARGS)
+
+
+@pytest.mark.parametrize("act", [lambda y: y, jax.nn.gelu])
+def test_casts_of_a_wide_result_by_several_readers(act):
+    """As an attention of bfloat16 has them behind a norm of float32: their gradients are added in float32."""
+
+    def fn(x, g, b):
+        y = act(layer_norm(x, g, b))
+        return jnp.sin(y.astype(jnp.bfloat16)), jnp.cos(y.astype(jnp.bfloat16)), jnp.exp(-y.astype(jnp.bfloat16) ** 2)
+
+    step = differentiated(fn, *ARGS)
+    label = "layer_norm" if act(1.0) == 1 else "layer_norm+gelu_tanh"
+    assert norms(step, *ARGS) == [label, f"backward {label}"]
+    correct(step, *ARGS)
+
+
+def test_a_factor_of_one_behind_it():
+    """As a multiplier that is left at its default makes it."""
+    step = differentiated(lambda x, g, b: layer_norm(x, g, b) * 1.0, *ARGS)
+    assert norms(step, *ARGS) == ["layer_norm", "backward layer_norm"]
+    correct(step, *ARGS)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfuse.analysis.gradients import Gradient, gradients
-from jaxfuse.analysis.normal import CAST, size
+from jaxfuse.analysis.normal import CAST, chosen, is_float_cast, size
 from jaxfuse.ops.activations import NO_ACTIVATION
 from jaxfuse.ops.batch_axes import reshaped
 from jaxfuse.ops.norm import OP, normalised
@@ -97,7 +97,9 @@ class Site:
         shape of, and of the parameters. Its `dy` is the cotangent of what the chain ends in."""
         chain = self.chain
         end = self.part.original(chain.region.start if chain.region else chain.end)
-        ways = (gradients(self.graph, [x, *self.parameters], end, backward(self.graph)) for x in self.given)
+        # several layers may cast it, each with a gradient of its own, and a product with 1 hides what is multiplied first
+        ends = dict.fromkeys((end, end.node.inputs[0] if is_float_cast(end.node) else chosen(end)))
+        ways = (gradients(self.graph, [x, *self.parameters], v, backward(self.graph)) for v in ends for x in self.given)
         for gradient in itertools.chain.from_iterable(ways):
             dy: Value | None = gradient.dy
             if activation := chain.activation:
