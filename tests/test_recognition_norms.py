@@ -12,7 +12,7 @@ from jax import lax
 import jaxfuse
 from frameworks import equinox, haiku, keras_layer, linen, nnx_module
 from layers import BETA, GAMMA, randn
-from recognition import differentiated, fused, norms, rows
+from recognition import correct, differentiated, fused, norms, rows
 from spellings.norm import HITS, X, group_norm, layer_norm, moments
 
 keras = pytest.importorskip("keras")
@@ -91,6 +91,25 @@ def test_norm_of_a_framework(name, x):
     pattern = name.split(",")[0]
     assert fused(apply, weights, x) == [pattern]
     assert norms(differentiated(apply, weights, x), weights, x) == [pattern, f"backward {pattern}"]
+
+
+OVER_ALL = {
+    "linen": lambda x: linen(nn.LayerNorm(reduction_axes=range(1, x.ndim), feature_axes=range(1, x.ndim)), x),
+    "equinox": lambda x: equinox(eqx.nn.LayerNorm(x.shape[1:]), 1),
+    "keras": lambda x: keras_layer(keras.layers.LayerNormalization(axis=list(range(1, x.ndim))), x),
+}
+
+
+@pytest.mark.parametrize("x", [X, X[:1], T], ids=["images", "one image", "tokens"])
+@pytest.mark.parametrize("name", OVER_ALL)
+def test_a_layer_norm_over_all_of_an_example(name, x):
+    """Gamma and beta have a number for each of its elements."""
+    apply, weights = OVER_ALL[name](x)
+    weights = jax.tree.map(lambda a: a + randn(*a.shape, seed=5), weights)
+    assert fused(apply, weights, x) == ["layer_norm"]
+    step = differentiated(apply, weights, x)
+    assert norms(step, weights, x) == ["layer_norm", "backward layer_norm"]
+    correct(step, weights, x)
 
 
 @pytest.mark.parametrize("x", [X.transpose(0, 3, 1, 2), T.transpose(0, 2, 1)], ids=["images", "tokens"])

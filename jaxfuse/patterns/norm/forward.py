@@ -183,7 +183,9 @@ class Norm(Statistics):
 
     def _is_small(self, value: Value) -> bool:
         """A number, or a parameter: not another full-size value."""
-        smaller = len(varying_axes(value)) < len(self.kept) + 1 and (size(value) < size(self.x) or is_parameter(value))
+        along = varying_axes(value)
+        few = len(along) < len(self.kept) + 1 or value.ndim == self.x.ndim and along <= self.axes
+        smaller = few and (size(value) < size(self.x) or is_parameter(value))
         return smaller or constant(value) is not None
 
     def _fits(self, node: Node, parameter: Value, value: Value) -> bool:
