@@ -1,5 +1,8 @@
 """Norms whose gradient the same program computes: numbers, partial gradients, and gradients that are not a norm's own."""
 
+import functools
+import operator
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -121,8 +124,9 @@ def test_casts_of_a_wide_result_by_several_readers(act):
     correct(step, *ARGS)
 
 
-def test_a_factor_of_one_behind_it():
-    """As a multiplier that is left at its default makes it."""
-    step = differentiated(lambda x, g, b: layer_norm(x, g, b) * 1.0, *ARGS)
+@pytest.mark.parametrize("factors", [1, 2])
+def test_factors_of_one_behind_it(factors):
+    """As multipliers that are left at their defaults make them."""
+    step = differentiated(lambda x, g, b: functools.reduce(operator.mul, [1.0] * factors, layer_norm(x, g, b)), *ARGS)
     assert norms(step, *ARGS) == ["layer_norm", "backward layer_norm"]
     correct(step, *ARGS)

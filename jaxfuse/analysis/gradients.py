@@ -72,7 +72,7 @@ class _Target:
         self._is_complete = False
         self._firsts: list[tuple[str, Value]] = []  # what combines dy with another value of the program
         own: dict[Value, Value | Form | None] = dict(zip(traced.inputs, (Form({0: 1}), *inputs)))
-        unary = {0}  # paths without other operands
+        unary = {0}  # paths without other operands than numbers
 
         def read(value: Value):
             return value if value.literal is not None else own.get(value)
@@ -86,10 +86,11 @@ class _Target:
                 continue
             own[node.out] = made = self._step(node, operands) if None not in operands else None
             if made and len(forms[0]) == 1 and unary >= set(forms[0]):
-                if len(operands) == 1:
-                    unary |= set(made)
                 contracts = node.primitive in CONTRACTIONS
-                self._firsts += [(node.primitive, v) for v in operands if isinstance(v, Value) and (contracts or constant(v) is None)]
+                others = [v for v in operands if isinstance(v, Value) and (contracts or constant(v) is None)]
+                self._firsts += [(node.primitive, v) for v in others]
+                if not others and len(forms) == 1:
+                    unary |= set(made)
         self._is_complete = True
         self._forms = [form if isinstance(form := read(v), Form) else None for v in traced.outputs]
 
@@ -158,10 +159,13 @@ class _Target:
 
 
 def _before_unary(value: Value) -> Iterator[Value]:
-    """The value, and what unary steps have made it of."""
+    """The value, and what unary steps and products with numbers have made it of."""
     yield value
-    while value.producer is not None and value.producer.primitive in UNARY:
-        value = value.producer.inputs[0]
+    while (node := value.producer) is not None and node.primitive in (*UNARY, "mul", "div"):
+        first, *others = sorted(node.inputs, key=lambda v: constant(v) is not None) if node.primitive == "mul" else node.inputs
+        if any(constant(v) is None for v in others):
+            return
+        value = first
         yield value
 
 
