@@ -1,6 +1,7 @@
 """Arrays and layers as anybody writes them, which many tests take their programs from."""
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -68,3 +69,22 @@ class SmallNet(nn.Module):
         x = Bottleneck(4, 1, self.dtype)(x, train)
         x = nn.relu6(nn.Conv(16, (3, 3), feature_group_count=16, dtype=self.dtype)(x))
         return nn.Dense(10, dtype=self.dtype)(x.mean((1, 2)))
+
+
+class Wide(nn.Module):
+    @nn.compact
+    def __call__(self, x, scale=1.0):
+        x = nn.Conv(256, (3, 3), use_bias=False)(x)
+        return nn.BatchNorm(use_running_average=True)(x) * scale
+
+
+def variables_of(model, x):
+    """Random, every one of them: statistics and scales too."""
+    flat, tree = jax.tree.flatten(jax.eval_shape(model.init, jax.random.key(1), x))
+    random = np.random.default_rng(0)
+
+    def drawn(like):
+        signs = random.choice([-1, 1], like.shape[-1:] if like.ndim > 1 else ())
+        return array(random.uniform(0.5, 1.5, like.shape) * signs, like.dtype)
+
+    return jax.tree.unflatten(tree, list(map(drawn, flat)))

@@ -265,12 +265,16 @@ def test_what_depends_on_the_unknown_batch_is_left_alone():
     close(program.call(arguments()[1]), norm(arguments()[1]))
 
 
-def test_ahead_of_time(tmp_path):
-    """`lower(...).compile()`, and its executable written and read."""
+def ahead_of_time():
     compiled = jaxfuse.fuse(loss, policy="always").lower(*arguments()).compile()
     close(compiled(*arguments()), loss(*arguments()))
     written = serialize_executable.serialize(compiled)
     close(serialize_executable.deserialize_and_load(*written)(*arguments()), loss(*arguments()))
+
+
+def test_ahead_of_time():
+    """`lower(...).compile()`, and its executable written and read. JAX 0.12 does not write whole what came from its own cache."""
+    printed_by("-c", "import test_export; test_export.ahead_of_time()", JAX_ENABLE_COMPILATION_CACHE="false")
 
 
 CACHED = """

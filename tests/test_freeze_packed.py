@@ -1,0 +1,77 @@
+"""Weights that `jaxfuse.freeze` packs: filters, and those of dense layers as filters of one tap."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxfuse
+from compare import same
+from layers import Wide, variables_of
+
+pytestmark = pytest.mark.usefixtures("some_kernel")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_filters_are_packed(dtype):
+    """And transformed for Winograd, where that is chosen; what autodiff, vmap and a fuse around it need is unpacked."""
+    model, x = Wide(), jax.random.normal(jax.random.key(2), (1, 16, 16, 32), dtype)
+    variables = jax.tree.map(lambda a: a.astype(dtype), variables_of(model, x))
+    made = jaxfuse.freeze(model.apply, variables, policy="always")
+    near = dict(times=3) if dtype == jnp.float32 else dict(times=3, floor=0.01)
+    same(made(x), model.apply(variables, x), **near)
+    kinds = sorted(name.split()[0] for name in made._constants if name.startswith(("packed", "transformed")))
+    assert kinds == (["packed", "transformed"] if dtype == jnp.float32 else ["packed"])
+    before = made.nbytes
+    same(jaxfuse.fuse(lambda x: made(x) + 1)(x), model.apply(variables, x) + 1, **near)
+    wanted = jax.grad(lambda x: jnp.sum(model.apply(variables, x) ** 2))(x)
+    for f in (made, jax.jit(made)):
+        same(jax.grad(lambda x: jnp.sum(f(x) ** 2))(x), wanted, times=10, floor=0.02)
+    same(jax.vmap(made, in_axes=1, out_axes=1)(x[:, None])[:, 0], model.apply(variables, x), **near)
+    assert made.nbytes == before
+
+
+DENSE = {  # the product, the shape of its weight
+    "matrix": (lambda x, w: x @ w, (24, 40)),
+    "transposed": (lambda x, w: x @ w.T, (40, 24)),
+    "heads": (lambda x, w: jnp.einsum("btc,chd->bthd", x, w), (24, 4, 10)),
+    "two axes contracted": (lambda x, w: jnp.einsum("bthd,hdc->btc", x.reshape(*x.shape[:2], 4, 6), w), (4, 6, 40)),
+    "two axes contracted, behind the others": (lambda x, w: jnp.einsum("bthd,chd->btc", x.reshape(*x.shape[:2], 4, 6), w), (40, 4, 6)),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("product, shape", DENSE.values(), ids=DENSE)
+def test_weights_of_dense_layers_are_packed(product, shape, dtype, tmp_path):
+    """As filters of one tap; what autodiff, vmap and a fuse around it need is unpacked."""
+    keys = jax.random.split(jax.random.key(3), 3)
+    w, x = jax.random.normal(keys[0], shape, dtype) / 5, jax.random.normal(keys[1], (2, 7, 24), dtype)
+    y = jax.eval_shape(product, x, w)
+    b = jax.random.normal(keys[2], y.shape[2:], dtype)
+
+    def layer(weights, x, residual):
+        w, b = weights
+        return jax.nn.relu(product(x, w) + b + residual)
+
+    made, residual = jaxfuse.freeze(layer, (w, b), policy="always"), jnp.ones(y.shape, dtype)
+    near = dict(times=3) if dtype == jnp.float32 else dict(times=3, floor=0.01)
+    same(made(x, residual), layer((w, b), x, residual), **near)
+    assert [name.split()[0] for name in made._constants if name.startswith("packed")] == ["packed"]
+    wanted = jax.grad(lambda x: jnp.sum(layer((w, b), x, residual) ** 2))(x)
+    same(jax.grad(lambda x: jnp.sum(made(x, residual) ** 2))(x), wanted, times=10, floor=0.02)
+    same(jax.vmap(made)(x[:, None], residual[:, None])[:, 0], layer((w, b), x, residual), **near)
+    assert all(a.dtype == jnp.uint8 or a.size < w.size for a in made._constants.values()), "the weight is there once, packed"
+    (batch,) = jax.export.symbolic_shape("b")
+    made.save(tmp_path / "layer", *[jax.ShapeDtypeStruct((batch, *a.shape[1:]), a.dtype) for a in (x, residual)])
+    for some in (x, x[:1]):
+        same(jaxfuse.load(tmp_path / "layer")(some, residual[: len(some)]), layer((w, b), some, residual[: len(some)]), **near)
+
+
+def test_packed_filters_in_a_file_for_any_batch(tmp_path):
+    model, x = Wide(), jax.random.normal(jax.random.key(2), (3, 16, 16, 32))
+    variables = variables_of(model, x)
+    made = jaxfuse.freeze(model.apply, variables)
+    (batch,) = jax.export.symbolic_shape("b")
+    made.save(tmp_path / "network", jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype))
+    assert made._packed
+    for some in (x, x[:1]):
+        same(jaxfuse.load(tmp_path / "network")(some), model.apply(variables, some), times=3)
