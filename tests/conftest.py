@@ -20,7 +20,8 @@ from jaxfuse.tuning import tuned
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=1 " + os.environ.get("XLA_FLAGS", "")
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
-MANY, VERY_MANY = 12, 24  # cases of one test
+SHARES = {24: 12, 12: 6, 6: 3}  # of a test with more cases than these, one in so many is taken
+COSTLY = 3  # and of a test that is marked so
 NOT_INSTALLABLE = re.compile(r"this (CPU|machine|system|jax) (has|is)")  # how a skip says what no installation would bring
 
 
@@ -80,8 +81,9 @@ def without_skip(report, config):
 
 
 def pytest_report_header(config):
-    shares = f"a third of the cases of tests that are costly or have more than {MANY}, a sixth with more than {VERY_MANY}"
-    return f"{shares}, those of --salt {config.option.salt!r}; all: --complete" if shared(config) else "all cases"
+    shares = ", ".join(f"with more than {many} one in {share}" for many, share in SHARES.items())
+    shares = f"of the cases of tests {shares}, of costly ones one in {COSTLY}, those of --salt {config.option.salt!r}; all: --complete"
+    return shares if shared(config) else "all cases"
 
 
 def pytest_collection_modifyitems(config, items):
@@ -89,8 +91,8 @@ def pytest_collection_modifyitems(config, items):
     if shared(config):
         salt = getattr(config, "workerinput", {}).get("salt", config.option.salt)
         cases = collections.Counter(map(table_of, items))
-        of = {table: 1 if n <= MANY else 3 if n <= VERY_MANY else 6 for table, n in cases.items()}
-        of |= {table_of(i): 3 for i in items if i.get_closest_marker("costly") and of[table_of(i)] == 1}
+        of = {table: next((share for many, share in SHARES.items() if n > many), 1) for table, n in cases.items()}
+        of |= {table_of(i): COSTLY for i in items if i.get_closest_marker("costly") and of[table_of(i)] == 1}
         items[:] = [i for i in items if zlib.crc32((salt + i.nodeid).encode()) % of[table_of(i)] == 0]
 
 

@@ -123,6 +123,7 @@ def test_a_real_worker_answers_and_its_end_is_an_error():
         worker.end()
 
 
+@pytest.mark.costly
 def test_every_issue_runs_small_with_the_right_numbers(tmp_path):
     names = [case.name for case in cases.CASES if case.kind == "issue"]
     path = tmp_path / "issues.json"
@@ -283,6 +284,7 @@ def test_a_network_has_the_parameters_of_its_papers(name):
     assert sum(leaf.size for leaf in jax.tree.leaves(variables["params"])) == case.shape.parameters
 
 
+@pytest.mark.costly
 def test_transformers_run_small_with_the_right_numbers(tmp_path):
     """The frozen network is held to XLA's error, too."""
     path = tmp_path / "transformers.json"
@@ -304,6 +306,7 @@ class FakeCrew:
     allocator, workers = "tuned", {}
 
 
+@pytest.mark.costly
 def test_memory_of_a_process_that_loads_a_network():
     case = cases.quick(cases.select(["mobilenet_v2.b1.f32.inference"])[0])
     found = resident.in_processes("frozen", case, sys.executable, 2)

@@ -62,6 +62,7 @@ def check(arch: str) -> str:
     return f"sm_{arch}: {len(kernels)} kernels, at most {registers} registers, SASS of {len(aligned)} vector paths"
 
 
+@pytest.mark.costly
 @pytest.mark.skipif(tool("nvidia-cuda-nvcc", "nvcc") is None, reason="no nvcc: python -m pip install -e '.[cuda-build]' brings one")
 def test_kernels_compile_without_spills():
     figures = check("90")

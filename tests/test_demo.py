@@ -165,6 +165,7 @@ def test_batches_repeat_and_cover_an_epoch(small_digits):
     assert np.array_equal(np.sort(images.sum((1, 2, 3))), np.sort(small_digits.train_images.sum((1, 2, 3))))
 
 
+@pytest.mark.costly
 def test_training_is_shown_with_the_networks_own_lines(small_digits, tmp_path):
     screen = console()
     demo.show_training(screen, 3, tmp_path / "loss.png")

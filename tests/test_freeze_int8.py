@@ -257,6 +257,7 @@ def test_a_file_of_any_batch_gives_the_same_on_another_cpu(frozen, tmp_path, lev
     assert printed_by("-c", LOAD, tmp_path / "network", tmp_path / "given.npz", JAXFUSE_SIMD=level) == "loaded\n"
 
 
+@pytest.mark.costly
 def test_digits():
     """A network that has learned to read them reads them alike."""
     data = digits.load(16)

@@ -67,6 +67,7 @@ def run_all() -> str:
     return digest.hexdigest()
 
 
+@pytest.mark.costly
 def test_every_form_gives_the_same_bits():
     """Those that this CPU has."""
     levels = ["portable", "avx2", "avx512"]
@@ -77,6 +78,7 @@ def test_every_form_gives_the_same_bits():
     assert len(set(found.values())) == 1, found
 
 
+@pytest.mark.costly
 def test_any_number_of_threads_gives_the_same_bits():
     assert len({printed_by(__file__, OMP_NUM_THREADS=str(n)) for n in (1, 3)}) == 1
 

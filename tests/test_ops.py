@@ -252,6 +252,7 @@ LIMITS = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.skipif(ffi.unavailable("jaxfuse_norm_fwd") is not None, reason="the native module is not built")
 @pytest.mark.parametrize("level", ["portable", "avx2", "avx512"])
 def test_every_instruction_set(level):

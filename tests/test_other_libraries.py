@@ -82,6 +82,7 @@ def of(library: str) -> str:
     return textwrap.dedent(PROGRAMS[library])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("library", PROGRAMS)
 def test_in_one_process(library, when):

@@ -217,6 +217,7 @@ def test_hessian():
         same(jit(of(fuse(fn)))(w), jit(of(fn))(w))
 
 
+@pytest.mark.costly
 def test_on_several_devices():
     assert on_devices(__file__) == "done\n"
 
