@@ -4,7 +4,6 @@ The kernels are compiled once, and for size, in half the time: what differs betw
 """
 
 import argparse
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -29,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
             jax = [f"{package}=={OF_PYTHON[minor]}.*" for package in ("jax", "jaxlib")]
             folder = work / f"jax-{OF_PYTHON[minor]}"
             python = pythons.environment(interpreter, folder / "env", str(wheel), *jax, *wheels.TESTS_NEED)
-            wheels.test(python, folder, TESTS, os.environ)
+            wheels.say(wheels.tested(python, folder, TESTS))
     if not here:
         wheels.say(f"nothing was tested: no Python of {', '.join(f'3.{minor}' for minor in OF_PYTHON)} was found")
     return 0

@@ -15,7 +15,6 @@ import tempfile
 import time
 import tomllib
 import zipfile
-from collections.abc import Mapping
 from pathlib import Path
 
 from tools import pythons
@@ -96,25 +95,31 @@ def tried(interpreter: str, wheel: Path) -> str:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         python = pythons.environment(interpreter, folder / "env")
-        alone = dict(HOME=name, PATH=str(python.parent), JAX_PLATFORMS="cpu")
         pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-        alone |= {key: value for key, value in os.environ.items() if key.startswith("PIP_")}
         start = time.monotonic()
-        run(*pip, str(wheel), env=alone)
+        run(*pip, wheel, env=alone(python, folder))
         installed = time.monotonic() - start
-        verdict = subprocess.check_output([str(python), "-m", "jaxfuse", "doctor"], env=alone, cwd=name, text=True).splitlines()[0]
-        if not verdict.startswith("WORKS"):
-            raise SystemExit(f"{wheel.name}: {verdict}")
-        run(*pip, *TESTS_NEED, env=alone)
-        test(python, folder, TESTS, alone)
+        run(*pip, *TESTS_NEED, env=alone(python, folder))
+        verdict = tested(python, folder, TESTS)
     return f"{wheel.name}: installed with its dependencies in {installed:.0f} s; {verdict}; its tests pass"
 
 
-def test(python: Path, folder: Path, files: list[str], environment: Mapping[str, str]) -> None:
-    """Runs these files of tests from copies in the folder, where no source of the package lies."""
+def alone(python: Path, folder: Path) -> dict[str, str]:
+    """The variables of a process that sees this Python, and neither a compiler nor the source of the package."""
+    of_pip = {key: value for key, value in os.environ.items() if key.startswith("PIP_")}
+    return of_pip | dict(HOME=str(folder), PATH=str(python.parent), JAX_PLATFORMS="cpu")
+
+
+def tested(python: Path, folder: Path, files: list[str]) -> str:
+    """Runs these files of tests from copies in the folder, where all kernels must work. Returns what `doctor` says of them."""
+    environment = alone(python, folder)
+    verdict = subprocess.check_output([str(python), "-m", "jaxfuse", "doctor"], env=environment, cwd=folder, text=True).splitlines()[0]
+    if not verdict.startswith("WORKS"):
+        raise SystemExit(f"{python}: {verdict}")
     shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
     run(python, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files, env=environment, cwd=folder / "tests")
+    return verdict
 
 
 def run(*command, **options) -> None:

@@ -162,10 +162,10 @@ def _before_unary(value: Value) -> Iterator[Value]:
     """The value, and what unary steps and products with numbers have made it of."""
     yield value
     while (node := value.producer) is not None and node.primitive in (*UNARY, "mul", "div"):
-        first, *others = sorted(node.inputs, key=lambda v: constant(v) is not None) if node.primitive == "mul" else node.inputs
-        if any(constant(v) is None for v in others):
+        operands = [v for v in node.inputs if constant(v) is None]
+        if len(operands) != 1:
             return
-        value = first
+        (value,) = operands
         yield value
 
 

@@ -4,7 +4,7 @@ arithmetic between them is, the program itself says.
     sums    g = dy·act'(z);  Σg, Σg·(x - mean)       per channel
     dx      a·g + b·(x - mean) + c, and g            per channel a, b, c
 
-act' is taken from a mask of bits, as `batch_norm` saves them, or by z = (x - center)·scale + offset [+ residual].
+act' is taken from a mask of bits, as `batch_norm` saves them, or from z = (x - center)·scale + offset [+ residual].
 
 An op that is differentiated by itself (`batch_norm.py`) computes the same passes inside its backward stage: `by_kernels`,
 or `by_xla` where there are none.
@@ -100,7 +100,7 @@ def _batch_axis(config: GradientConfig) -> int:
     return 1 if config.axis == 0 else 0
 
 
-def _told_axes(config: GradientConfig) -> tuple[int | None, ...]:
+def _saved_axes(config: GradientConfig) -> tuple[int | None, ...]:
     if config.masked:
         return (0,)
     coefficients = () if config.activation == NO_ACTIVATION else (None, None, None)
@@ -110,12 +110,12 @@ def _told_axes(config: GradientConfig) -> tuple[int | None, ...]:
 
 def _sums_axes(config: GradientConfig, ranks) -> BatchAxes:
     n = _batch_axis(config)
-    return BatchAxes((n, n, None, *_told_axes(config)), (None, None))
+    return BatchAxes((n, n, None, *_saved_axes(config)), (None, None))
 
 
 def _dx_axes(config: GradientConfig, ranks) -> BatchAxes:
     n = _batch_axis(config)
-    return BatchAxes((n, n, *[None] * 4, *_told_axes(config)), (n,) * (1 + config.wants_g))
+    return BatchAxes((n, n, *[None] * 4, *_saved_axes(config)), (n,) * (1 + config.wants_g))
 
 
 def refuse_array(library, config, x) -> str | None:
