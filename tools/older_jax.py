@@ -1,6 +1,7 @@
 """python -m tools.older_jax: a short set of the tests on older versions of JAX, for each Python of this machine that is named here.
 
-The kernels are compiled once, and for size, in half the time: what differs between versions is Python.
+The kernels are compiled once: what differs between versions is Python. Their loops know nothing of jaxlib either, so the objects
+of another build of this source will do for them.
 """
 
 import argparse
@@ -17,14 +18,15 @@ TESTS = ["test_fuse.py", "test_versions.py", "test_loops.py"]
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m tools.older_jax", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args(argv)
+    parser.add_argument("--objects", type=Path, help="the build-dir of an earlier build of this source (pip install -C build-dir=…)")
+    given = parser.parse_args(argv)
     here = {minor: interpreter for minor, interpreter in pythons.found().items() if minor in OF_PYTHON}
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         tools = wheels.build_tools(work)
         for minor, interpreter in here.items():
             wheels.say(f"--- Python 3.{minor}, jax {OF_PYTHON[minor]}")
-            wheel = wheels.built(tools, interpreter, ROOT, work, build_type="MinSizeRel")
+            wheel = wheels.built(tools, interpreter, ROOT, work, (given.objects or work / "objects").resolve())
             jax = [f"{package}=={OF_PYTHON[minor]}.*" for package in ("jax", "jaxlib")]
             folder = work / f"jax-{OF_PYTHON[minor]}"
             python = pythons.environment(interpreter, folder / "env", str(wheel), *jax, *wheels.TESTS_NEED)

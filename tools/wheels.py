@@ -32,13 +32,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "wheels", help="build tools and objects (default: build/wheels/)")
     given = parser.parse_args(argv)
     out, work = given.out.resolve(), given.work.resolve()
-    for old in (out, work / "objects"):  # the sdist gives every file one date, so ninja would not see a change
+    objects = work / "objects"
+    for old in (out, objects):  # the sdist gives every file one date, so ninja would not see a change
         shutil.rmtree(old, ignore_errors=True)
     tools = build_tools(work, *PACKAGING)
     source = sdist(tools, out, work)
     for interpreter in pythons.found().values():
         start = time.monotonic()
-        wheel = repaired(tools, built(tools, interpreter, source, work), out)
+        wheel = repaired(tools, built(tools, interpreter, source, work, objects), out)
         say(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB, built in {time.monotonic() - start:.0f} s")
         if wheel.stat().st_size > LARGEST:
             raise SystemExit(f"{wheel.name} is larger than {LARGEST / 1e6:.0f} MB")
@@ -65,15 +66,15 @@ def sdist(tools: Path, out: Path, work: Path) -> Path:
     return next(unpacked.iterdir())
 
 
-def built(tools: Path, interpreter: str, source: Path, work: Path, build_type: str = "Release") -> Path:
-    """The wheel as CMake makes it. The paths of headers are the same for every Python, so ninja keeps the kernels' objects."""
-    objects, raw = work / "objects", work / "raw"
+def built(tools: Path, interpreter: str, source: Path, work: Path, objects: Path) -> Path:
+    """The wheel as CMake makes it. The paths of headers are the same for every Python, so ninja keeps the kernels' `objects`."""
+    raw = work / "raw"
     (objects / "CMakeCache.txt").unlink(missing_ok=True)  # it names the Python before this one
     shutil.rmtree(raw, ignore_errors=True)
     packages = subprocess.check_output([str(tools), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True).strip()
     environment = dict(PYTHONPATH=packages, PATH=os.pathsep.join([str(tools.parent), os.environ["PATH"]]), JAXFUSE_CUDA="off")
     run(interpreter, "-m", "pip", "wheel", "-q", "--disable-pip-version-check", "--no-build-isolation", "--no-deps", "-w", raw,
-        "-C", f"build-dir={objects}", "-C", f"cmake.build-type={build_type}", source, env=os.environ | environment)
+        "-C", f"build-dir={objects}", source, env=os.environ | environment)
     return next(raw.iterdir())
 
 

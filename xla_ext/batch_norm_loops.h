@@ -8,15 +8,17 @@
 namespace jaxfuse::batch_norm {
 namespace {
 
+// f(value of the element's type, Constant<whether a mask is read>, the activation's gradient)
 template <class F>
-void with_gradient(const BackwardArgs& args, F f) {
-  using None = Constant<Activation::none>;
-  switch (args.derivative) {
-    case Derivative::none: return f(Constant<Derivative::none>{}, None{});
-    case Derivative::mask: return f(Constant<Derivative::mask>{}, None{});
-    case Derivative::recompute:
-      return with_activation(args.activation, [&](auto act) { f(Constant<Derivative::recompute>{}, act); });
-  }
+void with_types(const BackwardArgs& args, F f) {
+  with_element(args.element, [&](auto t) {
+    if (args.derivative == Derivative::recompute) {
+      return with_gradient(args.activation, false, args.parameters, [&](auto act) { f(t, Constant<false>{}, act); });
+    }
+    with_bool(args.derivative == Derivative::mask, [&](auto by_mask) {
+      f(t, by_mask, GradientInLine<Activation::none>{args.parameters, false});
+    });
+  });
 }
 
 constexpr Kernels kernels = {
@@ -26,30 +28,24 @@ constexpr Kernels kernels = {
     merge,
     [](const ApplyArgs& args, const Tile& tile) {
       with_element(args.element, [&](auto t) {
-        with_activation(args.activation, [&](auto act) {
+        with_activation(args.activation, args.parameters, [&](auto act) {
           with_bool(args.residual, [&](auto residual) {
             with_bool(args.mask, [&](auto mask) {
-              if constexpr (is_gate(act.value) || !mask.value) {
-                apply<decltype(t), act.value, residual.value, mask.value>(args, tile);
-              }
+              if constexpr (act.kIsGate || !mask.value) apply<decltype(t), residual.value, mask.value>(args, tile, act);
             });
           });
         });
       });
     },
     [](const BackwardArgs& args, const Tile& tile, double* sum_g, double* sum_gx) {
-      with_element(args.element, [&](auto t) {
-        with_gradient(args, [&](auto derivative, auto act) {
-          backward_stats<decltype(t), derivative.value, act.value>(args, tile, sum_g, sum_gx);
-        });
+      with_types(args, [&](auto t, auto by_mask, auto act) {
+        backward_stats<decltype(t), by_mask.value>(args, tile, act, sum_g, sum_gx);
       });
     },
     [](const BackwardArgs& args, const Tile& tile) {
-      with_element(args.element, [&](auto t) {
-        with_gradient(args, [&](auto derivative, auto act) {
-          with_bool(args.dresidual, [&](auto dresidual) {
-            backward_apply<decltype(t), derivative.value, act.value, dresidual.value>(args, tile);
-          });
+      with_types(args, [&](auto t, auto by_mask, auto act) {
+        with_bool(args.dresidual, [&](auto dresidual) {
+          backward_apply<decltype(t), by_mask.value, dresidual.value>(args, tile, act);
         });
       });
     },

@@ -13,37 +13,6 @@ void put(T* p, Floats v, Lanes lanes, bool stream) {
   stream ? store_streaming(p, round_to<T>(v), lanes) : store(p, round_to<T>(v), lanes);
 }
 
-// ---- activations, as passes over a few values in the L1 cache
-
-using Activate = void (*)(float* z, int64_t n, const Parameters&);                  // z becomes activation(z)
-using PullBack = void (*)(float* z, const float* g, int64_t n, const Parameters&);  // z becomes g·activation'(z)
-
-inline Activate activate_by(Activation activation) {
-  Activate pass = nullptr;
-  with_activation(activation, [&](auto act) {
-    [[maybe_unused]] constexpr Activation which = decltype(act)::value;
-    pass = [](float* z, int64_t n, const Parameters& given) {
-      const Parameters p = given;  // of our own: no store changes it
-      for_vectors(0, n, [&](int64_t i, auto lanes) { store(z + i, activated<which>(load(z + i, lanes), p), lanes); });
-    };
-  });
-  return pass;
-}
-
-inline PullBack pull_back_by(Activation activation) {
-  PullBack pass = nullptr;
-  with_activation(activation, [&](auto act) {
-    [[maybe_unused]] constexpr Activation which = decltype(act)::value;
-    pass = [](float* z, const float* g, int64_t n, const Parameters& given) {
-      const Parameters p = given;
-      for_vectors(0, n, [&](int64_t i, auto lanes) {
-        store(z + i, pulled_back<which>(load(g + i, lanes), load(z + i, lanes), p), lanes);
-      });
-    };
-  });
-  return pass;
-}
-
 // ---- statistics
 
 constexpr int64_t kLongestSum = 4096;  // of f32; sums of those are in double

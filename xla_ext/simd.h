@@ -256,7 +256,7 @@ inline Floats only(Floats v, First lanes) {
 // By halves: four additions one after the other in place of sixteen.
 inline float total(Floats v) {
 #if defined(__AVX512F__)
-  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+  const __m256 eight = _mm256_add_ps(_mm512_maskz_extractf32x8_ps(0xff, v, 0), _mm512_maskz_extractf32x8_ps(0xff, v, 1));
 #elif defined(__AVX2__)
   const __m256 eight = v;
 #endif

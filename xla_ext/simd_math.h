@@ -10,6 +10,7 @@ namespace {
 template <int n>
 Floats polynomial(const float (&a)[n], Floats x) {
   Floats sum = Floats{} + a[n - 1];
+#pragma GCC unroll 16
   for (int i = n - 2; i >= 0; --i) sum = multiply_add(sum, x, Floats{} + a[i]);
   return sum;
 }
