@@ -20,8 +20,8 @@ from jaxfuse.tuning import tuned
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=1 " + os.environ.get("XLA_FLAGS", "")
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
-SHARES = {24: 12, 12: 6, 6: 3}  # of a test with more cases than these, one in so many is taken; the first that fits
-COSTLY = 3  # and of a test that is marked so
+SHARES = {24: 16, 12: 8, 6: 4}  # of a test with more cases than these, one in so many is taken; the first that fits
+COSTLY = 6  # and of a test that is marked so
 NOT_INSTALLABLE = re.compile(r"this (CPU|machine|system|jax) (has|is)")  # how a skip says what no installation would bring
 
 

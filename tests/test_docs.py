@@ -114,6 +114,7 @@ def test_figures_are_of_measurements():
         figures.table("nonsense")
 
 
+@pytest.mark.costly
 def test_the_site_is_built(tmp_path):
     """Where Sphinx is installed, as CI has it."""
     if any(importlib.util.find_spec(name) is None for name in ("sphinx", "furo", "myst_parser")):

@@ -205,6 +205,7 @@ for path in sorted(pathlib.Path(sys.argv[1]).glob("*.program")):
 """
 
 
+@pytest.mark.costly
 @native
 def test_every_op_in_a_fresh_process(tmp_path):
     pytest.importorskip("flatbuffers")
@@ -289,6 +290,7 @@ print(float(y.sum()), sum("cache_hits" in event for event in hits) > 0)
 """
 
 
+@pytest.mark.costly
 def test_persistent_compilation_cache(tmp_path):
     """A second process takes the compiled program from the disk, and it runs."""
     assert [printed_by("-c", CACHED, tmp_path) for _ in range(2)] == ["256.0 False\n", "256.0 True\n"]

@@ -32,6 +32,7 @@ def python(*arguments, **environment):
     return started(*arguments, **own | environment)
 
 
+@pytest.mark.costly
 def test_memory_stays_in_the_process():
     plain = python("-c", FAULTS)
     retained = python("-c", "import jaxfuse; assert jaxfuse.retain_memory() and jaxfuse.retain_memory()\n" + FAULTS)
@@ -47,6 +48,7 @@ def test_too_late_is_an_error_with_the_remedy():
     assert "RuntimeError: retain_memory: too late" in (error := python("-c", code).stderr) and "python -m jaxfuse run script.py" in error
 
 
+@pytest.mark.costly
 def test_by_the_environment():
     code = "import jaxfuse, os; print(jaxfuse.runtime.memory.is_retained())"
     assert python("-c", code, JAXFUSE_RETAIN_MEMORY="1").stdout == "True\n"
@@ -66,6 +68,7 @@ sys.exit(len(sys.argv) - 1)
 """
 
 
+@pytest.mark.costly
 def test_the_launcher_is_python_to_the_script(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "helper.py").write_text("VALUE = 7")
@@ -107,6 +110,7 @@ print(used - kept < 50, used - resident() > 50)
 """
 
 
+@pytest.mark.costly
 @pytest.mark.skipif(ffi.unavailable("jaxfuse_conv_fwd") is not None, reason=str(ffi.unavailable("jaxfuse_conv_fwd")))
 def test_idle_scratch_goes_back():
     """67 MB for a convolution's x and y, channels last: kept for the next call, and given back when none comes for some seconds."""

@@ -104,6 +104,7 @@ def test_nothing_is_read_outside(level, convolutions):
     assert json.loads(printed) == 2 * len([*LONG, *ODD, *MANY_PIXELS, *NARROW, *DTYPES * len(in_each_dtype)])
 
 
+@pytest.mark.costly
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="this system is not Linux")
 def test_the_pages_are_forbidden():
     program = "import sys, test_native_bounds as t, ctypes; x = t.guarded(t.np.ones(16, 'float32'), True); " \

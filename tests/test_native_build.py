@@ -103,6 +103,7 @@ def test_a_build_without_onednn_has_all_that_is_asked_of_it(tmp_path):
     assert sorted(declared) == sorted(re.findall(r" T jaxfuse::onednn::(\w+)\(", symbols)) and len(declared) > 10
 
 
+@pytest.mark.costly
 @needs_x86
 def test_no_function_of_an_instruction_set_is_shared(tmp_path):
     """A weak function would be one for all, perhaps the one with instructions that this CPU lacks. Without optimisation, which

@@ -166,6 +166,7 @@ for path, words in zip(sys.argv[1:], ["its version is 9.9.9, and this was built 
 """, gomp, other, partial)
 
 
+@pytest.mark.costly
 @pytest.mark.skipif(ffi.native() is None, reason="the native module is not built")
 def test_without_onednn():
     """Where it was built without, or where its file is missing."""

@@ -110,6 +110,7 @@ def test_a_narrow_result_of_a_wide_input(dtype):
     correct(jax.grad(scalar(fn), (0, 1, 2)), *ARGS)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("act", [lambda y: y, jax.nn.gelu])
 def test_casts_of_a_wide_result_by_several_readers(act):
     """As an attention of bfloat16 has them behind a norm of float32: their gradients are added in float32."""

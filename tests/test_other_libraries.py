@@ -90,6 +90,7 @@ def test_in_one_process(library, when):
     right(of(library) + textwrap.dedent(COMMON), when)
 
 
+@pytest.mark.costly
 def test_threadpoolctl_leaves_our_threads_alone():
     """It knows libraries by their file's name and C functions; the pool is in a Python module that has neither."""
     pytest.importorskip("threadpoolctl")

@@ -175,6 +175,7 @@ def test_bisect_finds_a_planted_site(tmp_path, monkeypatch, capsys, happens, ask
     assert out.count("passes") + out.count("fails") <= 2 + 3 + 1  # runs: all, none, log2(4) + 1 at most; a word of the verdict
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name, code, words", [
     ("innocent", 1, "there is nothing to find"), ("hopeless", 1, "fails with no site fused too: ValueError: whatever"),
     ("missing", 1, "has no missing")])

@@ -1,7 +1,6 @@
 """python -m tools.older_jax: a short set of the tests on older versions of JAX, for each Python of this machine that is named here.
 
-The kernels are compiled once: what differs between versions is Python. Their loops know nothing of jaxlib either, so the objects
-of another build of this source will do for them.
+The kernels are compiled once, and not at all where another build of this source has left its objects.
 """
 
 import argparse

@@ -49,9 +49,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def build_tools(work: Path, *more: str) -> Path:
-    """The interpreter of an environment with what a build requires, and more: one for the wheels of all Pythons."""
+    """The interpreter of an environment with what a build requires, and more: one for the wheels of all Pythons.
+
+    CMake and ninja are the machine's where it has them, as in every build by pip: another ninja would begin anew.
+    """
     requires = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
-    return pythons.environment(sys.executable, work / "tools", *requires, "cmake", "ninja", *more)
+    lacking = [tool for tool in ("cmake", "ninja") if not shutil.which(tool)]
+    return pythons.environment(sys.executable, work / "tools", *requires, *lacking, *more)
 
 
 def sdist(tools: Path, out: Path, work: Path) -> Path:

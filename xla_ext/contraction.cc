@@ -221,8 +221,19 @@ bool always() {
 }
 
 const Kernels& kernels() {
-  if (has_bf16()) return avx512_bf16_kernels;
-  return has_vnni() ? choose(portable_kernels, avx2_vnni_kernels, avx512_vnni_kernels) : choose(portable_kernels, avx2_kernels, avx512_kernels);
+  static const Kernels found = [] {
+    Kernels all = choose(portable_kernels, avx2_kernels, avx512_kernels);
+    if (has_vnni()) {
+      const Kernels& better = choose(portable_kernels, avx2_vnni_kernels, avx512_vnni_kernels);
+      all.multiply_bytes = better.multiply_bytes, all.multiply_small_bytes = better.multiply_small_bytes;
+    }
+    if (has_bf16()) {
+      const Kernels& better = avx512_bf16_kernels;
+      all.pack_bf16 = better.pack_bf16, all.transpose_bf16 = better.transpose_bf16, all.multiply_bf16 = better.multiply_bf16;
+    }
+    return all;
+  }();
+  return found;
 }
 
 int64_t Panels::steps() const { return parts(inner, per_step(dtype)); }

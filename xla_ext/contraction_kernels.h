@@ -65,6 +65,8 @@ struct Kernels {
   void (*to_floats)(float* sums, int64_t rows, int64_t stride, int64_t columns, const int32_t* offsets);
 };
 
-extern const Kernels portable_kernels, avx2_kernels, avx2_vnni_kernels, avx512_kernels, avx512_vnni_kernels, avx512_bf16_kernels;
+extern const Kernels portable_kernels, avx2_kernels, avx512_kernels;
+// Of these only the functions that more instructions make better; the others are null.
+extern const Kernels avx2_vnni_kernels, avx512_vnni_kernels, avx512_bf16_kernels;
 
 }  // namespace jaxfuse::contraction

@@ -271,11 +271,23 @@ void multiply_rows(const Tile& tile, int64_t count, float* sums, bool first) {
   tile.narrow ? multiply<Step, rows, 1>(tile, sums, first) : multiply<Step, rows, kVectors>(tile, sums, first);
 }
 
+#if defined(__AVX512BF16__)  // what only such CPUs do so; the rest is AVX-512's
+constexpr Kernels kernels = {
+    kRows, kColumns, nullptr, pack<OfPairs>, nullptr, transpose_lines<OfPairs, bf16>, nullptr, multiply_rows<OfPairs, kRows>,
+    nullptr, nullptr, nullptr, nullptr, nullptr,
+};
+#elif defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+constexpr Kernels kernels = {
+    kRows, kColumns, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, multiply_rows<OfBytes<false>, kRows>,
+    multiply_rows<OfBytes<kSaturates>, kRows>, nullptr, nullptr, nullptr,
+};
+#else
 constexpr Kernels kernels = {
     kRows, kColumns, pack<OfFloats>, pack<OfPairs>, transpose_lines<OfFloats, float>, transpose_lines<OfPairs, bf16>,
     multiply_rows<OfFloats, kRows>, multiply_rows<OfPairs, kRows>, multiply_rows<OfBytes<false>, kRows>,
     multiply_rows<OfBytes<kSaturates>, kRows>, quantise<float>, quantise<bf16>, to_floats,
 };
+#endif
 
 }  // namespace
 }  // namespace jaxfuse::contraction
