@@ -28,6 +28,8 @@ class Run:
 def run(target: str) -> int:
     """Runs "module:check", or "file.py:check", with more and with fewer sites fused, and names the first that makes it fail.
 
+    Of n sites that takes log2(n) + 1 runs, and one more for the first.
+
     Args:
       target: a function without parameters, which calls what it has fused. It fails by an exception, by returning False or by the
         end of its process. Every run is a process of its own, and has to do the same each time: fixed seeds.
@@ -44,11 +46,12 @@ def run(target: str) -> int:
             runs.append(_run(target, limit))
         return runs[-1]
 
-    fails, passes = tried(ALL), tried(0)
-    if fails.failure and not passes.failure:
-        while len(fails.sites) - len(passes.sites) > 1:
-            middle = tried((len(passes.sites) + len(fails.sites)) // 2)
-            passes, fails = (passes, middle) if middle.failure else (middle, fails)
+    fails, passes = tried(ALL), Run((), "")  # that it passes with none is seen last, and only where the first site is to blame
+    while fails.failure and len(fails.sites) - len(passes.sites) > 1:
+        middle = tried((len(passes.sites) + len(fails.sites)) // 2)
+        passes, fails = (passes, middle) if middle.failure else (middle, fails)
+    if fails.failure and not passes.sites:
+        passes = tried(0)
     console.print(_table(runs))
     console.print(f"\n{_verdict(passes, fails)}")
     return int(bool(passes.failure) or not fails.failure)
