@@ -9,7 +9,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 
 def lists() -> str:
-    return (ROOT / "CMakeLists.txt").read_text()
+    return (ROOT / "xla_ext/CMakeLists.txt").read_text()
 
 
 def loops() -> list[str]:
