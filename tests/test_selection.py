@@ -172,7 +172,7 @@ def test_bisect_finds_a_planted_site(tmp_path, monkeypatch, capsys, happens, ask
     assert cli.main(["bisect", "planted.py:check"]) == 0
     out = capsys.readouterr().out
     assert "dense+tanh forward" in out and "planted.py:10" in out and words in out, out
-    assert out.count("passes") + out.count("fails") == 1 + 2 + 1  # runs: all, log2(4); a word of the verdict
+    assert out.count("passes") + out.count("fails") == 1 + 2 + 1 + 1  # runs: all, log2(4), none, for it is the first; the verdict
 
 
 @pytest.mark.costly
