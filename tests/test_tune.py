@@ -14,7 +14,7 @@ from jaxfuse.commands import doctor, tune
 from jaxfuse.runtime import ffi
 from jaxfuse.tuning import measured, tuned
 from jaxfuse.tuning.rules import TABLE
-from jaxfuse.tuning.rules.rule import Point, Rule
+from jaxfuse.tuning.rules.rule import DTYPES, Point, Rule
 
 LOSES = Rule((Point(10**6, 1.0, 2.0),), machine="this machine")
 X, W = jnp.ones((2, 8, 8, 16)), jnp.ones((3, 3, 16, 16))
@@ -130,7 +130,7 @@ def test_every_size_of_every_sweep_is_a_site_of_its_op(op, shape):
     """In its shape class, growing, and giving x's shape and dtype again."""
     table, sizes = TABLE[op], []
     for shapes in table.size_sweeps[shape].shapes:
-        for dtype in table.dtypes:
+        for dtype in DTYPES:
             arguments = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in tune.arguments(shapes, dtype)]
             y = jax.eval_shape(table.size_sweeps[shape].program, *arguments)
             assert (y.shape, y.dtype) == (arguments[0].shape, arguments[0].dtype)
@@ -143,7 +143,8 @@ def test_every_size_of_every_sweep_is_a_site_of_its_op(op, shape):
 
 
 def test_both_directions_are_measured(monkeypatch, some_kernel):
-    monkeypatch.setattr(tune, "TABLE", {"batch_norm": TABLE["batch_norm"]._replace(dtypes=("float32",))})
+    monkeypatch.setattr(tune, "TABLE", {"batch_norm": TABLE["batch_norm"]})
+    monkeypatch.setattr(tune, "DTYPES", ("float32",))
     (rule,) = tune.measure(tune.QUICK, Console(quiet=True))["batch_norm"]
     assert rule.direction is None and {p.direction for p in rule.points} == {"forward", "backward"}
 

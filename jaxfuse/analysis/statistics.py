@@ -12,7 +12,6 @@ import numpy as np
 
 from jaxfuse.analysis.axes import IndexMap
 from jaxfuse.analysis.forms import Form, Forms, Known
-from jaxfuse.analysis.normal import size
 from jaxfuse.analysis.sums import Reduction
 from jaxfuse.program.graph import Value
 
@@ -81,7 +80,7 @@ class Statistics(Forms):
     def _found(self, value: Value, known: Known):
         table = known.form.table
         moment = None if table is None else _moment(table)
-        if moment and known.index_map and known.index_map.flat == self.kept_sub_axes and size(value) * self.count == size(self.x):
+        if moment and known.index_map and known.index_map.flat == self.kept_sub_axes:
             self.moments[value] = moment
         if moment and moment.weight == 1:  # its roundings must not grow where it is subtracted
             known = Known(known.index_map, Form.number(TABLES[moment.kind]))

@@ -22,7 +22,7 @@ from jaxfuse.selection import Decider
 from jaxfuse.tuning import tuned
 from jaxfuse.tuning.policy import unprofitable
 from jaxfuse.tuning.rules import TABLE
-from jaxfuse.tuning.rules.rule import DIRECTIONS, Point, Rule, SizeSweep
+from jaxfuse.tuning.rules.rule import DIRECTIONS, DTYPES, Point, Rule, SizeSweep
 
 LENGTH = 5  # ops in a chain
 
@@ -62,7 +62,7 @@ def run(quick: bool = False) -> int:
 
 def measure(effort: Effort, console: Console) -> dict[str, tuple[Rule, ...]]:
     """For each op the rules of this machine, one for each sweep and dtype. What is not fused here (no kernel) gets none."""
-    work = [(op, shape, dtype) for op, table in TABLE.items() for shape in table.size_sweeps for dtype in table.dtypes]
+    work = [(op, shape, dtype) for op, table in TABLE.items() for shape in table.size_sweeps for dtype in DTYPES]
     found: dict[str, tuple[Rule, ...]] = {op: () for op in TABLE}
     with Progress(console=console, refresh_per_second=2) as bar:
         task = bar.add_task("", total=len(work))

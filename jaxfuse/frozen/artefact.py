@@ -81,12 +81,12 @@ def _opened(data: bytes, path: str) -> tuple[dict, memoryview]:
         header = json.loads(data[begin : begin + length])
         version, digest = header["format"], header["sha256"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ArtefactError(f"{path} is truncated or altered: its header cannot be read") from error
+        raise ArtefactError(f"{path} is truncated or altered: its header cannot be read; copy or save it again") from error
     if version != FORMAT:
         raise ArtefactError(f"{path} is of format {version}, and this version of jaxfuse reads {FORMAT}; a newer jaxfuse may read it")
     body = memoryview(data)[begin + length :]
     if hashlib.sha256(body).hexdigest() != digest:
-        raise ArtefactError(f"{path} is truncated or altered: its SHA-256 is another than its header says")
+        raise ArtefactError(f"{path} is truncated or altered: its SHA-256 is another than its header says; copy or save it again")
     return header, body
 
 

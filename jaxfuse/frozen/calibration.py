@@ -36,30 +36,31 @@ def examples(given: Any) -> list[tuple]:
                       "int8=[(x, y)] for a function of two arguments")
     found = [example if isinstance(example, tuple) else (example,) for example in given]
     if not found:
-        raise OpError("jaxfuse.freeze: int8 has no example, expected a list of some")
+        raise OpError("jaxfuse.freeze: int8 has no example, expected at least one; give some arguments that are typical of calls")
     for i, example in enumerate(found):
         for leaf in jax.tree.leaves(example):
             if hasattr(leaf, "shape") and 0 in leaf.shape:
-                raise OpError(f"jaxfuse.freeze: example {i} of int8 has an empty array of shape {tuple(leaf.shape)}")
+                raise OpError(f"jaxfuse.freeze: example {i} of int8 has an empty array of shape {tuple(leaf.shape)}, expected numbers; "
+                              "leave it out")
             if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating) and not jnp.isfinite(leaf).all():
-                raise OpError(f"jaxfuse.freeze: example {i} of int8 has a NaN or an infinity; leave it out")
+                raise OpError(f"jaxfuse.freeze: example {i} of int8 has a NaN or an infinity, expected finite numbers; leave it out")
     return found
 
 
 def calibrated(runs: list[Run]) -> dict[Key, Measured]:
-    """Raises OpError where a layer reads what is not finite."""
+    """What all runs say of every layer that could be int8. Raises OpError where a layer reads what is not finite."""
     ranges = {key: _range(key, bounds, runs) for key, bounds in _of_all(runs, _bounds, {}).items()}
     filters = {key: int8_filter(key[0], layer, ranges[key]) for run in runs for key, (_, layer) in run.candidates.items() if key in ranges}
     weights = {name: w for run in runs for name, w in zip(run.program.names, run.constants)}
     packed = {key: filter_.packed(weights[key[0]]) for key, filter_ in filters.items()}
 
-    def off(key: Key, node: Node, x, w, rest, y, arrays):
-        """Sums of squares, of the difference and of the output."""
+    def squared(key: Key, node: Node, x, w, rest, y, arrays):
+        """Sums of squares: of the difference that int8 makes, and of the output."""
         near = filters[key].layer(node, x, arrays, rest)
         y, near = y.astype(jnp.float32), near.astype(jnp.float32)
         return jnp.stack([jnp.sum((near - y) ** 2), jnp.sum(y**2)])
 
-    squares = {key: np.sum(parts, 0) for key, parts in _of_all(runs, off, packed).items()}
+    squares = {key: np.sum(parts, 0) for key, parts in _of_all(runs, squared, packed).items()}
     with np.errstate(all="ignore"):
         return {key: Measured(ranges[key], float(np.sqrt(of / total)) if of else 0.0) for key, (of, total) in squares.items()}
 
@@ -73,12 +74,14 @@ def _range(key: Key, bounds: list, runs: list[Run]) -> Range:
     low, high = np.min(bounds, 0)[0], np.max(bounds, 0)[1]
     if not np.isfinite([low, high]).all():
         node = next(run.candidates[key][0] for run in runs if key in run.candidates)
-        raise OpError(f"jaxfuse.freeze: in the examples of int8 a layer reads a NaN or an infinity: {described(node)}")
+        raise OpError(f"jaxfuse.freeze: in the examples of int8 a layer reads a NaN or an infinity: {described(node)}; leave "
+                      "out the examples for which the function in floats overflows")
     return Range.of(float(low), float(high))
 
 
 def _of_all(runs: list[Run], observe, packed: dict[Key, list]) -> dict[Key, list[np.ndarray]]:
-    """What `observe(key, node, x, w, rest, y, packed weight)` gives for every layer that is computed, in every run."""
+    """What `observe(key, node, x, w, rest, y, arrays)` gives for every layer that is computed, in every run; `arrays` are those that the
+    layer's weight is `packed` as."""
     found: dict[Key, list[np.ndarray]] = {}
     compiled: dict[Packed, Any] = {}
     for run in runs:

@@ -2,16 +2,16 @@
 
 import functools
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from jaxfuse.frozen import artefact, calibration
 from jaxfuse.frozen.int8 import Choice, Int8Site, Layers
+from jaxfuse.frozen.leaves import as_array, is_array, type_of
+from jaxfuse.frozen.module import of_module
 from jaxfuse.frozen.packing import Filter, Packed
 from jaxfuse.frozen.program import Freed, Program
 from jaxfuse.fuse import fuse, inline
@@ -47,7 +47,7 @@ class Frozen:
         functools.update_wrapper(self, fn, updated=())
         self._fn, self._positions, self._policy = fn, positions, policy
         self._leaves, self._tree = jax.tree.flatten(bound)
-        self._types = list(map(_type_of, self._leaves))
+        self._types = list(map(type_of, self._leaves))
         self._made: dict[Any, Made] = {}
         self._layers: Callable[[], Layers] = functools.partial(Choice, policy, None, 0)
         self._constants: dict[str, jax.Array] = {}
@@ -118,14 +118,14 @@ class Frozen:
             return filter_.unpacked(self._constants[filter_.names[0]])
 
     def _of(self, args: tuple, kwargs: dict) -> tuple[Made, list]:
-        args, kwargs = jax.tree.map(_as_array, (args, kwargs))
+        args, kwargs = jax.tree.map(as_array, (args, kwargs))
         leaves, tree = jax.tree.flatten((args, kwargs))
-        types = [_type_of(leaf) for leaf in leaves]
-        signature = tree, *[(t.shape, t.dtype, t.weak_type) if _is_array(t) else (type(t), t) for t in types]
+        types = [type_of(leaf) for leaf in leaves]
+        signature = tree, *[(t.shape, t.dtype, t.weak_type) if is_array(t) else (type(t), t) for t in types]
         with self._lock:
             if signature not in self._made:
                 self._made[signature] = self._make(args, kwargs)
-            return self._made[signature], [leaf for leaf in leaves if _is_array(leaf)]
+            return self._made[signature], [leaf for leaf in leaves if is_array(leaf)]
 
     def _make(self, args: tuple, kwargs: dict) -> Made:
         def whole(bound, args, kwargs):
@@ -136,7 +136,7 @@ class Frozen:
 
         types = jax.tree.unflatten(self._tree, self._types)
         try:
-            traced = trace(whole, (types, *jax.tree.map(_type_of, (args, kwargs))), {})
+            traced = trace(whole, (types, *jax.tree.map(type_of, (args, kwargs))), {})
         except TypeError as error:
             bound = ", ".join(map(str, self._positions))
             error.add_note(f"jaxfuse: a call gives the arguments that are not bound; bound are those at {bound or 'no position'}")
@@ -175,7 +175,7 @@ class Frozen:
 
     def _arrays(self) -> list:
         """The bound arrays; None in the place of those that are folded away."""
-        return [leaf for leaf, type_ in zip(self._leaves, self._types) if _is_array(type_)]
+        return [leaf for leaf, type_ in zip(self._leaves, self._types) if is_array(type_)]
 
     def _keep(self, program: Program, fused: Packed, given: Sequence) -> None:
         """Computes the constants that are new, packs filters, and lets go of weights that nothing needs any more."""
@@ -194,7 +194,7 @@ class Frozen:
                 self._packed[filter_.name] = filter_
         self._constants |= {name: found[name] for name in wanted if name in fused.plain_names}
         first = len(given) - len(self._arrays())
-        places = [i for i, type_ in enumerate(self._types) if _is_array(type_)]
+        places = [i for i, type_ in enumerate(self._types) if is_array(type_)]
         for i in program.spent:
             if i >= first:
                 self._leaves[places[i - first]] = None
@@ -222,79 +222,23 @@ def freeze(fn: Callable, *bound: Any, argnums: int | Sequence[int] = 0, policy: 
     Returns: a function of the other arguments. `jaxfuse.explain` of it shows its sites; `folds(*args)` what was folded, and
     `int8_sites(*args)` which layers are int8.
 
-    Raises: ValueError for an unknown policy and for positions that do not fit, OpError, a ValueError, for examples that do not fit or
-    are not finite (here); OpError for arguments that need a weight which was folded away in another way (when called).
+    Raises: TypeError where fn is neither a function nor a module; OpError, a ValueError, for an unknown policy, for positions and for
+    examples that do not fit or are not finite (here), and for arguments that need a weight which was folded away in another way (when
+    called).
     """
     positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     if not bound:
-        fn, bound, positions = _of_module(fn)
+        fn, bound, positions = of_module(fn)
     elif len(positions) != len(bound) or sorted(set(positions)) != list(positions) or positions[0] < 0:
         raise OpError(f"jaxfuse.freeze: argnums is {argnums!r}, expected {len(bound)} positions in ascending order, one for each bound "
                       "argument; give argnums=")
     if not callable(fn):
-        raise TypeError(f"jaxfuse.freeze: fn is of type {type(fn).__name__}, expected a function or a module")
-    fuse(fn, policy=policy)  # raises what it raises
+        raise TypeError(f"jaxfuse.freeze: fn is of type {type(fn).__name__}, expected a function or a module; give model.apply, not what "
+                        "it returns")
+    fuse(fn, policy=policy)  # for its checks of both
     if not int8_error > 0:
-        raise OpError(f"jaxfuse.freeze: int8_error is {int8_error!r}, expected a positive number")
+        raise OpError(f"jaxfuse.freeze: int8_error is {int8_error!r}, expected a positive number; give a share such as 0.05")
     frozen = Frozen(fn, bound, positions, policy)
     if int8 is not None:
         frozen._calibrate(int8, int8_error)
     return frozen
-
-
-def _of_module(fn) -> tuple[Callable, tuple, tuple[int, ...]]:
-    """(function, bound, positions) of a module that is called: its arrays are the first argument."""
-    nnx: Any = sys.modules.get("flax.nnx")
-    if nnx is not None and isinstance(fn, nnx.Module):
-        structure, state = nnx.split(fn)
-
-        def of_state(state, *args, **kwargs):
-            before = _by_path(state)
-            module = nnx.merge(structure, state)
-            result = module(*args, **kwargs)
-            _require_unchanged(nnx, module, before)
-            return result
-
-        return functools.update_wrapper(of_state, type(fn).__call__), (state,), (0,)
-    leaves, tree = jax.tree.flatten(fn)
-    if jax.tree_util.treedef_is_leaf(tree):  # a function
-        return fn, (), ()
-
-    def of_arrays(arrays, *args, **kwargs):
-        given = iter(arrays)
-        return jax.tree.unflatten(tree, [next(given) if _is_array(leaf) else leaf for leaf in others])(*args, **kwargs)
-
-    others = list(map(_type_of, leaves))
-    return functools.update_wrapper(of_arrays, type(fn).__call__), ([leaf for leaf in leaves if _is_array(leaf)],), (0,)
-
-
-def _require_unchanged(nnx, module, before: dict[tuple, Any]) -> None:
-    """Raises OpError where a call has changed the module: running averages, a cache, dropout's keys. All of it is constant here."""
-    # They ask for a key to make the zeros that a sequence begins with.
-    cells = {path for path, each in nnx.iter_modules(module) if isinstance(each, (nnx.RNN, nnx.RNNCellBase))}
-    changed = [".".join(map(str, path)) for path, leaf in _by_path(nnx.state(module)).items()
-               if before.get(path, leaf) is not leaf and not (path[-2:] == ("rngs", "count") and path[:-2] in cells)]
-    if changed:
-        raise OpError(f"jaxfuse.freeze: a call changes {', '.join(changed)} of the module, which is constant once it is frozen; call "
-                      "model.eval() before freeze")
-
-
-def _by_path(state) -> dict[tuple, Any]:
-    """The arrays of an nnx.State by the names on the way to them."""
-    return {tuple(key.key for key in path if hasattr(key, "key")): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
-
-
-def _is_array(leaf) -> bool:
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-
-
-def _as_array(leaf):
-    """Python's numbers are traced, as `jax.jit` traces them."""
-    return jnp.asarray(leaf) if isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool) else leaf
-
-
-def _type_of(leaf):
-    """Of an array; anything else itself."""
-    if not _is_array(leaf):
-        return leaf
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))

@@ -39,14 +39,14 @@ class Int8Site(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What the examples say of a layer: the range of its input, and its error in int8."""
+    """What the examples say of a layer: the range of its input, and the relative root mean square error of its output in int8."""
 
     range: int8.Range
     error: float
 
 
 def int8_layer(node: Node) -> Layer | str:
-    """Or why it cannot be int8."""
+    """The layer that the node is, or why it cannot be int8."""
     layer = layer_of(node)
     if isinstance(layer, str):
         return layer

@@ -63,7 +63,7 @@ class Layer:
 
 
 def layer_of(node: Node) -> Layer | str:
-    """Or why the node is none."""
+    """The layer that the node is, or why it is none."""
     if node.primitive not in ("jaxfuse_conv", "jaxfuse_dense"):
         return "it is not fused; jaxfuse.explain says why"
     (x, w, *_), config = node.inputs, node.params["config"]

@@ -15,7 +15,7 @@ from jaxfuse.tuning.rules.packed import Packing
 
 
 class PackedWeight(Protocol):
-    """A constant that a layer reads in another form: its name, and the names of the arrays in whose form it is."""
+    """A constant that a layer reads in another form: the constant's name, and the names of the arrays that it is kept as."""
 
     @property
     def name(self) -> str: ...
@@ -31,7 +31,7 @@ class PackedWeight(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Filter:
-    """One that a layer reads packed, which it can be unpacked from."""
+    """A filter that a layer reads packed, and that can be unpacked again."""
 
     name: str
     dtype: str
@@ -61,11 +61,12 @@ class Filter:
 
 
 class Packed:
-    """`run(constants, arguments) -> outputs`, a fused program, with the weights packed that only layers read which `choose` has in
-    another form: of a node and the name of the constant that is its weight, or None.
+    """A fused program, `run(constants, arguments) -> outputs`, whose layers read their weights packed.
 
-    `names` are those of the arrays that it is called with: constants as they were, `plain_names`, then packed ones. What is read as it
-    was, and is `known` from an earlier program as packed, is unpacked at every call.
+    `choose(node, name)` says in which form a layer reads the constant of this name, None for as it is. The constants that `run` takes
+    are `constants`, with these `names`; the packed program is called with the arrays of its own `names`: first constants as they were,
+    `plain_names`, then packed ones. A constant that is read as it was, though an earlier program has it packed (`known`), is unpacked
+    at every call.
     """
 
     def __init__(self, run: Callable, names: Sequence[str], constants: list, arguments: list,
@@ -97,7 +98,7 @@ class Packed:
 
 
 def filter_of(policy: str, node: Node, name: str) -> Filter | None:
-    """That of a layer whose weight is this constant, where it is worth packing."""
+    """The packed filter of the layer that the node is, whose weight is the constant of this name; None where packing gains nothing."""
     layer = layer_of(node)
     if isinstance(layer, str):
         return None

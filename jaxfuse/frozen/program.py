@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from jaxfuse.analysis.normal import is_float_cast, size, widens
+from jaxfuse.ops.arrays import beside, wide
 from jaxfuse.patterns.walk import Chain, Walk, WalkEnd
 from jaxfuse.program.graph import Emission, Graph, Node, Value, compute, evaluate
 
@@ -52,7 +53,7 @@ class Fold:
 
 
 class Freed(Exception):
-    """A bound input is needed that was let go."""
+    """A bound input is needed that has been freed."""
 
 
 class Program:
@@ -131,10 +132,10 @@ class Program:
         found: dict[str, list[str]] = {}
         folds = {fold.node: fold for fold in self.folds.values()}
         for node in self.graph.nodes:
-            weight = _weight_of(node)
-            if weight and weight[1] in self._fixed:
+            weighted = _weighted(node)
+            if weighted and weighted.w in self._fixed:
                 fold = folds.get(node)
-                found.setdefault(self._fold_names(fold)[0] if fold else self._name(weight[1]), []).append(node.source())
+                found.setdefault(self._fold_names(fold)[0] if fold else self._name(weighted.w), []).append(node.source())
         return found
 
     def _fixed_values(self) -> set[Value]:
@@ -148,9 +149,9 @@ class Program:
 
     def _folds(self) -> Iterator[Fold]:
         for node in self.graph.nodes:
-            found = _weight_of(node)
-            if found and found[1] in self._fixed and found[0] not in self._fixed and _holds_a_scale(found[1]):
-                chain = self._scaled(node, found[3])
+            found = _weighted(node)
+            if found and found.w in self._fixed and found.x not in self._fixed and _holds_a_scale(found.w):
+                chain = self._scaled(node, found.axis)
                 if chain:
                     yield Fold(node, *found, chain)
 
@@ -232,9 +233,7 @@ def _contraction(fold: Fold, weight, shift) -> Emission:
 
     def run(read):
         (y,) = fold.node.replay([weight if v is fold.w else read(v) for v in operands])
-        shape = [n if d == fold.axis else 1 for d, n in enumerate(end.shape)]
-        wide = jnp.promote_types(end.dtype, jnp.float32)
-        yield end, (y.astype(wide) + shift.astype(wide).reshape(shape)).astype(end.dtype)
+        yield end, (wide(y) + beside(y, fold.axis, shift)).astype(end.dtype)
 
     return Emission((fold.x,), (end,), run)
 
@@ -269,16 +268,24 @@ def _type(value: Value) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=getattr(value.aval, "weak_type", False))
 
 
-def _weight_of(node: Node) -> tuple[Value, Value, int, int] | None:
-    """(x, w, the axis of w that makes features, their axis in the output) of a convolution or a product with one such axis."""
+class _Weighted(NamedTuple):
+    """The operands of a convolution or a product; `features` is the only axis of w that makes outputs, `axis` that of the output."""
+
+    x: Value
+    w: Value
+    features: int
+    axis: int
+
+
+def _weighted(node: Node) -> _Weighted | None:
     if node.primitive == "conv_general_dilated" and node.params["batch_group_count"] == 1:
         numbers = node.params["dimension_numbers"]
         x, w = node.inputs
-        return x, w, numbers.rhs_spec[0], numbers.out_spec[1]
+        return _Weighted(x, w, numbers.rhs_spec[0], numbers.out_spec[1])
     if node.primitive == "dot_general":
-        (contracted, batch) = node.params["dimension_numbers"]
+        contracted, batch = node.params["dimension_numbers"]
         x, w = node.inputs
         free = [d for d in range(w.ndim) if d not in contracted[1]]
         if len(free) == 1 and not batch[0] and contracted[0]:
-            return x, w, free[0], node.out.ndim - 1
+            return _Weighted(x, w, free[0], node.out.ndim - 1)
     return None

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.ops.piecewise import NONE, PiecewiseLinear
+from jaxfuse.ops.piecewise import HARD_SIGMOID, PiecewiseLinear, clip, two_pieces
 from jaxfuse.runtime import ffi
 from jaxfuse.runtime.cudnn.graph import PointwiseStep
 
@@ -171,7 +171,18 @@ class Activation:
     @property
     def name(self) -> str:
         """Of the table, or of the family."""
-        return _name(self)
+        function = self.parameter
+        if self in PRESETS:
+            return PRESETS[self]
+        if self.kind == "piecewise_gate":
+            return "hard_swish"
+        if not isinstance(function, PiecewiseLinear):
+            return self.kind
+        if function.slopes[::2] == (0.0, 0.0):
+            return "clip" if function.slopes[1] == 1 and not function.center else "hard_sigmoid"
+        if function.bounds == (0.0, math.inf):
+            return "leaky_relu" if function.slopes[0] else "relu"
+        return "piecewise_linear"
 
     @property
     def derivative_from_y(self) -> bool:
@@ -219,23 +230,9 @@ class Activation:
 
     def attributes(self) -> dict:
         """Of a kernel's call."""
-        alone = [] if self.parameter is None else [self.parameter]
-        numbers = self.parameter.numbers() if isinstance(self.parameter, PiecewiseLinear) else alone
+        given = self.parameter
+        numbers = [] if given is None else given.numbers() if isinstance(given, PiecewiseLinear) else [given]
         return dict(activation=self.kind, parameters=np.asarray(numbers, np.float32))
-
-
-def _two_pieces(slope: float, at_0: float, at_nan: float) -> PiecewiseLinear:
-    return PiecewiseLinear((0.0, math.inf), (slope, 1.0, 1.0), (NONE if slope else 0.0, NONE, NONE), (at_0, 1.0), at_nan=(math.nan, at_nan))
-
-
-def _clip(low: float, high: float, at_bounds: float, at_nan: float = 0.0) -> PiecewiseLinear:
-    return PiecewiseLinear((low, high), (0.0, 1.0, 0.0), (low, NONE, high), (at_bounds, at_bounds), at_nan=(math.nan, at_nan))
-
-
-RELU = _two_pieces(0.0, 0.0, 0.0)  # as which it is recognised; it has a kind of its own, for speed
-
-# As jax.nn has it, relu6(x + 3)/6: 0 at the ties, where a clip's derivative is half of that between them.
-_HARD_SIGMOID = PiecewiseLinear((-3.0, 3.0), (0.0, 1 / 6, 0.0), (0.0, NONE, 1.0), (0.0, 0.0), center=-3.0)
 
 
 def _piecewise(function: PiecewiseLinear) -> Activation:
@@ -243,6 +240,8 @@ def _piecewise(function: PiecewiseLinear) -> Activation:
 
 
 class Named(NamedTuple):
+    """How an activation is made of the parameter that ops are given, and how that is read off its values if it has one."""
+
     make: Callable[[float], Activation]
     alpha: Alpha | None = None
 
@@ -259,15 +258,15 @@ NO_ACTIVATION = Activation("none")
 
 TABLE: dict[str, Named] = {
     # max(x, 0), and min(max(x, 0), 6), as JAX differentiates them: half at the ties, which y cannot tell from beyond
-    "maximum0": Named(lambda _: _piecewise(_two_pieces(0.0, 0.5, 0.0))),
-    "relu6": Named(lambda _: _piecewise(_clip(0.0, 6.0, 0.0))),
-    "clip6": Named(lambda _: _piecewise(_clip(0.0, 6.0, 0.5))),
-    "clip": Named(lambda alpha: _piecewise(_clip(0.0, alpha, 0.5)), Alpha(lambda at: math.nan)),  # no guess: it is fitted
+    "maximum0": Named(lambda _: _piecewise(two_pieces(0.0, 0.5, 0.0))),
+    "relu6": Named(lambda _: _piecewise(clip(0.0, 6.0, 0.0))),
+    "clip6": Named(lambda _: _piecewise(clip(0.0, 6.0, 0.5))),
+    "clip": Named(lambda alpha: _piecewise(clip(0.0, alpha, 0.5)), Alpha(lambda at: math.nan)),  # no guess: it is fitted
     # jax.nn.leaky_relu takes x >= 0 as the linear side
-    "leaky_relu": Named(lambda alpha: _piecewise(_two_pieces(alpha, 1.0, alpha)), Alpha(lambda at: -at[-1.0], below=1.0)),
-    "hard_tanh": Named(lambda _: _piecewise(_clip(-1.0, 1.0, 1.0, 1.0))),
-    "hard_sigmoid": Named(lambda _: _piecewise(_HARD_SIGMOID)),
-    "hard_swish": Named(lambda _: Activation("piecewise_gate", _HARD_SIGMOID)),
+    "leaky_relu": Named(lambda alpha: _piecewise(two_pieces(alpha, 1.0, alpha)), Alpha(lambda at: -at[-1.0], below=1.0)),
+    "hard_tanh": Named(lambda _: _piecewise(clip(-1.0, 1.0, 1.0, 1.0))),
+    "hard_sigmoid": Named(lambda _: _piecewise(HARD_SIGMOID)),
+    "hard_swish": Named(lambda _: Activation("piecewise_gate", HARD_SIGMOID)),
     **{name: _of_kind(name, kind) for name, kind in KINDS.items() if not kind.pieces},
 }
 
@@ -286,18 +285,3 @@ def named(name: str, alpha: float = 0.0) -> Activation:
 
 
 PRESETS = {named(name): name for name, known in TABLE.items() if not known.has_alpha}
-
-
-def _name(activation: Activation) -> str:
-    function = activation.parameter
-    if activation in PRESETS:
-        return PRESETS[activation]
-    if activation.kind == "piecewise_gate":
-        return "hard_swish"
-    if not isinstance(function, PiecewiseLinear):
-        return activation.kind
-    if function.slopes[::2] == (0.0, 0.0):
-        return "clip" if function.slopes[1] == 1 and not function.center else "hard_sigmoid"
-    if function.bounds == (0.0, math.inf):
-        return "leaky_relu" if function.slopes[0] else "relu"
-    return "piecewise_linear"

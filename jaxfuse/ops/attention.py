@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfuse.ops.arrays import wide
 from jaxfuse.ops.attention_config import AttentionConfig, to_layout, strides
 from jaxfuse.ops.batch_axes import BatchAxes, completed
 from jaxfuse.ops.errors import Arguments, Array
@@ -84,13 +85,9 @@ def _broadcast(arguments, name: str, array, sizes):
     return "".join("bngts"[d] for d in long), array.reshape([array.shape[d] for d in long])
 
 
-def _wide(x):
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
 def _product(letters: str, one, other):
-    wide = jnp.promote_types(jnp.promote_types(one.dtype, other.dtype), jnp.float32)
-    return jnp.einsum(letters, one, other, preferred_element_type=wide)
+    dtype = jnp.promote_types(jnp.promote_types(one.dtype, other.dtype), jnp.float32)
+    return jnp.einsum(letters, one, other, preferred_element_type=dtype)
 
 
 def _over_scores(config: AttentionConfig, array, spec: str | None):
@@ -141,11 +138,11 @@ def _tangent(config: AttentionConfig, residuals, tangents):
     if mask is not None:
         ds = jnp.where(_over_scores(config, mask, config.mask), ds, 0)
     mix = f"{config.scores},{config.v}->{config.out}"
-    dy = _product(mix, _times(config, p * (ds - (p * ds).sum(-1, keepdims=True)), factor), _wide(v))
+    dy = _product(mix, _times(config, p * (ds - (p * ds).sum(-1, keepdims=True)), factor), wide(v))
     if dv is not None:
-        dy = dy + _product(mix, _times(config, p, factor), _wide(dv))
+        dy = dy + _product(mix, _times(config, p, factor), wide(dv))
     if dfactor is not None:
-        dy = dy + _product(mix, _times(config, p, dfactor), _wide(v))
+        dy = dy + _product(mix, _times(config, p, dfactor), wide(v))
     return (dy.astype(config.out_dtype),)
 
 

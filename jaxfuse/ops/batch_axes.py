@@ -17,6 +17,11 @@ class BatchAxes(NamedTuple):
     outputs: tuple[int | None, ...]
 
 
+def batch_axis(channels: int) -> int:
+    """The batch axis of arrays whose channels lie along this axis: the first other one."""
+    return 1 if channels == 0 else 0
+
+
 def completed(found, batch_axes, mesh_axes) -> tuple:
     """What a shard's kernel gives: values without a batch axis are sums over the batch, so over those mesh axes too."""
     return tuple(jax.lax.psum(f, mesh_axes) if mesh_axes and ax is None else f for f, ax in zip(found, batch_axes))

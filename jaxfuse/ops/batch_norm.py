@@ -22,7 +22,8 @@ from jax import lax
 
 from jaxfuse.ops import batch_norm_grad as passes
 from jaxfuse.ops.activations import Activation
-from jaxfuse.ops.batch_axes import BatchAxes
+from jaxfuse.ops.arrays import beside, other_axes, wide
+from jaxfuse.ops.batch_axes import BatchAxes, batch_axis
 from jaxfuse.ops.batch_norm_config import BatchNormConfig
 from jaxfuse.ops.errors import Arguments, Array
 from jaxfuse.ops.naming import ActivationArgument, activation_of
@@ -47,16 +48,16 @@ def batch_norm(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Batch normalisation, residual add and activation in one op.
 
-    y = activation((x - mean) · gamma / sqrt(var + epsilon) + beta + residual)
+    y = activation((x - mean) · gamma / sqrt(var + epsilon) + beta + residual)      (Ioffe & Szegedy 2015)
 
     Args:
       x: float array of rank 2 or more; `axis` is its channel axis.
-      gamma, beta: `[channels]`.
-      residual: like x; added before the activation.
+      gamma, beta: `[channels]`, float.
+      residual: of x's shape and dtype; added before the activation.
       activation: a name in `jaxfuse.ops.activations.TABLE`, a function such as `jax.nn.relu` that is one of them, or None;
         `alpha` is the parameter of the names that have one.
       epsilon: added to the variance.
-      mean, var: `[channels]` statistics to use (inference); by default those of x over every other axis, the variance
+      mean, var: `[channels]`, float, statistics to use (inference); by default those of x over every other axis, the variance
         biased, in float32 and without E[x²]-E[x]².
 
     Returns: (y, mean, var); y in x's dtype, the statistics float32 as used.
@@ -80,18 +81,8 @@ def batch_norm(
     return (outs[0], mean, var) if given else tuple(outs)
 
 
-def _wide(x):
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
-def _expand(config: BatchNormConfig, x, *vectors):
-    """Per-channel vectors, shaped to broadcast against x."""
-    others = [d for d in range(x.ndim) if d != config.axis]
-    return [jnp.expand_dims(v, others) for v in vectors]
-
-
 def _mean_over_batch(config: BatchNormConfig, x):
-    return x.mean([d for d in range(x.ndim) if d != config.axis])
+    return x.mean(other_axes(x, config.axis))
 
 
 def _rows(config: BatchNormConfig, x):
@@ -100,19 +91,20 @@ def _rows(config: BatchNormConfig, x):
     return jnp.moveaxis(x, config.axis, -1).reshape(x.size // max(1, channels), channels)
 
 
-def _coefficients(config: BatchNormConfig, statistics, parameters):
+def _coefficients(config: BatchNormConfig, *statistics_and_parameters):
     """center, scale, offset: [channels], at least float32."""
-    return tuple(_wide(v) for v in config.per_channel(*statistics, *parameters))
+    return tuple(wide(v) for v in config.per_channel(*statistics_and_parameters))
 
 
 def _batch_statistics(config: BatchNormConfig, x):
     """mean and var in one pass: those of x - shift, where shift, the mean of every example's middle, is near the mean."""
-    shift = jnp.zeros((x.shape[config.axis],), _wide(x).dtype)
+    shift = jnp.zeros((x.shape[config.axis],), wide(x).dtype)
     if x.size:
-        places = [slice(None) if d in (_batch_axis(config), config.axis) else x.shape[d] // 2 for d in range(x.ndim)]
-        sample = lax.stop_gradient(_wide(x[tuple(places)])).mean(_batch_axis(config))
+        n = batch_axis(config.axis)
+        places = [slice(None) if d in (n, config.axis) else x.shape[d] // 2 for d in range(x.ndim)]
+        sample = lax.stop_gradient(wide(x[tuple(places)])).mean(n)
         shift = jnp.where(jnp.isfinite(sample), sample, 0)
-    centered = _wide(x) - _expand(config, x, shift)[0]
+    centered = wide(x) - beside(x, config.axis, shift)
     mean, square = _mean_over_batch(config, centered), _mean_over_batch(config, jnp.square(centered))
     var = square - jnp.square(mean)
     return mean + shift, jnp.where(var < 0, 0, var)
@@ -120,11 +112,10 @@ def _batch_statistics(config: BatchNormConfig, x):
 
 def _reference(config: BatchNormConfig, *args):
     x, residual, parameters = config.unpack(args)
-    wide = _wide(x)
     statistics: tuple = _batch_statistics(config, x) if config.batch_statistics else ()
-    coefficients = _coefficients(config, statistics, parameters)
-    center, scale, offset = _expand(config, x, *coefficients)
-    z = (wide - center) * scale + offset
+    coefficients = _coefficients(config, *statistics, *parameters)
+    center, scale, offset = (beside(x, config.axis, v) for v in coefficients)
+    z = (wide(x) - center) * scale + offset
     if residual is not None:
         z = z + residual
     y = config.activation.value(z).astype(x.dtype)
@@ -156,18 +147,17 @@ def _derivative(config: BatchNormConfig, residuals, wants_g: bool = False):
 def _tangent(config: BatchNormConfig, residuals, tangents):
     x, _, parameters, statistics, coefficients, _ = config.unpack_residuals(residuals)
     dx, dresidual, dparameters = config.unpack(tangents)
-    wide = _wide(x)
-    dwide = jnp.zeros_like(wide) if dx is None else dx.astype(wide.dtype)
+    values = wide(x)
+    dvalues = jnp.zeros_like(values) if dx is None else wide(dx)
     dstatistics: tuple = ()
     if config.batch_statistics:
-        centered = wide - _expand(config, x, statistics[0])[0]
-        dstatistics = _mean_over_batch(config, dwide), 2 * _mean_over_batch(config, centered * dwide)
+        centered = values - beside(x, config.axis, statistics[0])
+        dstatistics = _mean_over_batch(config, dvalues), 2 * _mean_over_batch(config, centered * dvalues)
     dparameters = [_zero_tangent(p) if d is None else d for p, d in zip(parameters, dparameters)]
-    per_channel = functools.partial(_per_channel_of, config, len(statistics))
+    per_channel = functools.partial(_coefficients, config)
     _, dcoefficients = jax.jvp(per_channel, (*statistics, *parameters), (*dstatistics, *dparameters))
-    center, scale, _ = _expand(config, x, *coefficients)
-    dcenter, dscale, doffset = _expand(config, x, *dcoefficients)
-    dz = (dwide - dcenter) * scale + (wide - center) * dscale + doffset
+    center, scale, _, dcenter, dscale, doffset = (beside(x, config.axis, v) for v in (*coefficients, *dcoefficients))
+    dz = (dvalues - dcenter) * scale + (values - center) * dscale + doffset
     if dresidual is not None:
         dz = dz + dresidual
     gradient, saved = _derivative(config, residuals)
@@ -178,10 +168,6 @@ def _zero_tangent(parameter):
     """A flag or a counter among the parameters has a tangent of its own type."""
     floating = jnp.issubdtype(parameter.dtype, jnp.floating)
     return jnp.zeros_like(parameter) if floating else np.zeros(parameter.shape, jax.dtypes.float0)
-
-
-def _per_channel_of(config, n_statistics, *args):
-    return _coefficients(config, args[:n_statistics], args[n_statistics:])
 
 
 def _parts(cotangent, dtype):
@@ -209,8 +195,7 @@ def _gradients(two_passes, shards, linear: Linear, *args):
     (sum_g, sum_gx), finish = two_passes(gradient, dy, x, mean, *saved)
     # z = (x - center)·scale + offset: dcenter = -scale·Σg, dscale = Σg·(x - center), doffset = Σg
     dcoefficients = -scale * sum_g, sum_gx + (mean - center) * sum_g, sum_g
-    per_channel = functools.partial(_per_channel_of, config, len(statistics))
-    coefficient_types, vjp = jax.vjp(per_channel, *statistics, *parameters)
+    coefficient_types, vjp = jax.vjp(functools.partial(_coefficients, config), *statistics, *parameters)
     dcoefficients = tuple(d.astype(t.dtype) for d, t in zip(dcoefficients, coefficient_types))
     dsmall = vjp(dcoefficients)
     full: list = [None, None]  # dx, dresidual
@@ -225,12 +210,8 @@ def _gradients(two_passes, shards, linear: Linear, *args):
     return tuple(compress((*full[: 1 + config.has_residual], *dsmall[len(statistics) :]), linear.active))
 
 
-def _batch_axis(config: BatchNormConfig) -> int:
-    return 1 if config.axis == 0 else 0
-
-
 def _forward_axes(config: BatchNormConfig, ranks) -> BatchAxes:
-    n = _batch_axis(config)
+    n = batch_axis(config.axis)
     full = 1 + config.has_residual
     coefficients = (None, None, None) if config.with_residuals else ()
     mask = (0,) if config.with_residuals and config.derivative == "mask" else ()
@@ -242,7 +223,7 @@ def _statistics_axes(config: BatchNormConfig) -> tuple[None, ...]:
 
 
 def _backward_axes(linear: Linear, ranks) -> BatchAxes:
-    config, n = linear.config, _batch_axis(linear.config)
+    config, n = linear.config, batch_axis(linear.config.axis)
     mask = (0,) if config.derivative == "mask" else ()
     full = 1 + config.saves_residual
     inputs = (*[n] * full, *[None] * (linear.n_residuals - full - len(mask)), *mask, n, *_statistics_axes(config))
@@ -281,7 +262,7 @@ def _run_forward(library, config: BatchNormConfig, args, mesh_axes):
             whole = lax.pmean(mean, mesh_axes)
             mean, var = whole, lax.pmean(var + jnp.square(mean - whole), mesh_axes)
         statistics = mean, var
-    coefficients = tuple(v.astype(jnp.float32) for v in _coefficients(config, statistics, parameters))
+    coefficients = tuple(v.astype(jnp.float32) for v in _coefficients(config, *statistics, *parameters))
     save_mask = config.with_residuals and config.derivative == "mask"
     y_type = jax.ShapeDtypeStruct(x.shape, x.dtype)
     y, *mask = library.call(

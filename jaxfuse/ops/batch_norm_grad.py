@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfuse.ops.activations import NO_ACTIVATION, Activation, named
-from jaxfuse.ops.batch_axes import BatchAxes
+from jaxfuse.ops.arrays import beside, other_axes, wide
+from jaxfuse.ops.batch_axes import BatchAxes, batch_axis
 from jaxfuse.ops.stage import PLAIN, Kernel, Stage, refused_array
 from jaxfuse.runtime import cuda, ffi
 
@@ -52,24 +53,19 @@ def through_activation(config: GradientConfig, dy, x, saved, times=Activation.co
         return jnp.where(jnp.moveaxis(bits.reshape(channels_last), -1, config.axis), dy, 0)
     if not saved:
         return dy
-    wide = jnp.promote_types(dy.dtype, jnp.float32)
-    center, scale, offset = (_beside(config, x, v) for v in saved[:3])
-    z = sum(saved[3:], (x.astype(wide) - center) * scale + offset)
-    return times(config.activation, z, dy.astype(wide))
+    dtype = jnp.promote_types(dy.dtype, jnp.float32)
+    center, scale, offset = (beside(x, config.axis, v) for v in saved[:3])
+    z = sum(saved[3:], (x.astype(dtype) - center) * scale + offset)
+    return times(config.activation, z, dy.astype(dtype))
 
 
 def _wide_g(config: GradientConfig, dy, x, saved):
-    return through_activation(config, dy, x, saved).astype(jnp.promote_types(dy.dtype, jnp.float32))
-
-
-def _beside(config: GradientConfig, x, vector):
-    return jnp.expand_dims(vector, [d for d in range(x.ndim) if d != config.axis])
+    return wide(through_activation(config, dy, x, saved))
 
 
 def _sums_reference(config: GradientConfig, dy, x, mean, *saved):
-    g = _wide_g(config, dy, x, saved)
-    axes = [d for d in range(x.ndim) if d != config.axis]
-    return g.sum(axes), (g * (x.astype(g.dtype) - _beside(config, x, mean))).sum(axes)
+    g, axes = _wide_g(config, dy, x, saved), other_axes(x, config.axis)
+    return g.sum(axes), (g * (x.astype(g.dtype) - beside(x, config.axis, mean))).sum(axes)
 
 
 def _dx_reference(config: GradientConfig, dy, x, *vectors_and_saved):
@@ -78,9 +74,10 @@ def _dx_reference(config: GradientConfig, dy, x, *vectors_and_saved):
     given = [_wide_g(config, dy, x, vectors_and_saved[4:]).astype(dy.dtype)] if config.wants_g else []
     mean, a, b, c, *saved = jax.lax.optimization_barrier(vectors_and_saved)
     g = _wide_g(config, dy, x, saved)
-    dx = _beside(config, x, a) * g
+    dx = beside(x, config.axis, a) * g
     if b is not None:
-        dx = dx + _beside(config, x, b) * (x.astype(g.dtype) - _beside(config, x, mean)) + _beside(config, x, c)
+        mean, b, c = (beside(x, config.axis, v) for v in (mean, b, c))
+        dx = dx + b * (x.astype(g.dtype) - mean) + c
     return (dx.astype(x.dtype), *given)
 
 
@@ -96,25 +93,21 @@ def by_kernels(library, mesh_axes, config: GradientConfig, dy, x, mean, *saved):
     return sums, lambda a, b, c: _run_dx(library, config, (dy, x, mean, a, b, c, *saved), mesh_axes)
 
 
-def _batch_axis(config: GradientConfig) -> int:
-    return 1 if config.axis == 0 else 0
-
-
 def _saved_axes(config: GradientConfig) -> tuple[int | None, ...]:
     if config.masked:
         return (0,)
     coefficients = () if config.activation == NO_ACTIVATION else (None, None, None)
-    residual = (_batch_axis(config),) if config.has_residual else ()
+    residual = (batch_axis(config.axis),) if config.has_residual else ()
     return (*coefficients, *residual)
 
 
 def _sums_axes(config: GradientConfig, ranks) -> BatchAxes:
-    n = _batch_axis(config)
+    n = batch_axis(config.axis)
     return BatchAxes((n, n, None, *_saved_axes(config)), (None, None))
 
 
 def _dx_axes(config: GradientConfig, ranks) -> BatchAxes:
-    n = _batch_axis(config)
+    n = batch_axis(config.axis)
     return BatchAxes((n, n, *[None] * 4, *_saved_axes(config)), (n,) * (1 + config.wants_g))
 
 

@@ -184,8 +184,8 @@ _ALGORITHMS = {lax.DotAlgorithmPreset.F32_F32_F32: "float32", lax.DotAlgorithmPr
 def _refuse_products(config: DenseConfig, x, w) -> str | None:
     if x.dtype != w.dtype or str(x.dtype) not in FLOATS or config.out_dtype not in (str(x.dtype), "float32"):
         return f"dtypes {x.dtype}, {w.dtype} -> {config.out_dtype}: the kernel takes {' and '.join(FLOATS)} and gives them or float32"
-    to_layout = _matrices(config, x, w)
-    return refused_precision(config.precision, x.dtype) or (to_layout if isinstance(to_layout, str) else None)
+    found = _matrices(config, x, w)
+    return refused_precision(config.precision, x.dtype) or (found if isinstance(found, str) else None)
 
 
 def refused_precision(precision, dtype) -> str | None:

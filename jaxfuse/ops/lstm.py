@@ -7,11 +7,12 @@ from itertools import compress
 import jax
 import jax.numpy as jnp
 
+from jaxfuse.ops.arrays import wide
 from jaxfuse.ops.batch_axes import BatchAxes
 from jaxfuse.ops.errors import Arguments, Array
 from jaxfuse.ops.op import FusedOp, Linear
 from jaxfuse.ops.recurrent import (
-    complete, initial_state, input_tangent, ordered, previous_states, refuse, scan_steps, types_of, weight_gradient, wide)
+    complete, initial_state, input_tangent, ordered, previous_states, refuse, scan_steps, types_of, weight_gradient)
 from jaxfuse.ops.stage import Kernel
 from jaxfuse.runtime import ffi
 from jaxfuse.runtime.settings import ours

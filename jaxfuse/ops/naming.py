@@ -8,9 +8,9 @@ import jax
 import numpy as np
 
 from jaxfuse.analysis.elementwise import FINITE, POINTS, same, table_of
-from jaxfuse.ops.activations import ALIASES, NO_ACTIVATION, PRESETS, RELU, TABLE, Activation, named
+from jaxfuse.ops.activations import ALIASES, NO_ACTIVATION, PRESETS, TABLE, Activation, named
 from jaxfuse.ops.errors import Arguments
-from jaxfuse.ops.piecewise import Evaluate, PiecewiseLinear, fitted
+from jaxfuse.ops.piecewise import RELU, Evaluate, PiecewiseLinear, fitted
 
 ActivationArgument = str | Callable[[Any], Any] | None  # of an op
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfuse.ops.activations import NO_ACTIVATION
+from jaxfuse.ops.arrays import wide
 from jaxfuse.ops.batch_axes import BatchAxes, reshaped
 from jaxfuse.ops.norm_config import NormConfig
 from jaxfuse.ops.op import FusedOp, Linear
@@ -36,10 +37,6 @@ def normalised(config: NormConfig, x, *rest):
     outs = OP(config, *full, *(v.reshape(config.parameter_shape) for v in (gamma, beta)))
     like_x = 1 + config.gives_sum
     return (*[reshaped(out, x.shape) for out in outs[:like_x]], *outs[like_x:]) if len(outs) > 1 else reshaped(outs[0], x.shape)
-
-
-def _wide(x):
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _summed(config: NormConfig, args):
@@ -73,9 +70,9 @@ def _repeated(config: NormConfig, parameter):
 
 def _value(config: NormConfig, s, gamma, beta):
     """(y, mean, rstd)"""
-    grouped = reshaped(_wide(s), (*config.batch(s), *config.inner))
+    grouped = reshaped(wide(s), (*config.batch(s), *config.inner))
     mean, rstd = _statistics(config, grouped)
-    gamma, beta = (_repeated(config, _wide(v)) for v in (gamma, beta))
+    gamma, beta = (_repeated(config, wide(v)) for v in (gamma, beta))
     z = (grouped - mean) * rstd * gamma + beta
     y = config.activation.value(z).astype(s.dtype)
     statistic = (*config.batch(s), config.inner[1])
@@ -112,14 +109,14 @@ def _pullback(linear: Linear, *args):
         return OP.transposed(linear, args, _tangent)
     s, gamma, beta, mean, rstd, dy, *ds = lax.optimization_barrier(args)  # else x̂ of the forward pass may be kept
     shape = (*config.batch(s), *config.inner[1:])
-    gamma, beta = (_repeated(config, _wide(v)) for v in (gamma, beta))
-    normalised = (reshaped(_wide(s), shape) - mean[..., None]) * rstd[..., None]
-    g = config.activation.cotangent(normalised * gamma + beta, reshaped(_wide(dy), shape))
+    gamma, beta = (_repeated(config, wide(v)) for v in (gamma, beta))
+    normalised = (reshaped(wide(s), shape) - mean[..., None]) * rstd[..., None]
+    g = config.activation.cotangent(normalised * gamma + beta, reshaped(wide(dy), shape))
     mean_g, mean_gx = ((v * gamma).mean(-1, keepdims=True) for v in (g, g * normalised))
     if config.epsilon_outside:  # drstd/dvar = -rstd²/(2·sqrt(var)), and sqrt(var) = 1/rstd - epsilon
         mean_gx = mean_gx / (1 - config.epsilon * rstd[..., None])
     dx = rstd[..., None] * (g * gamma - (mean_g if config.centered else 0) - normalised * mean_gx)
-    dx = sum((_wide(v) for v in ds), reshaped(dx, s.shape)).astype(s.dtype)
+    dx = sum((wide(v) for v in ds), reshaped(dx, s.shape)).astype(s.dtype)
     sums = [v.sum(tuple(range(v.ndim - 2))) for v in (g * normalised, g)]
     dparameters = [v.reshape(p.shape + (config.repeats,)).sum(-1).astype(p.dtype) for v, p in zip(sums, args[1:3])]
     full = (dx, dx) if config.has_residual else (dx,)

@@ -127,6 +127,25 @@ def _(function, primals, tangents):
     return function.value(*primals), function.times_derivative(*primals, *tangents)
 
 
+# --- those with names --------------------------------------------------------------------------------------------
+
+
+def two_pieces(slope: float, at_0: float, at_nan: float) -> PiecewiseLinear:
+    """slope·x below 0 and x above; with a derivative at 0, and at NaN."""
+    return PiecewiseLinear((0.0, math.inf), (slope, 1.0, 1.0), (NONE if slope else 0.0, NONE, NONE), (at_0, 1.0), at_nan=(math.nan, at_nan))
+
+
+def clip(low: float, high: float, at_bounds: float, at_nan: float = 0.0) -> PiecewiseLinear:
+    """min(max(x, low), high); with a derivative at both, and at NaN."""
+    return PiecewiseLinear((low, high), (0.0, 1.0, 0.0), (low, NONE, high), (at_bounds, at_bounds), at_nan=(math.nan, at_nan))
+
+
+RELU = two_pieces(0.0, 0.0, 0.0)  # as which it is recognised; it has a kind of its own, for speed
+
+# As jax.nn has it, relu6(x + 3)/6: 0 at the ties, where a clip's derivative is half of that between them.
+HARD_SIGMOID = PiecewiseLinear((-3.0, 3.0), (0.0, 1 / 6, 0.0), (0.0, NONE, 1.0), (0.0, 0.0), center=-3.0)
+
+
 # --- Which one a function is -------------------------------------------------------------------------------------
 
 Evaluate = Callable[[np.ndarray], np.ndarray]  # points -> values and derivatives at them, in float64

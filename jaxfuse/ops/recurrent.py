@@ -7,16 +7,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxfuse.ops.arrays import wide
 from jaxfuse.ops.batch_axes import completed
 from jaxfuse.ops.dense import OP as DENSE, DenseConfig
 from jaxfuse.ops.stage import refused_array
 from jaxfuse.runtime import ffi
 
 WORTH_A_CALL = 1 << 20  # multiplications of a product from which the kernel of dense layers is as fast as XLA, see xla_ext/KERNELS.md
-
-
-def wide(array):
-    return array.astype(jnp.promote_types(array.dtype, jnp.float32))
 
 
 def ordered(array, given: str, wanted: str):
@@ -28,7 +25,7 @@ def ordered(array, given: str, wanted: str):
 
 
 def initial_state(arguments, name: str, state, others: dict, x, hidden: int):
-    """Zeros unless given; checked."""
+    """The state before the first step, `[batch, hidden]`, checked; zeros unless given, in the dtype of one of the `others` or of x."""
     given = next((s for s in (state, *others.values()) if s is not None), None)
     shape, dtype = (x.shape[1], hidden), x.dtype if given is None else given.dtype
     if state is None:
@@ -41,6 +38,7 @@ def initial_state(arguments, name: str, state, others: dict, x, hidden: int):
 
 
 def scan_steps(step, initial, xs, reverse: bool):
+    """What a step gives at every place of the sequence, without the last state."""
     return tuple(lax.scan(step, initial, xs, reverse=reverse)[1])
 
 
@@ -76,17 +74,17 @@ def weight_gradient(states, dgates, dtype):
 
 
 def complete(linear, gradients, forward_axes, mesh_axes):
-    """Those that are wanted, what is summed over a sharded batch completed."""
+    """The gradients that are wanted; those that are sums over a sharded batch, over all its shards."""
     axes = forward_axes(linear.config, None).inputs
     return completed(compress(gradients, linear.active), compress(axes, linear.active), mesh_axes)
 
 
-def types_of(function, *args):
+def types_of(function, *args) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(out.shape, out.dtype) for out in jax.eval_shape(function, *args)]
 
 
 def refuse(target: str, gates, states) -> str | None:
-    """`gates` are the arrays of the gates' dtype, `states` those of the state's."""
+    """Why the kernel does not take these arguments; `gates` are the arrays of the gates' dtype, `states` those of the state's."""
     if refused := next(filter(None, map(refused_array, (*gates, *states))), None):
         return refused
     dtypes = [sorted({str(a.dtype) for a in arrays}) for arrays in (gates, states)]

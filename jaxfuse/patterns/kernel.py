@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxfuse.analysis.gradients import Gradient
 from jaxfuse.analysis.regions import depends_on
+from jaxfuse.ops.arrays import wide
 from jaxfuse.ops.batch_axes import reshaped
 from jaxfuse.ops.stage import type_of
 from jaxfuse.program.graph import Emission, Graph, Node, Value
@@ -33,8 +34,7 @@ def types_of(*values: Value) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 def as_vector(array, shape: tuple[int, ...]):
     """A per-channel operand in the shape of the channels, at least float32."""
-    array = jnp.asarray(array)
-    array = array.astype(jnp.promote_types(array.dtype, jnp.float32)).reshape(-1)
+    array = wide(jnp.asarray(array)).reshape(-1)
     return jnp.broadcast_to(array, (math.prod(shape),)).reshape(shape)
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfuse.ops.activations import NO_ACTIVATION
+from jaxfuse.ops.arrays import beside
 from jaxfuse.ops.batch_axes import BatchAxes, completed
 from jaxfuse.ops.conv import (
     channels_last as conv_channels_last, cudnn as conv_cudnn, depthwise as conv_depthwise, pointwise, scattered, taps)
@@ -17,10 +18,6 @@ from jaxfuse.ops.conv.config import ConvConfig, convolve
 from jaxfuse.ops.op import FusedOp, Linear
 from jaxfuse.ops.stage import Kernel, refused_array, widened
 from jaxfuse.runtime import ffi
-
-
-def _per_channel(config: ConvConfig, vector, like):
-    return jnp.expand_dims(vector, [d for d in range(like.ndim) if d != config.out_spec[1]])
 
 
 def _reference(config: ConvConfig, *args, convolve=convolve):
@@ -33,9 +30,9 @@ def _epilogue(config: ConvConfig, y, scale, bias, residual):
     wide = jnp.promote_types(y.dtype, jnp.float32) if scale is not None or bias is not None else y.dtype
     z = y.astype(wide)
     if scale is not None:
-        z = z * _per_channel(config, scale.astype(wide), z)
+        z = z * beside(z, config.out_spec[1], scale.astype(wide))
     if bias is not None:
-        z = z + _per_channel(config, bias.astype(wide), z)
+        z = z + beside(z, config.out_spec[1], bias.astype(wide))
     if residual is not None and not config.residual_last:
         z = z + residual.astype(wide)
     value = config.activation.value(z)
@@ -60,8 +57,7 @@ def _decomposed(config: ConvConfig, *args):
     if config.out_dtype:
         x, w = x.astype(config.out_dtype), w.astype(config.out_dtype)
         return OP(dataclasses.replace(config, out_dtype=None), x, w, *args[2:])
-    features = [d for d in range(w.ndim) if d != config.rhs_spec[0]]
-    w = (w * jnp.expand_dims(scale, features)).astype(w.dtype)
+    w = (w * beside(w, config.rhs_spec[0], scale)).astype(w.dtype)
     return OP(dataclasses.replace(config, has_scale=False), x, w, *[a for a in (bias, residual) if a is not None])
 
 
@@ -82,7 +78,7 @@ def _tangent(config: ConvConfig, residuals, tangents, convolve=convolve):
     if dw is not None:
         total = total + convolve(config, x, dw)
     if dbias is not None:
-        total = total + _per_channel(config, dbias.astype(total.dtype), total)
+        total = total + beside(total, config.out_spec[1], dbias.astype(total.dtype))
     if dresidual is not None and not config.residual_last:
         total = total + dresidual
     if saved_activation:

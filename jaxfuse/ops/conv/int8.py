@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxfuse.ops.arrays import beside
 from jaxfuse.ops.conv.config import ConvConfig
 from jaxfuse.ops.conv.conv import OP as CONV, forward_attrs
 from jaxfuse.ops.conv.packed import PANEL, PackedConfig, op_by_packed, panels, refuse_layout, unpack
@@ -130,8 +131,8 @@ def _straight_through(config: Int8Config, *args):
     """The same value by ops that are differentiable. The derivative is that of the convolution by the rounded filter; rounding x
     counts as nothing done to it (Bengio and others, arXiv 1308.3432)."""
     x, packed, scale, _, *rest = args
-    features = [d for d in range(len(config.filter.shape)) if d != config.conv.rhs_spec[0]]
-    w = unpack(config.filter, packed) * jnp.expand_dims(scale / config.range.step, features)
+    w = unpack(config.filter, packed)
+    w = w * beside(w, config.conv.rhs_spec[0], scale / config.range.step)
     rounded = (centered(config, x) * np.float32(config.range.step)).astype(x.dtype)
     return tuple(CONV(config.conv, x + lax.stop_gradient(rounded - x), w.astype(x.dtype), *rest))
 

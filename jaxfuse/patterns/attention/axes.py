@@ -1,4 +1,4 @@
-"""Axes of an attention's values by letters: what a transpose, a reshape or a broadcast makes of them."""
+"""Axes of an attention's values by letters: what a transpose, a reshape, a broadcast or a product makes of them."""
 
 import dataclasses
 import math
@@ -42,6 +42,14 @@ def moved(node: Node, labels: Labels) -> Labels | None:
     if sources is None or any(source is None and is_long(n) for source, n in zip(sources, node.out.shape)):
         return None
     return tuple(None if source is None else labels[source] for source in sources)
+
+
+def of_product(node: Node, left: Labels, right: Labels) -> Labels:
+    """The labels of a product whose operands have these."""
+    contracted, batch = node.params["dimension_numbers"]
+    free = [[a for d, a in enumerate(labels) if d not in (*summed, *shared)]
+            for labels, summed, shared in zip((left, right), contracted, batch)]
+    return (*[left[d] for d in batch[0]], *free[0], *free[1])
 
 
 def aligned(other: Value, value: Value, labels: Labels) -> Labels:

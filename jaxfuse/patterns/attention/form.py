@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from jaxfuse.analysis.axes import is_long
 from jaxfuse.analysis.normal import ADD, CAST, constant, is_float_cast, scale_factor
-from jaxfuse.patterns.attention.axes import Labels, Operand, aligned, moved, origin
+from jaxfuse.patterns.attention.axes import Labels, Operand, aligned, moved, of_product, origin
 from jaxfuse.program.graph import Node, Value
 from jaxfuse.program.site import Unfit
 
@@ -75,7 +75,7 @@ class _Reader:
             known = {**dict.fromkeys(contracted, "d"), **dict(zip(batch, shared.values()))}
             sides.append(tuple(known.get(d) or next(self.fresh, None) for d in range(operand.ndim)))
         self.sides = tuple(sides)
-        self.labels = _of_product(node, *sides)
+        self.labels = of_product(node, *sides)
         self.contracted = len(left)
 
     def to_softmax(self):
@@ -189,7 +189,7 @@ class _Reader:
             batch = node.params["dimension_numbers"][1]
             own = dict(zip(batch[1 - side], (self.labels[d] for d in batch[side])))
             taken = tuple(own.get(d) for d in range(other.ndim))
-            found, after = origin(other, taken), _of_product(node, *((after, taken) if side == 0 else (taken, after)))
+            found, after = origin(other, taken), of_product(node, *((after, taken) if side == 0 else (taken, after)))
         whole = node.out.ndim == self.value.ndim and len(found.spec) >= sum(map(is_long, found.value.shape))
         if not whole or not set(found.spec) <= set(self.shared):
             return False
@@ -245,7 +245,7 @@ class _Reader:
         if len(free) != 1:
             raise Unfit(f"the values, {v!r}, have {len(free)} axes of their own: the kernel takes one")
         of_v = tuple("e" if d in free else known[d] or next(self.fresh, None) for d in range(v.ndim))
-        self._take(node, _of_product(node, *((self.labels, of_v) if side == 0 else (of_v, self.labels))))
+        self._take(node, of_product(node, *((self.labels, of_v) if side == 0 else (of_v, self.labels))))
         while [n.primitive for n in self._readers()] == ["transpose"] and not self.part.is_returned(self.value):
             self._moved(self._only_reader())
         self._name_axes(v, of_v)
@@ -273,14 +273,6 @@ class _Reader:
         q_spec, k_spec, v_spec = ("".join(filter(None, spec)) for spec in specs)
         form.specs = q_spec, k_spec, v_spec
         form.out = "".join((*lost, *filter(None, of_end)))
-
-
-def _of_product(node: Node, left: Labels, right: Labels) -> Labels:
-    """The labels of a product whose operands have these."""
-    contracted, batch = node.params["dimension_numbers"]
-    free = [[a for d, a in enumerate(labels) if d not in (*summed, *shared)]
-            for labels, summed, shared in zip((left, right), contracted, batch)]
-    return (*[left[d] for d in batch[0]], *free[0], *free[1])
 
 
 def maximum_of(value: Value) -> Node | None:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxfuse.analysis.forms import ChannelForms, Form, batch_sum, is_sum_of_gradient
 from jaxfuse.analysis.layout import channels_last, in_place, is_reshape, is_transposed
 from jaxfuse.analysis.normal import channel_factor, constant, is_float_cast, unwidened
+from jaxfuse.ops.arrays import beside, other_axes, wide
 from jaxfuse.ops.conv.conv import OP, ConvConfig
 from jaxfuse.patterns.activations import name_activation
 from jaxfuse.patterns.contraction import Axes, Gradients
@@ -46,13 +47,11 @@ class Scaled(NamedTuple):
     def times(self, read, w, axis: int):
         """The filter, or its gradient, times the factor; `axis` is the convolution's output channels."""
         factor = jnp.broadcast_to(self.factor.vector(read).reshape(-1), (w.shape[axis],))
-        return (w * jnp.expand_dims(factor, [d for d in range(w.ndim) if d != axis])).astype(w.dtype)
+        return (w * beside(w, axis, factor)).astype(w.dtype)
 
     def results(self, read, w, axis: int, dw, sum_g) -> Iterator[tuple[Value, object]]:
         """The sums, from the gradients of w·factor and of the bias."""
-        others = [d for d in range(w.ndim) if d != axis]
-        wide = jnp.promote_types(w.dtype, jnp.float32)
-        sum_gy = jnp.sum(dw.astype(wide) * w.astype(wide), others)
+        sum_gy = jnp.sum(wide(dw) * wide(w), other_axes(w, axis))
         for value, form in self.sums:
             yield value, batch_sum(value, form, self.y, self.g, sum_g, sum_gy, 0, read)
 
@@ -138,7 +137,7 @@ def _ways(graph: Graph, config: ConvConfig, found: ConvGradients, claimed: set[i
     """The same gradients from a cotangent behind a scale, and behind an activation, if there is one: the furthest first. To
     look behind a number that no parameter makes is worth it only where there is an activation behind it."""
     channels = config.out_spec[1]
-    plain = found.with_bias(tuple(d for d in range(found.dz.ndim) if d != channels))
+    plain = found.with_bias(tuple(other_axes(found.dz, channels)))
     scales = list(_scaled(graph, found.node, found.dz, channels)) if found.dw else []
     behind = [dataclasses.replace(found, dz=s.g, dy=s.g, scaled=s, sums=tuple(v for v, _ in s.sums), parameters=s.needs) for s in scales]
     by_parameters, by_numbers = ([way for way in behind if way.scaled and way.scaled.is_number == number] for number in (False, True))

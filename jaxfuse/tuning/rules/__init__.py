@@ -1,9 +1,9 @@
-"""How it is decided whether a fused kernel is worth it: one module for each op says how a site's size is counted and what to measure.
+"""The rules of each op: how the size of a site is counted, which kinds of sites are told apart, and what to measure for them.
 
 A new op is a module with `RULES = OpRules(unit, size, size_sweeps)` and a line in `TABLE`. Then `python -m jaxfuse bench --tune`
 measures it on a quiet machine; its file goes to `tuning/measured/`. The pattern asks `unprofitable(op, config, types)`, or
-`unprofitable(op, config, types, "backward")` for a gradient
-that autodiff has already made, with the types of the forward op in both cases.
+`unprofitable(op, config, types, "backward")` for a gradient that autodiff has already made, with the types of the forward op in
+both cases.
 """
 
 from jaxfuse.tuning.rules import attention, batch_norm, conv, dense, max_pool, norm, recurrent

@@ -1,15 +1,9 @@
 """When a fused batch norm is worth it."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 
-from jaxfuse.tuning.rules.rule import OpRules, SizeSweep
-
-
-def size(config, types) -> int:
-    return math.prod(types[0].shape)
+from jaxfuse.tuning.rules.rule import OpRules, SizeSweep, elements
 
 
 def _training(x, gamma, beta):
@@ -26,7 +20,4 @@ def _shapes(*rows):
     return tuple(((n, s, s, c), (c,), (c,)) for n, s, c in rows)
 
 
-RULES = OpRules(
-    "elements", size, size_sweeps={"any": SizeSweep(_training, _shapes((2, 4, 4), (8, 4, 16), (8, 14, 64)))},
-    dtypes=("float32", "bfloat16", "float16"),
-)
+RULES = OpRules("elements", elements, size_sweeps={"any": SizeSweep(_training, _shapes((2, 4, 4), (8, 4, 16), (8, 14, 64)))})

@@ -62,7 +62,4 @@ SIZE_SWEEPS = {
         (1, 4, 3, 1, 1), (1, 8, 3, 1, 1), (8, 5, 3, 1, 1), (1, 28, 3, 1, 1), (8, 128, 3, 1, 1), (1, 512, 7, 1, 1))),
     "scattered": SizeSweep(_overlapping, tuple(((n, s, c), (4 * c, c, 1)) for n, s, c in ((1, 8, 8), (1, 32, 64), (2, 128, 256)))),
 }
-RULES = OpRules(
-    "operations", size, size_sweeps=SIZE_SWEEPS, shape_class=shape_class,
-    dtypes=("float32", "bfloat16", "float16"),
-)
+RULES = OpRules("operations", size, size_sweeps=SIZE_SWEEPS, shape_class=shape_class)

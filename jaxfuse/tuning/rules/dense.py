@@ -43,5 +43,4 @@ _HEADS = tuple(((b, h, t, d), (b, d, h, d)) for b, h, t, d in (
 RULES = OpRules(
     "operations", size, shape_class=shape_class,
     size_sweeps={"linear": SizeSweep(_linear, _ROWS), "activated": SizeSweep(_activated, _ROWS), "batched": SizeSweep(_batched, _HEADS)},
-    dtypes=("float32", "bfloat16", "float16"),
 )

@@ -1,14 +1,8 @@
 """When a fused max pool is worth it."""
 
-import math
-
 from jax import lax
 
-from jaxfuse.tuning.rules.rule import OpRules, SizeSweep
-
-
-def size(config, types) -> int:
-    return math.prod(types[0].shape)
+from jaxfuse.tuning.rules.rule import OpRules, SizeSweep, elements
 
 
 def _pool(x):
@@ -17,7 +11,5 @@ def _pool(x):
     return lax.pad(y, x.dtype.type(0), [(0, a - b, 0) for a, b in zip(x.shape, y.shape)])
 
 
-RULES = OpRules(
-    "elements", size, size_sweeps={"any": SizeSweep(_pool, tuple(((n, s, s, c),) for n, s, c in ((1, 4, 8), (1, 8, 16), (8, 14, 32))))},
-    dtypes=("float32", "bfloat16", "float16"),
-)
+_SHAPES = tuple(((n, s, s, c),) for n, s, c in ((1, 4, 8), (1, 8, 16), (8, 14, 32)))
+RULES = OpRules("elements", elements, size_sweeps={"any": SizeSweep(_pool, _SHAPES)})

@@ -1,15 +1,9 @@
 """When a fused layer, RMS, group or instance norm is worth it."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 
-from jaxfuse.tuning.rules.rule import OpRules, SizeSweep
-
-
-def size(config, types) -> int:
-    return math.prod(types[0].shape)
+from jaxfuse.tuning.rules.rule import OpRules, SizeSweep, elements
 
 
 def shape_class(config, types) -> str:
@@ -38,10 +32,9 @@ def _shapes(*shapes):
 
 
 RULES = OpRules(
-    "elements", size, shape_class=shape_class,
+    "elements", elements, shape_class=shape_class,
     size_sweeps={
         "rows": SizeSweep(_layer_norm, _shapes((4, 32), (32, 64), (64, 256), (128, 768))),
         "places": SizeSweep(_group_norm, _shapes((2, 4, 4, 32), (2, 8, 8, 32), (4, 16, 16, 64))),
     },
-    dtypes=("float32", "bfloat16", "float16"),
 )

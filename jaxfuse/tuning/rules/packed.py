@@ -14,13 +14,16 @@ FEWEST_TILES = 16  # of 2×2 outputs: a transformed filter is 16/9 times as larg
 
 
 class Packing(enum.Enum):
+    """The layouts of a constant filter."""
+
     none = "as it is"
     direct = "packed"
     winograd = "packed, and transformed for F(2×2, 3×3)"
 
 
 def fastest(config, x, w, is_dense: bool) -> Packing:
-    """As it is, the kernel lays it out again at every call."""
+    """The layout with which the convolution of x by w was measured to be fastest. A filter as it is, the kernel lays out again at every
+    call."""
     if is_dense:
         return Packing.direct if "avx2" in tuned.isa() and x.dtype == jnp.float32 else Packing.none
     batch, channels, *image = (private.known(x.shape[d]) for d in config.lhs_spec)
@@ -45,4 +48,5 @@ def _wins(dtype, products: int, pixels: int, features: int) -> tuple[bool, bool]
 
 
 def any_that_fits(config, x, w) -> Packing:
+    """A layout that the kernel takes, be it faster or not: for policy "always"."""
     return Packing.winograd if fits_winograd(config, x, w) else Packing.direct

@@ -49,7 +49,7 @@ def _rules(program, gates: int) -> OpRules:
         return SizeSweep(program, tuple(((n, batch, hidden), weights, weights, weights[1:]) for n in steps))
 
     size_sweeps = {"small": size_sweep(1, 28, 2, 4, 16, 64), "large": size_sweep(4, 256, 2, 16, 32)}
-    return OpRules("steps", size, size_sweeps, shape_class, ("float32", "bfloat16", "float16"))
+    return OpRules("steps", size, size_sweeps, shape_class)
 
 
 LSTM, GRU = _rules(_lstm, 4), _rules(_gru, 3)

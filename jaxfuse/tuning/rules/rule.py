@@ -4,6 +4,9 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from jaxfuse.ops.stage import FLOATS
+
+DTYPES = FLOATS  # in which every op is measured
 NOISE = 1.05  # times as long: nothing to tell two equal ways apart
 DIRECTIONS = ("forward", "backward")
 
@@ -87,6 +90,11 @@ class SizeSweep(NamedTuple):
     neighbours: tuple[str, ...] = ()
 
 
+def elements(config, types) -> int:
+    """The size of a site of an op that is bound by memory: how many numbers x has."""
+    return math.prod(types[0].shape)
+
+
 class OpRules(NamedTuple):
     """Everything about when one op is worth it.
 
@@ -99,5 +107,4 @@ class OpRules(NamedTuple):
     size: Callable[[Any, tuple], int]
     size_sweeps: dict[str, SizeSweep]
     shape_class: Callable[[Any, tuple], str] = lambda config, types: "any"
-    dtypes: tuple[str, ...] = ("float32", "bfloat16")
     directions_apart: bool = False
