@@ -83,6 +83,16 @@ def test_a_type_that_cannot_hold_scaled_weights_is_left_alone(dtype, out, scaled
     np.testing.assert_allclose(made(x), jax.jit(fn)(w, x), rtol=1e-5)
 
 
+@pytest.mark.parametrize("scale", [1e-6, 1e4])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_weights_of_any_scale(dtype, scale):
+    """Half precision ends at 6e-5 and 65504: there the scale stays apart."""
+    x, w = (jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype) for seed, shape in enumerate([(3, 8), (8, 4)]))
+    fn = lambda w, x: (x @ w).astype(jnp.float32) * (scale * SCALE) + scale
+    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64) * (scale * np.asarray(SCALE, np.float64)) + scale
+    as_near_to_the_truth(jaxfuse.freeze(fn, w, policy="always")(x), jax.jit(fn)(w, x), exact, narrowest=dtype)
+
+
 @pytest.mark.parametrize("name, transformed", [
     ("jit", jax.jit), ("vmap", lambda f: jax.vmap(lambda x: f(x[None])[0])),
     ("gradient", lambda f: jax.grad(lambda x: jnp.sum(f(x) ** 2))),

@@ -259,9 +259,9 @@ def _folded(fold: Fold, arrays: Sequence) -> tuple[jax.Array, jax.Array]:
 
 
 def _holds_a_scale(weight: Value) -> bool:
-    """Whether scaled weights are near enough in the weight's own type: not in integers and 8 bits, which round and overflow; nor are
-    complex ones folded."""
-    return jnp.issubdtype(weight.dtype, jnp.floating) and weight.dtype.itemsize > 1
+    """Whether scaled weights are near enough in the weight's own type, whatever the scale: not in integers and narrow floats, which
+    round, overflow and become subnormal; nor are complex ones folded."""
+    return weight.dtype in (jnp.bfloat16, jnp.float32, jnp.float64)
 
 
 def _type(value: Value) -> jax.ShapeDtypeStruct:

@@ -67,6 +67,10 @@ MISSES = misses(ARGS, {
     "statistics only": (lambda x, g, b, r: fast_moments(x), "bn", "nothing normalises it", []),
 })
 
+MISSES |= misses((Z[:0], GAMMA, BETA, ZR[:0]), {
+    "no example": (lambda x, g, b, r: normalised(x, *fast_moments(x), g, b), "bn", "empty array of shape (0, 6, 6, 8)", []),
+})
+
 # --- statistics of `y.reshape(-1, C)`, applied to y, which was not reshaped, or to the reshaped value ----------------
 
 

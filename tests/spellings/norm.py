@@ -112,6 +112,12 @@ def transposed_inside(x, g, b):
     return jnp.swapaxes((x - mean) * lax.rsqrt(var + 1e-5), 0, 1) * g + b
 
 
+def gamma_first(x, gamma, axes):
+    """Gamma meets the root before the tensor does, as in Flax."""
+    mean, var = moments(x, axes)
+    return (x - mean) * (lax.rsqrt(var + 1e-5) * gamma)
+
+
 STEPS = "its steps are not those of a normalisation by mean and variance"
 MISSES = misses(ARGS, {
     "over the wrong axes": (
@@ -126,6 +132,9 @@ MISSES = misses(ARGS, {
     "beta along another axis": (lambda x, g, b: normalised(x) + jnp.exp(x[:1, :, :1, :1]),
                                 "layer_norm+bias", "varies along axis 1, the normalised axes are (3,)", []),
     "transposed inside": (transposed_inside, "layer_norm", "has the elements of float32[2, 6, 6, 8] in another order", []),
+    "a gamma over axes that lie apart": (lambda x, g, b: gamma_first(x, jnp.outer(b[:6], g)[:, None], (0, 2)),
+                                         "norm", "statistics over axes (0, 2) of float32[2, 6, 6, 8]", []),
+    "a gamma for each example and column": (lambda x, g, b: gamma_first(x, jnp.exp(x[:, :1, :, :1]), -1), "norm", STEPS, []),
     # recognised as norms, and not what the kernel computes
     "variance of another value": (
         lambda x, g, b: (x - x.mean(-1, keepdims=True)) * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5) * g, "layer_norm", STEPS, []),

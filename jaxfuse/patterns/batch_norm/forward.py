@@ -7,6 +7,7 @@ from jaxfuse.analysis.layout import Layout, is_reshape
 from jaxfuse.analysis.normal import CAST, NotPerChannel, chosen, per_channel, unwidened
 from jaxfuse.analysis.statistics import Statistics
 from jaxfuse.analysis.sums import reductions, shared_over, squared, unmasked
+from jaxfuse.ops.stage import refused_array
 from jaxfuse.patterns.activations import name_activation
 from jaxfuse.patterns.batch_norm import gradient as batch_norm_grad
 from jaxfuse.patterns.batch_norm.site import Site, Unscaled, uses
@@ -70,7 +71,7 @@ def _statistics(node: Node, x: Value, axis: int) -> Statistics:
     if not statistics:
         name = shared_over(node.inputs[0])
         shared = no_kernel(f"its statistics are shared over the mesh axis {name!r}")
-        raise Unfit(shared if name else "its sums are not made into a mean and a variance")
+        raise Unfit(shared if name else refused_array(x) or "its sums are not made into a mean and a variance")
     return statistics
 
 

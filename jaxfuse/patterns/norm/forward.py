@@ -17,7 +17,7 @@ from jaxfuse.analysis.statistics import MEAN, Statistics
 from jaxfuse.analysis.sums import squared
 from jaxfuse.patterns.activations import name_activation
 from jaxfuse.patterns.dense.site import is_parameter
-from jaxfuse.patterns.norm.form import read_form
+from jaxfuse.patterns.norm.form import UNREAD, read_form
 from jaxfuse.patterns.norm.site import Site
 from jaxfuse.patterns.walk import Chain, Walk, longest
 from jaxfuse.program.autodiff import forward
@@ -26,7 +26,8 @@ from jaxfuse.program.site import Match, Refusal, Unfit, UnfusedStep
 from jaxfuse.runtime.reasons import no_kernel
 
 SHAPED = (*RESHAPES, "transpose", CAST)
-ARITHMETIC = (*ADD, "sub", "mul", "div", "neg", "max", "sqrt", "rsqrt", "square", "integer_pow", "pow", "select_n")
+ROOTS = ("sqrt", "rsqrt", "pow")
+ARITHMETIC = (*ADD, "sub", "mul", "div", "neg", "max", *ROOTS, "square", "integer_pow", "select_n")
 
 
 def anchors(graph):
@@ -51,8 +52,8 @@ def match(graph, node: Node, claimed: set[int], unprofitable):
         return
     part = forward(graph)
     norm = Norm(part, x, kept)
-    if norm.crossed and norm.end is None and norm.has_mean:
-        yield Refusal("norm", node, (x,), f"{norm.crossed} combines rows of {x!r} with statistics of others")
+    if norm.end is None and norm.has_mean and (reason := _unknown(norm)):
+        yield Refusal("norm", node, (x,), reason)
     if norm.end is None or not (norm.centered or norm.has_mean) or any(n.index in claimed for n in norm.nodes):
         return
     end = norm.end
@@ -79,6 +80,14 @@ def match(graph, node: Node, claimed: set[int], unprofitable):
         yield Refusal(refused[0].label_of_norm(label), node, (x,), refused[1].reason, nodes=(*nodes, *refused[0].nodes))
     elif refused and refused[0].after_affine:
         yield UnfusedStep(refused[0].label_of_norm(label), node, (x,), refused[1].reason)
+
+
+def _unknown(norm: "Norm") -> str:
+    """Why nothing that its statistics scale is known to be a norm; "" where they scale nothing."""
+    if norm.crossed:
+        return f"{norm.crossed} combines rows of {norm.x!r} with statistics of others"
+    product = norm.unknown_product()
+    return (_name(norm, product.out)[1] or UNREAD) if product else ""
 
 
 def _add_before(part, x: Value, claimed: set[int]) -> Node | None:
@@ -220,6 +229,13 @@ class Norm(Statistics):
             return before_transposes[-1] if before_transposes else ends[0]
         common = [v for v in paths[0] if all(v in path for path in paths)] if paths else []
         return common[0] if common else ends[-1] if ends else None
+
+    def unknown_product(self) -> Node | None:
+        """Of x or what it is centered to, and of what is computed from a root of its variance: with a gamma that has no form, as one over
+        axes that lie apart."""
+        roots = [v for v, known in self.known.items() if known.form.table is not None and v.producer and v.producer.primitive in ROOTS]
+        factors = {n: n.other_input(v) for v in self.known if self.is_tensor(v) for n in v.users if n.primitive in ("mul", "div")}
+        return next((n for n, factor in factors.items() if factor not in self.known and depends_on([factor], roots)), None)
 
     def _path(self, value: Value) -> list[Value]:
         """The value and what it is a cast or a move of, as far as that is scaled."""
