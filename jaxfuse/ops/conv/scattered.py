@@ -7,6 +7,8 @@ product of 513×128 and 513×1024.
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfuse.ops.arrays import other_axes
+
 FEW = 8  # outputs below this
 
 
@@ -30,7 +32,7 @@ def convolve(config, x, w):
     (n, c, *space), (o, i, *window) = config.lhs_spec, config.rhs_spec
     columns = lax.dot_general(
         x, lax.rev(w, window), (((c,), (i,)), ((), ())), precision=config.precision, preferred_element_type=wide)
-    positions, taps = [d for d in range(x.ndim) if d != c], [d for d in range(w.ndim) if d != i]
+    positions, taps = other_axes(x, c), other_axes(w, i)
     order = [positions.index(d) for d in (n, *space)] + [len(positions) + taps.index(d) for d in (o, *window)]
     y = jnp.transpose(columns, order)  # [batch, *space, outputs, *window]
     for axis, (lhs_dilation, (low, high)) in enumerate(zip(config.lhs_dilation, config.padding), 1):
