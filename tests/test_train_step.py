@@ -11,8 +11,8 @@ import pytest
 from jax import lax
 
 from compare import jit, same
-from layers import SmallNet, randn
-from recognition import explain, fuse, same_as_unfused, sites
+from layers import BETA, GAMMA, ZR, SmallNet, Z, batch_norm, randn
+from recognition import correct, differentiated, explain, fuse, labelled, same_as_unfused, sites
 
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
@@ -209,3 +209,22 @@ def test_tangents_that_are_the_values():
         return value, linear(params)
 
     same_as_unfused(along_itself, problem.params, problem.x, times=DEEP, floor=1e-3)
+
+
+RECOMPUTED = {  # what ends a `jax.checkpoint`, and what is fused of the step: of that end only what the gradient reads is computed again
+    "relu": (lambda x, g, b: jax.nn.relu(batch_norm(x, g, b)), ["backward bn", "bn", "bn+relu"]),
+    "relu, of tanh": (lambda x, g, b: jax.nn.relu(batch_norm(jnp.tanh(x), g, b)), ["backward bn", "bn", "bn+relu"]),
+    "add, relu": (lambda x, g, b: jax.nn.relu(batch_norm(x, g, b) + ZR), ["backward bn+add", "bn+add", "bn+add+relu"]),
+    "sigmoid": (lambda x, g, b: jax.nn.sigmoid(batch_norm(x, g, b)), ["backward bn+sigmoid", "bn+sigmoid", "bn+sigmoid"]),
+    "the norm": (batch_norm, ["backward bn", "bn"]),
+    "the norm, of silu": (lambda x, g, b: batch_norm(jax.nn.silu(x), g, b), ["backward bn", "bn"]),
+}
+
+
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_the_end_of_what_is_computed_again(name):
+    layer, expected = RECOMPUTED[name]
+    step = differentiated(jax.checkpoint(layer), Z, GAMMA, BETA)
+    report = explain(step, Z, GAMMA, BETA)
+    assert (sorted(map(labelled, report.fused)), [*report.skipped, *report.unfused_steps]) == (expected, [])
+    correct(step, Z, GAMMA, BETA)

@@ -139,10 +139,10 @@ class Forms:
         self._pending: list[tuple[int, Node]] = []
 
     def _follow(self):
-        """Goes through what reads a known value, in program order."""
+        """Goes through what reads a known value, in program order. x may be made of another tensor, and is x."""
         while self._pending:
             _, node = heapq.heappop(self._pending)
-            if node.index not in self.seen and (made := self._made(node)):
+            if node.index not in self.seen and node.out is not self.x and (made := self._made(node)):
                 self.seen.add(node.index)
                 self._found(node.out, made)
 

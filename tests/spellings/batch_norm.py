@@ -71,6 +71,19 @@ MISSES |= misses((Z[:0], GAMMA, BETA, ZR[:0]), {
     "no example": (lambda x, g, b, r: normalised(x, *fast_moments(x), g, b), "bn", "empty array of shape (0, 6, 6, 8)", []),
 })
 
+# --- what x is made of: its derivative is a product with another tensor, or with x itself -------------------------------
+
+MADE = {
+    "silu": jax.nn.silu,
+    "tanh": jnp.tanh,
+    "exp": jnp.exp,
+    "gelu, behind a bias": lambda x: jax.nn.gelu(x + BETA),
+    "a scale": lambda x: x * GAMMA,
+    "dropout": lambda x: x * (ZR > 0),
+}
+HITS |= hits(ARGS, {f"bn+add+relu, of {name}": lambda x, g, b, r, made=made: jax.nn.relu(batch_norm(made(x), g, b) + r)
+                    for name, made in MADE.items()}, both=True)
+
 # --- statistics of `y.reshape(-1, C)`, applied to y, which was not reshaped, or to the reshaped value ----------------
 
 

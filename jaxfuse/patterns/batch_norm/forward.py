@@ -12,7 +12,7 @@ from jaxfuse.patterns.activations import name_activation
 from jaxfuse.patterns.batch_norm import gradient as batch_norm_grad
 from jaxfuse.patterns.batch_norm.site import Site, Unscaled, uses
 from jaxfuse.patterns.kernel import require_batch_sharding
-from jaxfuse.patterns.walk import Walk, longest
+from jaxfuse.patterns.walk import Chain, Walk, longest
 from jaxfuse.program.graph import Graph, Node, Value
 from jaxfuse.program.site import Match, Refusal, Unfit, UnfusedStep
 from jaxfuse.runtime.reasons import no_kernel
@@ -78,24 +78,35 @@ def _statistics(node: Node, x: Value, axis: int) -> Statistics:
 def _rows(graph: Graph, node: Node, statistics: Statistics, claimed, unprofitable) -> Iterator[Match | Refusal]:
     """The match, and that of the gradient; what was not taken and why. Raises `Unfit` where nothing normalises x."""
     x = statistics.x
-    plain = batch_norm_grad.find(graph, statistics)
+    plain, chain = batch_norm_grad.find(graph, statistics), None
     for gradient in (*(batch_norm_grad.through_activation(graph, plain) if plain else ()), plain):
         ignored = gradient.nodes if gradient else _served(graph, statistics)
         step = _first_step(graph, statistics, ignored)
-        if step is None:
-            raise Unfit("nothing normalises it: no step on it uses its statistics")
+        if step is None:  # with a relu that ends what `jax.checkpoint` computes again, of which only the mask is left
+            continue
+
+        def attempt(chain: Chain, gradient=gradient) -> tuple[Site, Match]:
+            site = Site(graph, node, statistics, gradient, chain, unprofitable)
+            return site, site.forward()
+
         chains, stop = Walk(graph, statistics.axis, claimed, name_activation, ignored).chains(*step)
-        site, chain, refused = longest(chains, x.dtype, lambda chain: Site(graph, node, statistics, gradient, chain, unprofitable))
-        if site and site.includes_activation:
+        found, chain, refused = longest(chains, x.dtype, attempt)
+        if found and found[0].includes_activation:
             break
-    if site:
-        yield site.match
+    if chain is None and plain and plain.results:  # with a norm that ends it: only the statistics are computed again
+        yield Site(graph, node, statistics, plain, Chain(x, Layout.of(x.shape)), unprofitable).backward(plain)
+        return
+    if chain is None:
+        raise Unfit("nothing normalises it: no step on it uses its statistics")
+    if found:
+        site, match = found
+        yield match
         if gradient:
             yield site.backward(gradient)
     label = chain.label_of_norm("bn")
-    if refused and not (site and refused[0].label_of_norm("bn") == label):
+    if refused and not (found and refused[0].label_of_norm("bn") == label):
         reason = stop.reason if isinstance(refused[1], Unscaled) else refused[1].reason
-        yield (UnfusedStep if site else Refusal)(refused[0].label_of_norm("bn"), node, (x,), reason)
+        yield (UnfusedStep if found else Refusal)(refused[0].label_of_norm("bn"), node, (x,), reason)
     elif stop.unfused:
         yield UnfusedStep(f"{label}+{stop.unfused}", node, (x,), stop.reason)
 

@@ -15,7 +15,7 @@ from jaxfuse.analysis.statistics import Statistics
 from jaxfuse.ops.batch_norm_grad import DX, SUMS, GradientConfig
 from jaxfuse.patterns.activation_grad import ActivationGrad, activation_grads_at
 from jaxfuse.patterns.kernel import require
-from jaxfuse.program.graph import Emission, Graph, Value
+from jaxfuse.program.graph import Emission, Graph, Node, Value
 from jaxfuse.program.liveness import dead_after
 from jaxfuse.program.site import Match
 
@@ -92,9 +92,8 @@ def _first(sums: dict[Value, Form]) -> dict[Value, Form]:
 
 
 def _results(graph: Graph, forms: ChannelForms, x: Value, g: Value) -> dict[Value, Form]:
-    """Values like x with g and x in their form that are read, be it in another shape, by something else than more of it."""
-    read = {form for value, (_, form) in forms.known.items()
-            if graph.is_returned(value) or any(node.index not in forms.seen for node in value.users)}
+    """Values like x with g and x in their form that are read, be it in another shape."""
+    read = {form for value, (_, form) in forms.known.items() if _is_read(graph, forms, value, g)}
     found: dict[Value, Form] = {}
     for value in sorted(forms.known, key=lambda v: v.index):
         index_map, form = forms.known[value]
@@ -103,6 +102,19 @@ def _results(graph: Graph, forms: ChannelForms, x: Value, g: Value) -> dict[Valu
             if value.producer and found.keys().isdisjoint(value.producer.inputs):
                 found[value] = form
     return found
+
+
+def _is_read(graph: Graph, forms: ChannelForms, value: Value, g: Value) -> bool:
+    """By something else than more of it: also by a product that is read, or that is with another tensor."""
+    def reads(node: Node) -> bool:
+        if node.index not in forms.seen:
+            return True
+        made = forms.known.get(node.out)
+        if made is None or made.form.degree < 2:
+            return False
+        return bool(made.form.tensors - {forms.x, g}) or _is_read(graph, forms, node.out, g)
+
+    return graph.is_returned(value) or any(map(reads, value.users))
 
 
 def fused(site, gradient: Gradient) -> Match:
@@ -120,6 +132,8 @@ def fused(site, gradient: Gradient) -> Match:
     full_needs = (transposed(graph, dy, order), transposed(graph, x, order), gradient.mean, *site.saved)
     require(SUMS, config, (*full, vector, *site.saved), site.unprofitable, "batch_norm", config, full, "backward")
 
+    g_is_read = graph.is_returned(g) or any(node.index not in gradient.nodes for node in g.users)
+
     def operands(read):
         dy, x, mean, *saved = map(read, full_needs)
         return (dy, x, jnp.asarray(mean).astype(jnp.float32).reshape(-1)), saved
@@ -136,7 +150,7 @@ def fused(site, gradient: Gradient) -> Match:
 
     def result(value: Value, form: Form, may_give_g: bool) -> Emission:
         others = {tensor: form.coefficients[tensor,] for tensor in form.tensors - {x, g}}
-        gives_g = may_give_g and _is_read(graph, gradient, g) and not depends_on((*others, *form.needs), [g], behind=gradient.sums)
+        gives_g = may_give_g and g_is_read and not depends_on((*others, *form.needs), [g], behind=gradient.sums)
         given = (value, g) if gives_g else (value,)
         defines = (*given, *[transposed(graph, v, order) for v in given]) if site.axis != x.ndim - 1 else given
 
@@ -158,7 +172,3 @@ def fused(site, gradient: Gradient) -> Match:
     emissions = [Emission(of_sums, tuple(gradient.sums), sums), *[zero(*known) for known in gradient.zeros.items()],
                  *[result(*known, behind and i == 0) for i, known in enumerate(gradient.results.items())]]
     return Match(site.label, site.node, (), tuple(emissions), (dy, x), 4 * nbytes(x), "backward")
-
-
-def _is_read(graph: Graph, gradient: Gradient, g: Value) -> bool:
-    return graph.is_returned(g) or any(node.index not in gradient.nodes for node in g.users)

@@ -34,7 +34,7 @@ class Unscaled(Unfit):
 
 class Site:
     """A value with batch statistics that the sum `node` is one of, the `chain` after it, and the gradient through both, if the program
-    computes it. Raises `Unfit` where no kernel takes the chain."""
+    computes it: of that alone where the chain is empty."""
 
     def __init__(self, graph: Graph, node: Node, statistics: Statistics, gradient: Gradient | None, chain: Chain, unprofitable: Callable):
         self.graph, self.node, self.statistics, self.gradient, self.chain = graph, node, statistics, gradient, chain
@@ -45,9 +45,9 @@ class Site:
         self.xla_fuses_neighbour = _xla_fuses_neighbour(chain, self.axis)
         self.derivative = self._derivative()
         self.saved = self._saved()
-        self.match = self._forward()
 
-    def _forward(self) -> Match:
+    def forward(self) -> Match:
+        """Raises `Unfit` where no kernel takes the chain."""
         chain, derivative = self.chain, self.derivative
         self._require_its_own()
         program, parameters = cut_out(self.statistics, chain)
