@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from layers import BETA, GAMMA
-from recognition import correct, differentiated, norms, scalar
+from recognition import correct, differentiated, explain, labelled, norms, scalar
 from spellings.norm import X, layer_norm, moments, normalised
 
 ARGS = X, GAMMA, BETA
@@ -61,6 +61,29 @@ def test_some_gradients(inputs):
     step = differentiated(layer_norm, *ARGS, inputs=inputs)
     assert norms(step, *ARGS) == ["layer_norm", "backward layer_norm"][: 1 + (inputs != (2,))]  # beta's alone needs no kernel
     correct(step, *ARGS)
+
+
+def two(y, x, g, b):
+    return y * jnp.sin(g), y * jnp.cos(b)
+
+
+FURTHER = {  # what follows and is no part of it: the norm ends before, in both directions
+    "a scale and a shift for each example, as in a diffusion transformer": lambda y, x, g, b: y * (1 + x[:, :1, :1]) + x[:, 1:2, :1],
+    "stochastic depth": lambda y, x, g, b: x + (y * g + b) * (x[:, :1, :1, :1] > 0),
+    "two scales": two,
+    "read also before its scale": lambda y, x, g, b: (jnp.cos(y), y * g + b),
+    "a scale of each token": lambda y, x, g, b: (y * g + b) * x[..., :1],
+}
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_further_scales(name):
+    def fn(x, g, b):
+        return FURTHER[name](normalised(x), x, g, b)
+
+    report = explain(differentiated(fn, *ARGS), *ARGS)
+    assert ([labelled(site) for site in report.fused], len(report.unfused_steps)) == (["layer_norm", "backward layer_norm"], 1)
+    correct(differentiated(fn, *ARGS), *ARGS)
 
 
 def test_skip_connections_around_a_norm():

@@ -5,9 +5,12 @@ is served by the fused op's own backward. A pattern of the backward pass starts 
 """
 
 import functools
+from typing import NamedTuple
 
 from jaxfuse.program.graph import Graph, Node, Value
 from jaxfuse.program.liveness import FusedReader
+
+RECOMPUTED = "rematted_computation"  # in the name stack of what jax.checkpoint computes again
 
 
 class Subgraph:
@@ -53,26 +56,47 @@ class Subgraph:
 
 def forward(graph: Graph) -> Graph | Subgraph:
     """What autodiff did not add; the graph itself if it added nothing."""
-    return _split(graph)[0] or graph
+    return _split(graph).forward or graph
+
+
+def recomputed(graph: Graph) -> Graph | Subgraph:
+    """The same with all that `jax.checkpoint` computes again, be it for the backward pass alone: there a value may have no reader."""
+    return _split(graph).recomputed or graph
 
 
 def backward(graph: Graph) -> frozenset[int]:
     """Indices of the transposed nodes."""
-    return _split(graph)[1]
+    return _split(graph).transposed
 
 
-def _split(graph: Graph) -> tuple[Subgraph | None, frozenset[int]]:
+class Parts(NamedTuple):
+    """None: the graph itself."""
+
+    forward: Subgraph | None
+    recomputed: Subgraph | None
+    transposed: frozenset[int]
+
+
+def _split(graph: Graph) -> Parts:
     if graph.marks.parts is None:
         transposed = frozenset(node.index for node in graph.nodes if _is_transposed(node, _inside_backward(graph)))
         outputs = [v for i, v in enumerate(graph.outputs) if not _only_for_backward(graph, i)]
-        whole = not transposed and len(outputs) == len(graph.outputs)
-        graph.marks.parts = None if whole else Subgraph(graph, _live(graph, transposed, outputs), outputs), transposed
+        again = frozenset(node.index for node in graph.nodes if RECOMPUTED in _stack(node)) - transposed
+        part = None
+        if transposed or len(outputs) < len(graph.outputs):
+            part = Subgraph(graph, _live(graph, transposed, outputs), outputs)
+        whole = Subgraph(graph, _live(graph, transposed, outputs, again), outputs) if part and again else part
+        graph.marks.parts = Parts(part, whole, transposed)
     return graph.marks.parts
 
 
 def _is_transposed(node: Node, inside_backward: bool) -> bool:
-    stack = f"{_text(node.name_stack)}/{_text(node.eqn.source_info.name_stack)}"
-    return "transpose(" in stack or inside_backward and "rematted_computation" not in stack
+    stack = _stack(node)
+    return "transpose(" in stack or inside_backward and RECOMPUTED not in stack
+
+
+def _stack(node: Node) -> str:
+    return f"{_text(node.name_stack)}/{_text(node.eqn.source_info.name_stack)}"
 
 
 def _is_fused(node) -> bool:
@@ -99,8 +123,8 @@ def _only_for_backward(graph: Graph, i: int) -> bool:
     return bool(value.users) and not outer.is_returned(value) and all(n.index in backward(outer) for n in value.users)
 
 
-def _live(graph: Graph, transposed: frozenset[int], outputs: list[Value]) -> list[Node]:
-    """Nodes that are not transposed and that something other than the backward pass reads. Contractions stay: what
+def _live(graph: Graph, transposed: frozenset[int], outputs: list[Value], also: frozenset[int] = frozenset()) -> list[Node]:
+    """Nodes that are not transposed and that something other than the backward pass reads, and `also`. Contractions stay: what
     `jax.checkpoint` computes again is only for the backward pass, but a layer all the same."""
     returned, live = set(outputs), set()
     for node in reversed(graph.nodes):
@@ -110,6 +134,7 @@ def _live(graph: Graph, transposed: frozenset[int], outputs: list[Value]) -> lis
             and (
                 node.eqn.effects
                 or node.primitive == "dot_general"
+                or node.index in also
                 or any(v in returned or any(n.index in live or _is_fused(n) for n in v.users) for v in node.outputs)
                 or not any(v.users for v in node.outputs)
             )

@@ -79,7 +79,8 @@ MADE = {
     "exp": jnp.exp,
     "gelu, behind a bias": lambda x: jax.nn.gelu(x + BETA),
     "a scale": lambda x: x * GAMMA,
-    "dropout": lambda x: x * (ZR > 0),
+    "dropout": lambda x: jnp.where(ZR > 0, x / 0.5, 0),
+    "a square": jnp.square,
 }
 HITS |= hits(ARGS, {f"bn+add+relu, of {name}": lambda x, g, b, r, made=made: jax.nn.relu(batch_norm(made(x), g, b) + r)
                     for name, made in MADE.items()}, both=True)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from jaxfuse.analysis.axes import IndexMap
 from jaxfuse.analysis.layout import Layout, is_reshape
-from jaxfuse.analysis.normal import CAST, NotPerChannel, chosen, per_channel, unwidened
+from jaxfuse.analysis.normal import CAST, NotPerChannel, chosen, narrowest, per_channel, unwidened
 from jaxfuse.analysis.statistics import Statistics
 from jaxfuse.analysis.sums import reductions, shared_over, squared, unmasked
 from jaxfuse.ops.stage import refused_array
@@ -22,15 +22,15 @@ def anchors(graph: Graph) -> list[Node]:
     """Sums over some axes of values that are squared and summed over the same axes too; last first."""
     sums = {n: squared(n.inputs[0]) for n in graph.nodes if n.primitive == "reduce_sum" and n.inputs[0].literal is None}
     summed = {(of[0], n.params["axes"]) for n, of in sums.items() if of}
-    found = {x: n for n, of in reversed(sums.items())
-             if of is None and n.inputs[0].ndim >= 2 and ((x := unmasked(n.inputs[0])), n.params["axes"]) in summed}
+    found = {x: n for n in reversed(sums) if n.inputs[0].ndim >= 2
+             for x in (narrowest(n.inputs[0]), unmasked(n.inputs[0])) if (x, n.params["axes"]) in summed}
     return list(found.values())
 
 
 def match(graph: Graph, node: Node, claimed: set[int], unprofitable) -> Iterator[Match | Refusal]:
     x, left = unwidened(chosen(unwidened(node.inputs[0]))), _left(node)
     is_batch_norm = len(left) == 1 and left != (0,)  # else of rows of the batch, or of groups: patterns/norm has them
-    if unmasked(x) is not x:
+    if unmasked(x) is not x and not Statistics(x, left):  # x itself is normalised behind a dropout
         reason = no_kernel(f"{x.producer} leaves elements out of the statistics")
         yield Refusal("bn" if is_batch_norm else "norm", node, (x,), reason)
         return

@@ -5,6 +5,7 @@ as it is a norm. form.py reads off what the last of them is, site.py makes a Mat
 """
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 
@@ -19,8 +20,8 @@ from jaxfuse.patterns.activations import name_activation
 from jaxfuse.patterns.dense.site import is_parameter
 from jaxfuse.patterns.norm.form import UNREAD, read_form
 from jaxfuse.patterns.norm.site import Site
-from jaxfuse.patterns.walk import Chain, Walk, longest
-from jaxfuse.program.autodiff import forward
+from jaxfuse.patterns.walk import Chain, Walk, WalkEnd, longest, read_elsewhere
+from jaxfuse.program.autodiff import recomputed
 from jaxfuse.program.graph import Node, Value
 from jaxfuse.program.site import Match, Refusal, Unfit, UnfusedStep
 from jaxfuse.runtime.reasons import no_kernel
@@ -32,7 +33,7 @@ ARITHMETIC = (*ADD, "sub", "mul", "div", "neg", "max", *ROOTS, "square", "intege
 
 def anchors(graph):
     """Sums over some axes of the squares of a value, or of a value less its mean."""
-    return [n for n in forward(graph).nodes if n.primitive == "reduce_sum" and _normalised(n) is not None]
+    return [n for n in recomputed(graph).nodes if n.primitive == "reduce_sum" and _normalised(n) is not None]
 
 
 def _normalised(node: Node) -> Value | None:
@@ -50,7 +51,7 @@ def match(graph, node: Node, claimed: set[int], unprofitable):
     kept = tuple(d for d in range(x.ndim) if d not in node.params["axes"])
     if len(kept) == 1 and kept != (0,):  # batch_norm's
         return
-    part = forward(graph)
+    part = recomputed(graph)
     norm = Norm(part, x, kept)
     if norm.end is None and norm.has_mean and (reason := _unknown(norm)):
         yield Refusal("norm", node, (x,), reason)
@@ -58,11 +59,11 @@ def match(graph, node: Node, claimed: set[int], unprofitable):
         return
     end = norm.end
     name, reason = _name(norm, end)
-    reason = reason or norm.stop_gradient_reason() or norm.read_elsewhere() or norm.mismatch
+    reason = reason or norm.stop_gradient_reason() or norm.read_elsewhere()
     before = _add_before(part, x, claimed)
     label, nodes = (f"add+{name}", (before, *norm.nodes)) if before else (name, (*norm.nodes,))
     if reason:
-        yield Refusal(f"{label}{norm.unfused if reason == norm.mismatch else ''}", node, (x,), reason, nodes=nodes)
+        yield Refusal(label, node, (x,), reason, nodes=nodes)
         return
     chains, _ = Walk(part, end.ndim - 1, claimed, name_activation).chains(end)
     form = functools.cache(lambda: read_form(norm, end))
@@ -80,6 +81,8 @@ def match(graph, node: Node, claimed: set[int], unprofitable):
         yield Refusal(refused[0].label_of_norm(label), node, (x,), refused[1].reason, nodes=(*nodes, *refused[0].nodes))
     elif refused and refused[0].after_affine:
         yield UnfusedStep(refused[0].label_of_norm(label), node, (x,), refused[1].reason)
+    elif norm.stop:
+        yield UnfusedStep(f"{label}+{norm.stop.unfused}", node, (x,), norm.stop.reason)
 
 
 def _unknown(norm: "Norm") -> str:
@@ -123,6 +126,10 @@ def _regrouped(x: Value, axes: int, end: Value) -> bool:
     return axes > 1 and (split or x.ndim > source.ndim) or split and end.shape != x.shape
 
 
+def _step(node: Node) -> str:
+    return "scale" if node.primitive == "mul" else "bias"
+
+
 def _given(x: Value) -> list[Value]:
     """x, and what it is a reshape or cast of: the norm may read it in several shapes."""
     values = [x]
@@ -136,7 +143,7 @@ class Norm(Statistics):
 
     def __init__(self, part, x: Value, kept: tuple[int, ...]):
         self.part, self.axes = part, set(range(x.ndim)) - set(kept)
-        self.mismatch = self.unfused = ""
+        self.stop: WalkEnd | None = None  # the first gamma or beta that is no part of it, and why
         self.crossed: Node | None = None  # what combines rows with statistics of others
         self.given = _given(x)
         casts = [n.out for value in self.given for n in value.users if is_float_cast(n) and n.out not in self.given]
@@ -204,8 +211,8 @@ class Norm(Statistics):
         if value.shape != self.x.shape or along <= self.axes or len(along) == 1 and along <= channels:
             return True
         axes, wrong = tuple(sorted(self.axes)), min(along - self.axes)
-        self.mismatch = self.mismatch or f"operand {parameter!r} varies along axis {wrong}, the normalised axes are {axes}"
-        self.unfused = self.unfused or ("+scale" if node.primitive == "mul" else "+bias")
+        reason = f"operand {parameter!r} varies along axis {wrong}, the normalised axes are {axes}"
+        self.stop = self.stop or WalkEnd(reason, _step(node))
         return False
 
     # --- where it ends
@@ -216,19 +223,24 @@ class Norm(Statistics):
         return form.degree == 1 and any(np.ptp(table) > 0 for table in form.coefficients[self.x,].terms.values())
 
     def _is_read(self, value: Value) -> bool:
-        """By what has no form."""
+        """By what has no form, or by the backward pass alone."""
+        if not value.users and self.part.original(value).users:
+            return True
         return self.part.is_returned(value) or any(not n.outputs or n.out not in self.known for n in value.users)
 
     def _end(self, ends: list[Value]) -> Value | None:
         """The one of the scaled values, which others read, that the norm ends in: before a transpose in the end, from where the walk
-        goes on; and of what is read here as it is and there in another shape or type, the last that all of these are made of.
-        What follows is no part of it."""
-        paths = [self._path(end) for end in ends]
+        goes on; of several, the last that all of these are made of. What follows is no part of it."""
         if len(ends) == 1:
-            before_transposes = [before for v, before in zip(paths[0], paths[0][1:]) if v.node.primitive == "transpose"]
+            moved = self._path(ends[0], lambda node: node.primitive in SHAPED)
+            before_transposes = [before for v, before in zip(moved, moved[1:]) if v.node.primitive == "transpose"]
             return before_transposes[-1] if before_transposes else ends[0]
-        common = [v for v in paths[0] if all(v in path for path in paths)] if paths else []
-        return common[0] if common else ends[-1] if ends else None
+        paths = [self._path(end, lambda node: True) for end in ends]
+        end = next((v for v in paths[0] if all(v in path for path in paths)), ends[-1]) if paths else None
+        steps = [v.node for path in paths for v, before in zip(path, path[1:]) if before is end and v.node.primitive in ("mul", *ADD)]
+        if end and steps and self.stop is None:
+            self.stop = WalkEnd(read_elsewhere(self.part, end, end.users), _step(steps[0]))
+        return end
 
     def unknown_product(self) -> Node | None:
         """Of x or what it is centered to, and of what is computed from a root of its variance: with a gamma that has no form, as one over
@@ -237,11 +249,14 @@ class Norm(Statistics):
         factors = {n: n.other_input(v) for v in self.known if self.is_tensor(v) for n in v.users if n.primitive in ("mul", "div")}
         return next((n for n, factor in factors.items() if factor not in self.known and depends_on([factor], roots)), None)
 
-    def _path(self, value: Value) -> list[Value]:
-        """The value and what it is a cast or a move of, as far as that is scaled."""
+    def _path(self, value: Value, goes_through: Callable[[Node], bool]) -> list[Value]:
+        """The value and what it is made of, as far as that is scaled."""
         path = [value]
-        while (node := path[-1].node).primitive in SHAPED and self._is_scaled(node.inputs[0]):
-            path.append(node.inputs[0])
+        while goes_through(node := path[-1].node):
+            before = next((v for v in node.inputs if v in self.known and self._is_scaled(v)), None)
+            if before is None:
+                break
+            path.append(before)
         return path
 
     def _inside(self, end: Value) -> list[Node]:
@@ -273,11 +288,15 @@ class Norm(Statistics):
         node = next((n for n in self.nodes if n.primitive == "stop_gradient"), None)
         return f"{node} holds a part of it: the kernel's gradient is that of the whole" if node else ""
 
+    def _is_for_backward(self, node: Node) -> bool:
+        """Whether only the backward pass reads what it gives: the site sees whether it is needed there."""
+        return bool(node.outputs) and not any(v.users or self.part.is_returned(v) for v in node.outputs)
+
     def read_elsewhere(self) -> str:
         for value in (node.out for node in self.nodes):
             form = self.known[value].form
             if value is not self.end and form.degree == 1 and form is not self.itself:
-                if readers := [n for n in value.users if n not in self.nodes]:
+                if readers := [n for n in value.users if n not in self.nodes and not self._is_for_backward(n)]:
                     return f"{value!r} is read by {readers[0]} too"
                 if self.part.is_returned(value):
                     return f"{value!r} is returned by the program"
