@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 from compare import jit, same
-from layers import BETA, GAMMA, ZR, SmallNet, Z, batch_norm, randn
+from layers import BETA, GAMMA, ZR, SmallNet, Z, batch_norm, conv, randn
 from recognition import correct, differentiated, explain, fuse, labelled, same_as_unfused, sites
 from spellings.norm import layer_norm
 
@@ -212,6 +212,7 @@ def test_tangents_that_are_the_values():
     same_as_unfused(along_itself, problem.params, problem.x, times=DEEP, floor=1e-3)
 
 
+FILTER = randn(3, 3, 8, 8) / 6
 RECOMPUTED = {  # what ends a `jax.checkpoint`, and what is fused of the step: of that end only what the gradient reads is computed again
     "relu": (lambda x, g, b: jax.nn.relu(batch_norm(x, g, b)), ["backward bn", "bn", "bn+relu"]),
     "relu, of tanh": (lambda x, g, b: jax.nn.relu(batch_norm(jnp.tanh(x), g, b)), ["backward bn", "bn", "bn+relu"]),
@@ -219,6 +220,7 @@ RECOMPUTED = {  # what ends a `jax.checkpoint`, and what is fused of the step: o
     "sigmoid": (lambda x, g, b: jax.nn.sigmoid(batch_norm(x, g, b)), ["backward bn+sigmoid", "bn+sigmoid", "bn+sigmoid"]),
     "the norm": (batch_norm, ["backward bn", "bn"]),
     "the norm, of silu": (lambda x, g, b: batch_norm(jax.nn.silu(x), g, b), ["backward bn", "bn"]),
+    "a convolution": (lambda x, g, b: conv(jnp.tanh(x), FILTER * g) + b, ["backward conv", "backward conv", "conv+bias"]),
     "a layer norm": (layer_norm, ["backward layer_norm", "layer_norm", "layer_norm"]),
     "a layer norm, silu": (lambda x, g, b: jax.nn.silu(layer_norm(x, g, b)), ["backward layer_norm", "layer_norm", "layer_norm+silu"]),
 }

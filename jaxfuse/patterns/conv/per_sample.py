@@ -1,7 +1,8 @@
-"""Weight gradients of every sample by itself, or of every group: what `vmap` makes of the weight gradient of a convolution.
+"""Weight gradients by themselves: of every sample or group, which `vmap` makes of one, and where nothing computes the convolution's
+value, as at the end of what `jax.checkpoint` computes again.
 
-JAX writes it as one convolution in as many groups as there are samples, of x with the batch for its features by the cotangent
-as a filter. Whatever made it, each group is the weight gradient of a convolution, and that is what runs:
+JAX writes one as a convolution of x with the batch for its features by the cotangent as a filter, in as many groups as there
+are samples. Whatever made it, each group is the weight gradient of a convolution, and that is what runs:
 
     dw[k] = Σ x[o·stride + k·dilation - low]·dy[o]    strides and dilation change places, and so do batch and features
 """
@@ -21,7 +22,6 @@ from jaxfuse.program.autodiff import backward
 from jaxfuse.program.graph import Emission, Graph, Node
 from jaxfuse.program.site import Match, Refusal, Unfit
 
-PATTERN = "conv per sample"
 Types = tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
 
 
@@ -31,8 +31,7 @@ def anchors(graph: Graph):
     def is_one(node: Node) -> bool:
         """A weight gradient sums over the batch where that is first. Else the gradient of an input may look the same."""
         sums_over_first = node.params["dimension_numbers"].lhs_spec[1] == 0
-        grouped = node.params["feature_group_count"] * node.params["batch_group_count"] > 1
-        return grouped and is_weight_gradient(node, node.index in back and sums_over_first)
+        return is_weight_gradient(node, node.index in back and sums_over_first)
 
     return [node for node in graph.nodes if node.primitive == "conv_general_dilated" and is_one(node)]
 
@@ -44,7 +43,11 @@ def match(graph: Graph, node: Node, claimed: set[int], unprofitable):
         if one:
             yield _fused(node, *one, unprofitable)
     except Unfit as unfit:
-        yield Refusal(PATTERN, node, tuple(node.inputs), unfit.reason, "backward", (node,))
+        yield Refusal(_label(node), node, tuple(node.inputs), unfit.reason, "backward", (node,))
+
+
+def _label(node: Node) -> str:
+    return "conv per sample" if node.params["feature_group_count"] * node.params["batch_group_count"] > 1 else "conv"
 
 
 def _one(node: Node) -> tuple[ConvConfig, Types] | None:
@@ -92,4 +95,4 @@ def _fused(node: Node, config: ConvConfig, types: Types, unprofitable) -> Match:
         many = jax.vmap(one, (x_axis, dy_axis), axis_size=count)
         yield dw, merge(many(split(read(x), x_axis, count), split(read(dy), dy_axis, count)), 0, dw_axis, count)
 
-    return Match(PATTERN, node, (node,), (Emission((x, dy), (dw,), run),), (x, dy), 0, "backward")
+    return Match(_label(node), node, (node,), (Emission((x, dy), (dw,), run),), (x, dy), 0, "backward")
