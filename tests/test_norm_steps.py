@@ -10,7 +10,7 @@ from jax import lax
 
 from layers import BETA, GAMMA
 from recognition import correct, differentiated, explain, labelled, norms, scalar
-from spellings.norm import X, layer_norm, moments, normalised
+from spellings.norm import X, fast, group_norm, layer_norm, moments, normalised
 
 ARGS = X, GAMMA, BETA
 
@@ -36,7 +36,6 @@ HELD = "holds a part of it: the kernel's gradient is that of the whole"
 OTHER_GRADIENTS = {
     "another epsilon": (
         layer_norm_by_rule(lambda x, g, b: (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-4) * g + b), READ),
-    "clipped inside": (lambda x, g, b: clipped(normalised(x)) * g + b, READ),
     "variance held": (
         lambda x, g, b: (lambda mean, var: (x - mean) * lax.rsqrt(lax.stop_gradient(var) + 1e-5) * g + b)(*moments(x, -1)), HELD),
     "mean held": (lambda x, g, b: (lambda mean, var: (x - lax.stop_gradient(mean)) * lax.rsqrt(var + 1e-5) * g + b)(*moments(x, -1)), HELD),
@@ -73,6 +72,7 @@ FURTHER = {  # what follows and is no part of it: the norm ends before, in both 
     "two scales": two,
     "read also before its scale": lambda y, x, g, b: (jnp.cos(y), y * g + b),
     "a scale of each token": lambda y, x, g, b: (y * g + b) * x[..., :1],
+    "a rule for its gradient": lambda y, x, g, b: clipped(y) * g + b,
 }
 
 
@@ -84,6 +84,19 @@ def test_further_scales(name):
     report = explain(differentiated(fn, *ARGS), *ARGS)
     assert ([labelled(site) for site in report.fused], len(report.unfused_steps)) == (["layer_norm", "backward layer_norm"], 1)
     correct(differentiated(fn, *ARGS), *ARGS)
+
+
+NORMS = {"layer_norm": layer_norm, "layer_norm, E[x²]-E[x]²": functools.partial(layer_norm, of=fast), "group_norm": group_norm}
+
+
+@pytest.mark.parametrize("act", [lambda y: y, jax.nn.silu], ids=["alone", "silu"])
+@pytest.mark.parametrize("name", NORMS)
+def test_gradients_of_every_sample(name, act):
+    """Those of gamma and beta are no sums over the batch: the norm ends before them."""
+    step = jax.vmap(differentiated(lambda x, g, b: act(NORMS[name](x, g, b)), *ARGS), (0, None, None))
+    args, pattern = (jnp.stack([X, 2 + X]), GAMMA, BETA), name.split(",")[0]
+    assert [labelled(site) for site in explain(step, *args).fused] == [pattern, f"backward {pattern}"]
+    correct(step, *args)
 
 
 def test_skip_connections_around_a_norm():

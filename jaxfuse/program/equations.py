@@ -22,6 +22,8 @@ def key_of(eqn, inputs: list):
         if name != "custom_jvp_call" or len(params["call_jaxpr"].eqns) > LONGEST_CUSTOM_JVP:
             return None
         params = dict(text=str(params["call_jaxpr"].jaxpr))
+    if name == "broadcast_in_dim" and (number := _repeated_number(inputs[0])) is not None:
+        inputs, params = [number], {**params, "broadcast_dimensions": ()}
     key = (
         eqn.primitive,
         tuple([v if v.literal is None else (np.asarray(v.literal).tobytes(), v.aval) for v in inputs]),
@@ -32,6 +34,13 @@ def key_of(eqn, inputs: list):
     except TypeError:  # an unhashable parameter: the equation stays on its own
         return None
     return key
+
+
+def _repeated_number(value):
+    """The number that the value repeats, be it in several steps, as under `vmap`; None where it is none."""
+    while value.ndim and value.producer is not None and value.producer.primitive == "broadcast_in_dim":
+        value = value.producer.inputs[0]
+    return value if value.ndim == 0 else None
 
 
 def same_rule(one, other) -> bool:

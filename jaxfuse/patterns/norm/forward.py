@@ -5,7 +5,7 @@ as it is a norm. form.py reads off what the last of them is, site.py makes a Mat
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from jaxfuse.analysis.sums import squared
 from jaxfuse.patterns.activations import name_activation
 from jaxfuse.patterns.dense.site import is_parameter
 from jaxfuse.patterns.norm.form import UNREAD, read_form
-from jaxfuse.patterns.norm.site import Site
+from jaxfuse.patterns.norm.site import ReadInside, Site
 from jaxfuse.patterns.walk import Chain, Walk, WalkEnd, longest, read_elsewhere
 from jaxfuse.program.autodiff import recomputed
 from jaxfuse.program.graph import Node, Value
@@ -55,9 +55,12 @@ def match(graph, node: Node, claimed: set[int], unprofitable):
     norm = Norm(part, x, kept)
     if norm.end is None and norm.has_mean and (reason := _unknown(norm)):
         yield Refusal("norm", node, (x,), reason)
-    if norm.end is None or not (norm.centered or norm.has_mean) or any(n.index in claimed for n in norm.nodes):
-        return
-    end = norm.end
+    if norm.end is not None and (norm.centered or norm.has_mean) and not any(n.index in claimed for n in norm.nodes):
+        yield from _rows(graph, node, norm, norm.end, claimed, unprofitable)
+
+
+def _rows(graph, node: Node, norm: "Norm", end: Value, claimed: set[int], unprofitable) -> Iterator[Match | Refusal]:
+    part, x = norm.part, norm.x
     name, reason = _name(norm, end)
     reason = reason or norm.stop_gradient_reason() or norm.read_elsewhere()
     before = _add_before(part, x, claimed)
@@ -66,6 +69,8 @@ def match(graph, node: Node, claimed: set[int], unprofitable):
         yield Refusal(label, node, (x,), reason, nodes=nodes)
         return
     chains, _ = Walk(part, end.ndim - 1, claimed, name_activation).chains(end)
+    if norm.stop:  # a step that is none of its own follows
+        chains = [chain for chain in chains if not chain.affine]
     form = functools.cache(lambda: read_form(norm, end))
     dtype = x.dtype if any(chain.end.dtype == x.dtype for chain in chains) else end.dtype
 
@@ -78,6 +83,11 @@ def match(graph, node: Node, claimed: set[int], unprofitable):
     found, _, refused = longest(chains, dtype, attempt)
     yield from found or ()
     if refused and not found:
+        if isinstance(refused[1], ReadInside) and (shorter := norm.shorten(refused[1].reason)):
+            rows = [*_rows(graph, node, norm, shorter, claimed, unprofitable)]
+            if any(isinstance(row, Match) for row in rows):
+                yield from rows
+                return
         yield Refusal(refused[0].label_of_norm(label), node, (x,), refused[1].reason, nodes=(*nodes, *refused[0].nodes))
     elif refused and refused[0].after_affine:
         yield UnfusedStep(refused[0].label_of_norm(label), node, (x,), refused[1].reason)
@@ -149,9 +159,7 @@ class Norm(Statistics):
         casts = [n.out for value in self.given for n in value.users if is_float_cast(n) and n.out not in self.given]
         super().__init__(x, kept, (*self.given, *casts))
         ends = [v for v in self.known if self._is_scaled(v) and self._is_read(v)]
-        self.end = self._end(sorted(ends, key=lambda v: v.node.index))
-        self.nodes = self._inside(self.end) if self.end else []
-        self.centered = self.end is not None and self._is_centered(self.end)
+        self._end_at(self._end(sorted(ends, key=lambda v: v.node.index)))
 
     # --- forms: statistics of any kind, and parameters
 
@@ -216,6 +224,20 @@ class Norm(Statistics):
         return False
 
     # --- where it ends
+
+    def _end_at(self, end: Value | None):
+        self.end = end
+        self.nodes = self._inside(end) if end else []
+        self.centered = end is not None and self._is_centered(end)
+
+    def shorten(self, reason: str) -> Value | None:
+        """Ends it a step earlier, for this reason: as before a gamma whose gradient is none of the kernel's, one of each example."""
+        path = self._path(self.end, lambda node: True) if self.end else []
+        if len(path) < 2:
+            return None
+        self.stop = self.stop or WalkEnd(reason, _step(path[0].node))
+        self._end_at(path[1])
+        return path[1]
 
     def _is_scaled(self, value: Value) -> bool:
         """Whether x is multiplied by what depends on its statistics."""
