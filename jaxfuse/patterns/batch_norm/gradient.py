@@ -1,6 +1,7 @@
 """What autodiff has made of a training batch norm: sums over the batch, and the gradient of x. See analysis/forms.py."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -92,8 +93,20 @@ def _first(sums: dict[Value, Form]) -> dict[Value, Form]:
 
 
 def _results(graph: Graph, forms: ChannelForms, x: Value, g: Value) -> dict[Value, Form]:
-    """Values like x with g and x in their form that are read, be it in another shape."""
-    read = {form for value, (_, form) in forms.known.items() if _is_read(graph, forms, value, g)}
+    """Values like x with g and x in their form that are read, be it in another shape, by something else than more of it: also by
+    a product that is read, or that is with another tensor."""
+
+    @functools.cache
+    def is_read(value: Value) -> bool:
+        return graph.is_returned(value) or any(map(reads, value.users))
+
+    def reads(node: Node) -> bool:
+        made = forms.known.get(node.out) if node.index in forms.seen else None
+        if made is None or made.form.degree < 2:
+            return node.index not in forms.seen
+        return bool(made.form.tensors - {x, g}) or is_read(node.out)
+
+    read = {form for value, (_, form) in forms.known.items() if is_read(value)}
     found: dict[Value, Form] = {}
     for value in sorted(forms.known, key=lambda v: v.index):
         index_map, form = forms.known[value]
@@ -102,19 +115,6 @@ def _results(graph: Graph, forms: ChannelForms, x: Value, g: Value) -> dict[Valu
             if value.producer and found.keys().isdisjoint(value.producer.inputs):
                 found[value] = form
     return found
-
-
-def _is_read(graph: Graph, forms: ChannelForms, value: Value, g: Value) -> bool:
-    """By something else than more of it: also by a product that is read, or that is with another tensor."""
-    def reads(node: Node) -> bool:
-        if node.index not in forms.seen:
-            return True
-        made = forms.known.get(node.out)
-        if made is None or made.form.degree < 2:
-            return False
-        return bool(made.form.tensors - {forms.x, g}) or _is_read(graph, forms, node.out, g)
-
-    return graph.is_returned(value) or any(map(reads, value.users))
 
 
 def fused(site, gradient: Gradient) -> Match:
