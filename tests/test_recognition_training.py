@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 from layers import conv, randn
-from recognition import FUSED, NO_KERNEL, XLA_DOES_THIS, correct, recognised, rows, scalar
+from recognition import FUSED, NO_KERNEL, XLA_DOES_THIS, correct, differentiated, recognised, rows, scalar
 
 IMAGES = randn(2, 6, 6, 4), randn(3, 3, 4, 4), randn(4)
 X, W, V, B = randn(2, 5, 8), randn(8, 16), randn(8, 16, seed=1), randn(16)
@@ -130,6 +130,19 @@ def test_layers_in_loops_and_rematerialised(wrap):
     forward = [row for row in found if not row.startswith("backward")]
     assert forward == ["dense+bias+tanh"] + ["dense"] * (wrap == "checkpoint")
     assert sum("dense_grad" in row for row in found) == 1
+
+
+def test_a_loop_of_residual_blocks():
+    """What the forward body gives its backward loop is relu's mask, which is that of relu's value too."""
+    def block(x, layer):
+        w, b = layer
+        return x + conv(jax.nn.relu(conv(x, w) + b), w), None
+
+    args = randn(2, 6, 6, 8), randn(2, 3, 3, 8, 8) / 8, randn(2, 8)
+    step = differentiated(lambda x, w, b: lax.scan(block, x, (w, b))[0], *args)
+    assert [pattern for pattern, reason in rows(step, *args) if reason == FUSED] == [
+        "conv+bias+relu", "backward conv+bias+relu", "conv+add", "backward conv"]
+    correct(step, *args)
 
 
 # --- optimizers --------------------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ def regions(start: Value, is_returned: Callable[[Value], bool], ignored: frozens
         values.append(node.out)
         frontier |= {n.index: n for n in node.out.users if n.index not in inside}
         read = [v for v in values if is_returned(v) or any(n.index not in inside and n.index not in ignored for n in v.users)]
-        masks = tuple(v for v in read if v.dtype == bool and not is_returned(v))
+        masks = tuple(v for v in read if v.dtype == bool)
         ends = [v for v in read if v not in masks]
         if len(ends) == 1 and ends[0] is not start and jnp.issubdtype(ends[0].dtype, jnp.floating):
             found.append(Region(start, ends[0], tuple(inside[i] for i in sorted(inside)), masks))

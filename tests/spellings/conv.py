@@ -24,6 +24,7 @@ HITS = hits(ARGS, {
     "conv+relu+add, residual scaled after the activation": lambda x, w, b, r: jax.nn.relu(conv(x, w)) + b[0] * r,
     "conv+bias+add, scaled residual read elsewhere": lambda x, w, b, r: (lambda s: (conv(x, w) + b + s, s))(0.2 * r),
     "conv+bias+relu": lambda x, w, b, r: jax.nn.relu(conv(x, w) + b),
+    "conv+bias+relu, with its mask": lambda x, w, b, r: (lambda z: (jax.nn.relu(z), z > 0))(conv(x, w) + b),
     "conv+bias+relu, groups of the batch": lambda x, w, b, r: jax.nn.relu(conv(x, w, batch_group_count=2) + b),
     "transpose+conv+bias, groups of the batch": lambda x, w, b, r: conv(
         x.transpose(0, 3, 1, 2), w, batch_group_count=2, dimension_numbers=("NCHW", "HWIO", "NHWC")) + b,
