@@ -131,7 +131,10 @@ MISSES = misses(ARGS, {
                                "layer_norm+scale", "varies along axis 0, the normalised axes are (3,)", ["layer_norm"]),
     "beta along another axis": (lambda x, g, b: normalised(x) + jnp.exp(x[:1, :, :1, :1]),
                                 "layer_norm+bias", "varies along axis 1, the normalised axes are (3,)", ["layer_norm"]),
-    "transposed inside": (transposed_inside, "layer_norm", "has the elements of float32[2, 6, 6, 8] in another order", []),
+    "transposed inside": (
+        transposed_inside, "layer_norm+scale", "has the elements of float32[2, 6, 6, 8] in another order", ["layer_norm"]),
+    "groups, and a scale of each example": (lambda x, g, b: group_norm(x, g, b) * jnp.exp(x[:, :1, :1, :1]),
+                                            "group_norm+scale", "gamma or beta varies along an axis that is not one", ["group_norm"]),
     "a gamma over axes that lie apart": (lambda x, g, b: gamma_first(x, jnp.outer(b[:6], g)[:, None], (0, 2)),
                                          "norm", "statistics over axes (0, 2) of float32[2, 6, 6, 8]", []),
     "a gamma for each example and column": (lambda x, g, b: gamma_first(x, jnp.exp(x[:, :1, :, :1]), -1), "norm", STEPS, []),

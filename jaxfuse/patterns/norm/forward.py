@@ -12,7 +12,7 @@ from jaxfuse.analysis.sums import squared
 from jaxfuse.patterns.activations import name_activation
 from jaxfuse.patterns.norm.form import UNREAD, read_form
 from jaxfuse.patterns.norm.norm import Norm
-from jaxfuse.patterns.norm.site import ReadInside, Site
+from jaxfuse.patterns.norm.site import Site
 from jaxfuse.patterns.walk import Chain, Walk, longest
 from jaxfuse.program.autodiff import recomputed
 from jaxfuse.program.graph import Node, Value
@@ -72,11 +72,11 @@ def _rows(graph, node: Node, norm: Norm, end: Value, claimed: set[int], unprofit
     found, _, refused = longest(chains, dtype, attempt)
     yield from found or ()
     if refused and not found:
-        if isinstance(refused[1], ReadInside) and (shorter := norm.shorten(refused[1].reason)):
-            rows = [*_rows(graph, node, norm, shorter, claimed, unprofitable)]
-            if any(isinstance(row, Match) for row in rows):
-                yield from rows
-                return
+        shorter = norm.shorten(refused[1].reason)
+        rows = [*_rows(graph, node, norm, shorter, claimed, unprofitable)] if shorter else []
+        if any(isinstance(row, Match) for row in rows):
+            yield from rows
+            return
         yield Refusal(refused[0].label_of_norm(label), node, (x,), refused[1].reason, nodes=(*nodes, *refused[0].nodes))
     elif refused and refused[0].after_affine:
         yield UnfusedStep(refused[0].label_of_norm(label), node, (x,), refused[1].reason)

@@ -119,7 +119,8 @@ class Norm(Statistics):
         path = self._path(self.end, lambda node: True) if self.end else []
         if len(path) < 2:
             return None
-        self.stop = self.stop or WalkEnd(reason, _step(path[0].node))
+        if self.stop is None or path[0].node.primitive not in SHAPED:
+            self.stop = WalkEnd(self.stop.reason if self.stop else reason, _step(path[0].node))
         self._end_at(path[1])
         return path[1]
 

@@ -26,10 +26,6 @@ from jaxfuse.program.site import Match, Unfit
 from jaxfuse.runtime.reasons import no_kernel
 
 
-class ReadInside(Unfit):
-    """An inner value is read by something that the kernels are not."""
-
-
 class Site:
     """A norm with a chain after it and the add `before` it, in the values of the whole program."""
 
@@ -77,18 +73,18 @@ class Site:
         return Emission((*full, *self.parameters), (self.end, *others), run)
 
     def _require_no_reader(self, gradients: tuple[Value, ...]):
-        """Raises `ReadInside` where something else reads an inner value once the end and the gradients are computed otherwise."""
+        """Raises `Unfit` where something else reads an inner value once the end and the gradients are computed otherwise."""
         mine = {n.index for n in self.nodes} | set(dead_after(self.graph, gradients))
         for value in dict.fromkeys(v for n in self.nodes if n is not self.before for v in map(self.part.original, n.outputs)):
             if value is self.end or value.node.primitive == CAST and value.node.inputs[0] is self.x:
                 continue
             if self.graph.is_returned(value):  # as a loop's body does with what its backward loop reads
-                raise ReadInside(no_kernel(f"{value!r} is returned by the program"))
+                raise Unfit(no_kernel(f"{value!r} is returned by the program"))
             reader = next((n for n in value.users if n.index not in mine), None)
             if reader is not None:
                 # a fused op says its direction itself
                 backward = not isinstance(reader, FusedReader) and not self.part.node_in_subgraph(reader)
-                raise ReadInside(no_kernel(f"{value!r} is read by {reader} too{', in the backward pass' if backward else ''}"))
+                raise Unfit(no_kernel(f"{value!r} is read by {reader} too{', in the backward pass' if backward else ''}"))
 
     def _reads_sum(self) -> bool:
         mine = {n.index for n in self.nodes}
