@@ -135,14 +135,15 @@ class Forms:
         self.kept_sub_axes = merged(sub_axis for axis in kept for sub_axis in self.index_map.sub_axes[axis])
         self.count = math.prod(n for axis, n in enumerate(x.shape) if axis not in kept)
         self.known: dict[Value, Known] = {}
+        self.fixed = {x}
         self.seen: set[int] = set()
         self._pending: list[tuple[int, Node]] = []
 
     def _follow(self):
-        """Goes through what reads a known value, in program order. x may be made of another tensor, and is x."""
+        """Goes through what reads a known value, in program order. What is fixed may be made of another tensor: it is itself."""
         while self._pending:
             _, node = heapq.heappop(self._pending)
-            if node.index not in self.seen and node.out is not self.x and (made := self._made(node)):
+            if node.index not in self.seen and node.out not in self.fixed and (made := self._made(node)):
                 self.seen.add(node.index)
                 self._found(node.out, made)
 
@@ -243,12 +244,16 @@ def _unrepeated(value: Value) -> tuple[Value, float] | None:
 class ChannelForms(Forms):
     """The forms in x and in `cotangents`: a coefficient is a value of the program with one number for each channel.
 
-    `sums` are the values that sum one of them over the batch.
+    `sums` are the values that sum one of them over the batch. `fixed` is a cotangent although it is computed from x.
     """
 
-    def __init__(self, x: Value, axis: int, cotangents: Iterable[Value] = (), means: Mapping[Value, IndexMap | None] | None = None):
+    def __init__(self, x: Value, axis: int, cotangents: Iterable[Value] = (), means: Mapping[Value, IndexMap | None] | None = None,
+                 fixed: Value | None = None):
         super().__init__(x, (axis,))
         self.sums: dict[Value, Form] = {}
+        if fixed:
+            self.fixed.add(fixed)
+            cotangents = (fixed,)
         for tensor in cotangents:
             self._found(tensor, Known(self.index_map, Form.of(tensor)))
         ((stride, channels),) = self.kept_sub_axes or ((1, 1),)

@@ -54,6 +54,19 @@ def find(graph: Graph, statistics: Statistics) -> Gradient | None:
     if not tensors:
         return None
     forms = ChannelForms(x, statistics.axis, sorted(tensors, key=lambda v: v.index), statistics.means)
+    if found := _found(graph, statistics, forms):
+        return found
+    products = [v for v, (_, form) in forms.known.items() if form.degree > 1 and v.shape == x.shape and v.producer]
+    for g in sorted(products, key=lambda v: v.index):  # where the normalised value is multiplied later, its cotangent has x in it
+        found = _found(graph, statistics, ChannelForms(x, statistics.axis, (), statistics.means, fixed=g))
+        if found and found.g is g and found.results:
+            return found
+    return None
+
+
+def _found(graph: Graph, statistics: Statistics, forms: ChannelForms) -> Gradient | None:
+    """If it is in the forms of x and of one cotangent."""
+    x = statistics.x
     sums = _first({value: form for value, form in forms.sums.items() if is_sum_of_gradient(form, x)})
     zeros = {value: form.coefficients.get((), Form.number(0.0)) for value, form in forms.sums.items()
              if form.degree == 1 and form.tensors == {x} and value not in statistics.moments}
