@@ -81,6 +81,7 @@ MADE = {
     "a scale": lambda x: x * GAMMA,
     "dropout": lambda x: jnp.where(ZR > 0, x / 0.5, 0),
     "a square": jnp.square,
+    "bfloat16, in float32": lambda x: x.astype(jnp.bfloat16).astype(jnp.float32),
 }
 HITS |= hits(ARGS, {f"bn+add+relu, of {name}": lambda x, g, b, r, made=made: jax.nn.relu(batch_norm(made(x), g, b) + r)
                     for name, made in MADE.items()}, both=True)

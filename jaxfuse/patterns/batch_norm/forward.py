@@ -36,7 +36,17 @@ def match(graph: Graph, node: Node, claimed: set[int], unprofitable) -> Iterator
         return
     if not is_batch_norm:
         return
-    x, axis = _unflattened(graph, x, *left)
+    (axis,), wide = left, node.inputs[0]
+    rows = [*_rows_of(graph, node, x, axis, claimed, unprofitable)]
+    if wide.dtype != x.dtype and not any(isinstance(row, Match) for row in rows):  # where the result stays wide, so may what it reads
+        of_wide = [*_rows_of(graph, node, wide, axis, claimed, unprofitable)]
+        rows = of_wide if any(isinstance(row, Match) for row in of_wide) else rows
+    yield from rows
+
+
+def _rows_of(graph: Graph, node: Node, x: Value, axis: int, claimed: set[int], unprofitable) -> Iterator[Match | Refusal]:
+    """Where it is x that is normalised, or what it is another shape of."""
+    x, axis = _unflattened(graph, x, axis)
     try:
         require_batch_sharding((x,))
         yield from _rows(graph, node, _statistics(node, x, axis), claimed, unprofitable)
