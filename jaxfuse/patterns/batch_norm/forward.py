@@ -15,7 +15,7 @@ from jaxfuse.patterns.kernel import require_batch_sharding
 from jaxfuse.patterns.walk import Chain, Walk, longest
 from jaxfuse.program.graph import Graph, Node, Value
 from jaxfuse.program.site import Match, Refusal, Unfit, UnfusedStep
-from jaxfuse.runtime.reasons import no_kernel
+from jaxfuse.runtime.reasons import Unprofitable, no_kernel
 
 
 def anchors(graph: Graph) -> list[Node]:
@@ -38,7 +38,8 @@ def match(graph: Graph, node: Node, claimed: set[int], unprofitable) -> Iterator
         return
     (axis,), wide = left, node.inputs[0]
     rows = [*_rows_of(graph, node, x, axis, claimed, unprofitable)]
-    if wide.dtype != x.dtype and not any(isinstance(row, Match) for row in rows):  # where the result stays wide, so may what it reads
+    if wide.dtype != x.dtype and not any(isinstance(row, Match) or isinstance(row.reason, Unprofitable) for row in rows):
+        # where the result stays wide, so may what it reads
         of_wide = [*_rows_of(graph, node, wide, axis, claimed, unprofitable)]
         rows = of_wide if any(isinstance(row, Match) for row in of_wide) else rows
     yield from rows

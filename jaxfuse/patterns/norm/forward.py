@@ -17,7 +17,7 @@ from jaxfuse.patterns.walk import Chain, Walk, longest
 from jaxfuse.program.autodiff import recomputed
 from jaxfuse.program.graph import Node, Value
 from jaxfuse.program.site import Match, Refusal, Unfit, UnfusedStep
-from jaxfuse.runtime.reasons import no_kernel
+from jaxfuse.runtime.reasons import Unprofitable, no_kernel
 
 
 def anchors(graph):
@@ -72,7 +72,7 @@ def _rows(graph, node: Node, norm: Norm, end: Value, claimed: set[int], unprofit
     found, _, refused = longest(chains, dtype, attempt)
     yield from found or ()
     if refused and not found:
-        shorter = norm.shorten(refused[1].reason)
+        shorter = None if isinstance(refused[1].reason, Unprofitable) else norm.shorten(refused[1].reason)
         rows = [*_rows(graph, node, norm, shorter, claimed, unprofitable)] if shorter else []
         if any(isinstance(row, Match) for row in rows):
             yield from rows
