@@ -56,11 +56,17 @@ def test_vmap():
     same(*(jit(jax.vmap(lambda x: f(x, *args[1:])))(many) for f in (fuse(fn), fn)))
 
 
-def weight_gradient(x, dy):
+def weight_gradient(x, dy, **options):
     """By hand: the filter is as large as the image."""
-    return lax.conv_general_dilated(x, dy, (1, 1), ((1, 1), (1, 1)), dimension_numbers=("CHWN", "IHWO", "HWNC"))
+    return lax.conv_general_dilated(x, dy, (1, 1), ((1, 1), (1, 1)), dimension_numbers=("CHWN", "IHWO", "HWNC"), **options)
 
 
 def test_a_weight_gradient_is_not_a_layer():
-    fused, skipped = patterns(weight_gradient, X, R)
+    assert directions(weight_gradient, X, R) == ["backward conv"]
+    correct(weight_gradient, X, R)
+
+
+def test_a_weight_gradient_that_is_wider_than_what_it_reads():
+    wider = lambda x, dy: weight_gradient(x, dy, preferred_element_type=jnp.float32)
+    fused, skipped = patterns(wider, X.astype(jnp.bfloat16), R.astype(jnp.bfloat16))
     assert not fused and "as a weight gradient has it" in skipped[0][1]
