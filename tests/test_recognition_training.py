@@ -140,8 +140,8 @@ def test_a_loop_of_residual_blocks():
 
     args = randn(2, 6, 6, 8), randn(2, 3, 3, 8, 8) / 8, randn(2, 8)
     step = differentiated(lambda x, w, b: lax.scan(block, x, (w, b))[0], *args)
-    assert [pattern for pattern, reason in rows(step, *args) if reason == FUSED] == [
-        "conv+bias+relu", "backward conv+bias+relu", "conv+add", "backward conv"]
+    found = [pattern.replace("maximum0", "relu") for pattern, reason in rows(step, *args) if reason == FUSED]  # jax 0.10's relu in a loop
+    assert found == ["conv+bias+relu", "backward conv+bias+relu", "conv+add", "backward conv"]
     correct(step, *args)
 
 
