@@ -9,15 +9,9 @@ from jax import lax
 
 from layers import BETA, GAMMA, ZR, Z, batch_norm, conv, randn
 from recognition import differentiated, explain
-from spellings.norm import layer_norm, rms_norm
+from spellings.norm import group_norm, layer_norm, rms_norm
 
 FILTER, KERNEL, MATRIX = randn(3, 3, 8, 8) / 6, randn(3, 3, 1, 8) / 2, randn(8, 8) / 2
-
-
-def group_norm(x, g, b):
-    grouped = x.reshape(*x.shape[:-1], 2, 4)
-    mean, var = grouped.mean((1, 2, 4), keepdims=True), grouped.var((1, 2, 4), keepdims=True)
-    return ((grouped - mean) * lax.rsqrt(var + 1e-5)).reshape(x.shape) * g + b
 
 
 def attention(x, g, b):

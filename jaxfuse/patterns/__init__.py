@@ -14,7 +14,7 @@ from types import ModuleType
 from jaxfuse.patterns import exported, max_pool, optimizer
 from jaxfuse.patterns.attention import forward as attention, scores as attention_scores
 from jaxfuse.patterns.batch_norm import forward as batch_norm, inference as batch_norm_inference
-from jaxfuse.patterns.conv import forward as conv, gradient as conv_grad, per_sample as conv_per_sample
+from jaxfuse.patterns.conv import forward as conv, gradient as conv_grad, weight_gradient as conv_weight_grad
 from jaxfuse.patterns.dense import forward as dense, gradient as dense_grad
 from jaxfuse.patterns.norm import forward as norm
 from jaxfuse.patterns.recurrent import forward as recurrent
@@ -25,6 +25,6 @@ def name_of(pattern: ModuleType) -> str:
     return pattern.__name__.removeprefix(f"{__name__}.").split(".")[0]
 
 
-ORDER = (batch_norm, conv_grad, conv_per_sample, conv, max_pool, recurrent, attention, dense_grad, attention_scores, dense, norm,
+ORDER = (batch_norm, conv_grad, conv_weight_grad, conv, max_pool, recurrent, attention, dense_grad, attention_scores, dense, norm,
          batch_norm_inference, optimizer, exported)
 NAMES = tuple(sorted(set(map(name_of, ORDER))))

@@ -57,7 +57,7 @@ class Chain:
     @property
     def affine_steps(self) -> tuple[str, ...]:
         """"bias" and "scale", in the order in which they come first."""
-        return tuple(dict.fromkeys(_step_name(kind) for kind, _ in self.affine))
+        return tuple(dict.fromkeys(step_name(kind) for kind, _ in self.affine))
 
     @property
     def steps(self) -> tuple[str, ...]:
@@ -104,9 +104,9 @@ class Chain:
         return any(kind in ("mul", "div") for kind, _ in self.affine)
 
 
-def _step_name(kind: str) -> str:
-    """Of a step per channel."""
-    return "bias" if kind in ("add", "sub") else "scale"
+def step_name(kind: str) -> str:
+    """Of a step per channel, by its primitive."""
+    return "bias" if kind in (*ADD, "sub") else "scale"
 
 
 class WalkEnd(NamedTuple):
@@ -231,7 +231,7 @@ class Walk:
         if kind == "mul" and full_size:  # a gate, a mask: not a missed scale
             return WalkEnd(f"{node} multiplies by another full-size value")
         if kind != "add" or not full_size:
-            return WalkEnd(small.reason, _step_name(kind))
+            return WalkEnd(small.reason, step_name(kind))
         return self._added(chain, node, other)
 
     def _unfused_step(self, chain: Chain, users: list[Node]) -> str | None:
@@ -249,7 +249,7 @@ class Walk:
         for node in users:
             taken = self._affine(chain, node) if len(node.inputs) == 2 else None
             if isinstance(taken, Chain) and (taken.residual is not chain.residual or len(users) == 1):
-                return "add" if taken.residual is not None else _step_name(taken.affine[-1][0])
+                return "add" if taken.residual is not None else step_name(taken.affine[-1][0])
         return None
 
 

@@ -46,7 +46,7 @@ def rms_norm(x, g, b):
 
 
 def group_norm(x, g, b):
-    grouped = x.reshape(2, 6, 6, 2, 4)
+    grouped = x.reshape(*x.shape[:-1], 2, 4)
     mean, var = moments(grouped, (1, 2, 4))
     return ((grouped - mean) / jnp.sqrt(var + 1e-5)).reshape(x.shape) * g + b
 

@@ -12,16 +12,12 @@ from jaxfuse.analysis.normal import ADD, CAST, constant, is_float_cast, size, va
 from jaxfuse.analysis.regions import cone, depends_on
 from jaxfuse.analysis.statistics import MEAN, Statistics
 from jaxfuse.patterns.dense.site import is_parameter
-from jaxfuse.patterns.walk import WalkEnd, read_elsewhere
+from jaxfuse.patterns.walk import WalkEnd, read_elsewhere, step_name
 from jaxfuse.program.graph import Node, Value
 
 SHAPED = (*RESHAPES, "transpose", CAST)
 ROOTS = ("sqrt", "rsqrt", "pow")
 ARITHMETIC = (*ADD, "sub", "mul", "div", "neg", "max", *ROOTS, "square", "integer_pow", "select_n")
-
-
-def _step(node: Node) -> str:
-    return "scale" if node.primitive == "mul" else "bias"
 
 
 def _given(x: Value) -> list[Value]:
@@ -104,7 +100,7 @@ class Norm(Statistics):
             return True
         axes, wrong = tuple(sorted(self.axes)), min(along - self.axes)
         reason = f"operand {parameter!r} varies along axis {wrong}, the normalised axes are {axes}"
-        self.stop = self.stop or WalkEnd(reason, _step(node))
+        self.stop = self.stop or WalkEnd(reason, step_name(node.primitive))
         return False
 
     # --- where it ends
@@ -120,7 +116,7 @@ class Norm(Statistics):
         if len(path) < 2:
             return None
         if self.stop is None or path[0].node.primitive not in SHAPED:
-            self.stop = WalkEnd(self.stop.reason if self.stop else reason, _step(path[0].node))
+            self.stop = WalkEnd(self.stop.reason if self.stop else reason, step_name(path[0].node.primitive))
         self._end_at(path[1])
         return path[1]
 
@@ -131,9 +127,8 @@ class Norm(Statistics):
 
     def _is_read(self, value: Value) -> bool:
         """By what has no form, or by the backward pass alone."""
-        if not value.users and self.part.original(value).users:
-            return True
-        return self.part.is_returned(value) or any(not n.outputs or n.out not in self.known for n in value.users)
+        backward_alone = not value.users and self.part.original(value).users
+        return bool(backward_alone) or self.part.is_returned(value) or any(not n.outputs or n.out not in self.known for n in value.users)
 
     def _end(self, ends: list[Value]) -> Value | None:
         """The one of the scaled values, which others read, that the norm ends in: before a transpose in the end, from where the walk
@@ -146,7 +141,7 @@ class Norm(Statistics):
         end = next((v for v in paths[0] if all(v in path for path in paths)), ends[-1]) if paths else None
         steps = [v.node for path in paths for v, before in zip(path, path[1:]) if before is end and v.node.primitive in ("mul", *ADD)]
         if end and steps and self.stop is None:
-            self.stop = WalkEnd(read_elsewhere(self.part, end, end.users), _step(steps[0]))
+            self.stop = WalkEnd(read_elsewhere(self.part, end, end.users), step_name(steps[0].primitive))
         return end
 
     def unknown_product(self) -> Node | None:
