@@ -4,16 +4,17 @@
 
 predicted   what was expected before (gpu_programs.PREDICTED)   ceilings   copies, and bf16 products
 correct     every program and dtype against float64, results in memory full of NaN, twice, bit for bit the same
-micro       forward and backward at the shapes of ResNet-50 and of transformers: XLA, plain JAX, the kernels
+micro       forward, and with gradients, at the shapes of ResNet-50 and of transformers: XLA, plain JAX, the kernels
 convolutions   with what XLA does not fuse: XLA, cuDNN's plans (a minute of it goes into making them)
-graphs      the same programs with and without CUDA graphs (`micro` in processes of their own)
+graphs      the same programs with and without CUDA graphs, by the wall's clock
 blocks      a train step of two residual blocks                 resnet50   one of ResNet-50, batch 128, bfloat16
 
-The result is a dated file in benchmarks/results/. Without a GPU it says what is missing, and ends with status 1.
+The result is a dated file in benchmarks/results/gpu/. Without a GPU it says what is missing, and ends with status 1.
 """
 
 import argparse
 import datetime
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -31,9 +32,9 @@ from jaxfuse.runtime import cuda, platforms
 
 from . import gpu_measure as measure
 from .gpu_convolutions import convolutions
-from .gpu_programs import PREDICTED, PROGRAMS, predictions, two_blocks
+from .gpu_programs import DIRECTIONS, PREDICTED, PROGRAMS, predictions, two_blocks
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parent / "results" / "gpu"
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -68,9 +69,9 @@ def versions() -> dict:
 def ceilings() -> dict:
     """Bytes a second of a copy (read and written), and operations a second of a bf16 product."""
     size, side = 1 << 28, 8192
-    copy = measure.timed(lambda x: x + 1, lambda i: [jnp.full(size, i, jnp.bfloat16)])
-    product = measure.timed(lambda a, b: a @ b, lambda i: [jnp.full((side, side), i, jnp.bfloat16)] * 2)
-    return {"copy bandwidth": 4 * size / copy.us * 1e6, "bf16 matmul": 2 * side**3 / product.us * 1e6}
+    copy, _ = measure.profiled(lambda x: x * 2, lambda i: [jnp.full(size, i + 1, jnp.float32)])
+    product, _ = measure.profiled(jnp.matmul, lambda i: [jax.random.normal(jax.random.key(k), (side, side), jnp.bfloat16) for k in (i, -i)])
+    return {"copy bandwidth": 8 * size / copy.us * 1e6, "bf16 matmul": 2 * side**3 / product.us * 1e6}
 
 
 def correct() -> list[dict]:
@@ -102,32 +103,31 @@ def _correct(program, dtype, shape) -> list[dict]:
     return rows
 
 
-def micro(seconds: float = 0.5) -> list[dict]:
+def micro() -> list[dict]:
     rows = []
-    for peer in peers():
-        with measure.peer(peer):
-            for program in PROGRAMS:
-                for shape in program.shapes:
-                    rows += _micro(program, shape, peer, seconds)
+    for program in PROGRAMS:
+        for shape in program.shapes:
+            for peer in peers():
+                with measure.peer(peer):
+                    rows += _micro(program, shape, peer)
+            latest = rows[-len(DIRECTIONS) * len(peers()) :]
+            print(program.name, shape, *(f"{r['peer']}, {r['direction']}: {r['us']:.1f} µs" for r in latest), sep="; ", flush=True)
     return rows
 
 
-def _micro(program, shape, peer, seconds) -> list[dict]:
-    """Backward is the time of the value with its gradients less that of the value with what is kept for them."""
+def _micro(program, shape, peer) -> list[dict]:
+    """Forward as in inference, and the value with all gradients; microseconds of the kernels, and of each one."""
     function = fused(program.function, peer)
+    rows = []
+    for direction, run in zip(DIRECTIONS, (lambda ct, *arguments: function(*arguments), _apart(function))):
+        found, kernels = measure.profiled(run, functools.partial(_arguments, program, shape))
+        rows.append(dict(program=program.name, shape=shape, peer=peer, direction=direction, us=found.us, spread=found.spread,
+                         kernels=kernels))
+    return rows
 
-    def forward(ct, *arguments):
-        y, pullback = jax.vjp(function, *arguments)
-        return y, [leaf for leaf in jax.tree.leaves(pullback) if not any(leaf is a for a in arguments)]
 
-    def arguments(i):
-        return [jnp.ones(shape, jnp.bfloat16), *program.arguments(shape, jnp.bfloat16, i)]
-
-    there = measure.timed(forward, arguments, seconds)
-    whole = measure.timed(_apart(function), arguments, seconds)
-    us = {"forward": there.us, "backward": whole.us - there.us}
-    return [dict(program=program.name, shape=shape, peer=peer, direction=d, us=us[d], spread=max(there.spread, whole.spread))
-            for d in us]
+def _arguments(program, shape, seed):
+    return [jax.random.normal(jax.random.key(~seed), shape, jnp.bfloat16), *program.arguments(shape, jnp.bfloat16, seed)]
 
 
 def _apart(function):
@@ -141,7 +141,7 @@ def _apart(function):
 
 
 def graphs() -> list[dict]:
-    """`micro` of the smallest shapes, where launches count, in processes with and without XLA's command buffers."""
+    """The smallest shapes with gradients, where launches count, in processes with and without XLA's command buffers."""
     rows = []
     for name, flag in dict(without="--xla_gpu_enable_command_buffer=", with_graphs="--xla_gpu_graph_min_graph_size=1").items():
         flags = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
@@ -160,7 +160,9 @@ def smallest() -> list[dict]:
     for peer in peers():
         with measure.peer(peer):
             for program in PROGRAMS:
-                rows += _micro(program, program.shapes[-1], peer, 0.3)
+                shape = program.shapes[-1]
+                found = measure.timed(_apart(fused(program.function, peer)), functools.partial(_arguments, program, shape), 0.3)
+                rows.append(dict(program=program.name, shape=shape, peer=peer, us=found.us, spread=found.spread))
     return rows
 
 
@@ -214,7 +216,7 @@ def document(results: dict, machine: dict, date: str) -> dict:
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION", help=", ".join(SECTIONS))
-    parser.add_argument("--json", type=Path, help="where the result goes (default: benchmarks/results/DATE-DEVICE.json)")
+    parser.add_argument("--json", type=Path, help="where the result goes (default: benchmarks/results/gpu/DATE-DEVICE.json)")
     arguments = parser.parse_args(argv)
     if sentences := missing():
         print("\n".join(["nothing was measured:", *sentences]), file=sys.stderr)

@@ -12,6 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 
 
+DIRECTIONS = ("forward", "with gradients")
+
+
 class Program(NamedTuple):
     """`function(x, ..)`; `full` of its first arguments have x's shape, `vectors` more have its last axis."""
 
@@ -29,9 +32,9 @@ class Program(NamedTuple):
         full = [jax.random.normal(k, shape, dtype) + 0.5 for k in keys[: self.full]]
         return full + [1 + 0.3 * jax.random.normal(k, shape[-1:], jnp.float32) for k in keys[self.full :]]
 
-    def predicted(self, shape, direction: int, peer: str, bandwidth: float, itemsize: int = 2) -> float:
-        """Microseconds: the bytes at this many per second."""
-        return self.moved[peer][direction] / 2 * itemsize * math.prod(shape) / bandwidth * 1e6
+    def predicted(self, shape, directions: int, peer: str, bandwidth: float, itemsize: int = 2) -> float:
+        """Microseconds of the first one or two directions: the bytes at this many per second."""
+        return sum(self.moved[peer][:directions]) / 2 * itemsize * math.prod(shape) / bandwidth * 1e6
 
 
 def normalised(x, gamma, beta):
@@ -63,14 +66,6 @@ def rms_norm(x, gamma):
     return (wide * lax.rsqrt((wide * wide).mean(-1, keepdims=True) + 1e-6) * gamma).astype(x.dtype)
 
 
-def depthwise_relu6(x, *vectors):
-    """A 3×3 filter, one of the vectors for each of its places, and a bias."""
-    *places, bias = (v.astype(x.dtype) for v in vectors)
-    w = jnp.stack(places).reshape(3, 3, 1, x.shape[-1])
-    y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=x.shape[-1])
-    return jax.nn.relu6(y + bias)
-
-
 def conv(x, w):
     return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
@@ -85,15 +80,12 @@ def two_blocks(x, weights, vectors):
 
 IMAGES = tuple((128, size, size, channels) for size, channels in ((56, 256), (28, 512), (14, 1024), (7, 2048)))
 ROWS = ((16384, 4096), (8192, 768))
-MOBILE = ((64, 56, 56, 256), (128, 14, 14, 576))
 PROGRAMS = (
     Program("bn+add+relu", bn_add_relu, 2, 2, IMAGES, (3, 5, 5, 13),
             dict(xla=(8.0, 16.0), plain=(8.15, 12.15), kernels=(8.13, 12.25))),
     Program("bn+relu", bn_relu, 1, 2, IMAGES, (3, 5, 5, 13), dict(xla=(6.0, 12.0), plain=(6.02, 10.02), kernels=(6.0, 10.0))),
     Program("layer norm", layer_norm, 1, 2, ROWS, (7, 131), dict(xla=(6.0, 20.1), plain=(6.01, 10.13), kernels=(4.0, 6.1))),
     Program("rms norm", rms_norm, 1, 1, ROWS, (7, 131), dict(xla=(4.0, 16.1), plain=(6.0, 10.1), kernels=(4.0, 6.1))),
-    Program("depthwise+bias+relu6", depthwise_relu6, 1, 10, MOBILE, (3, 5, 5, 13),
-            dict(xla=(8.0, 14.0), plain=(8.0, 14.0), kernels=(4.0, 12.0))),
 )  # fmt: skip
 
 # Written before any device was measured. Bandwidth: what copies reach on an H200, bytes a second.
@@ -113,5 +105,5 @@ def predictions() -> list[dict]:
     return [
         dict(program=p.name, shape=shape, direction=direction,
              us={peer: round(p.predicted(shape, i, peer, PREDICTED["copy bandwidth"]), 1) for peer in p.moved})
-        for p in PROGRAMS for shape in p.shapes for i, direction in enumerate(("forward", "backward"))
+        for p in PROGRAMS for shape in p.shapes for i, direction in enumerate(DIRECTIONS, 1)
     ]  # fmt: skip

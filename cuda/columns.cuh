@@ -13,11 +13,11 @@ struct Blocks {
   dim3 block;
   int64_t tiles;
 
-  Blocks(int64_t channels, int widest, int threads = kThreads) {
+  Blocks(int64_t channels, int widest) {
     const int64_t octets = (channels + 7) / 8;
     int across = 1;
     while (across < widest && across < octets) across *= 2;
-    block = dim3(across, threads / across);
+    block = dim3(across, kThreads / across);
     tiles = (octets + across - 1) / across;
   }
 };
@@ -39,27 +39,5 @@ template <class T>
 __device__ __forceinline__ const T* row_of(const void* tensor, int64_t row, int64_t channels, int64_t channel) {
   return static_cast<const T*>(tensor) + row * channels + channel;
 }
-
-// Eight numbers of each thread; of neighbouring threads side by side, so that they meet no bank conflicts.
-struct Lanes {
-  float at[8][kThreads];
-
-  // The sums over threadIdx.y, in a tree, written to `sums` from place.channel on.
-  __device__ void add_up(const float (&v)[8], const Place& place, float* sums) {
-    const int thread = threadIdx.y * blockDim.x + threadIdx.x;
-    __syncthreads();
-    for (int i = 0; i < 8; ++i) at[i][thread] = v[i];
-    for (int half = blockDim.y / 2; half > 0; half /= 2) {
-      __syncthreads();
-      if (int(threadIdx.y) < half) {
-        for (int i = 0; i < 8; ++i) at[i][thread] += at[i][thread + half * blockDim.x];
-      }
-    }
-    if (threadIdx.y != 0) return;
-    for (int i = 0; i < 8; ++i) {
-      if (i < place.count) sums[place.channel + i] = at[i][thread];
-    }
-  }
-};
 
 }  // namespace jaxfuse::cuda

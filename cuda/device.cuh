@@ -29,6 +29,12 @@ struct alignas(16) Words {
   uint32_t word[4];
 };
 
+__device__ __forceinline__ void fetch(const void* p) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+#endif
+}
+
 // The same sum in every lane: xor pairs, and addition commutes. `lanes` is a power of 2, at most 32.
 __device__ inline float warp_sum(float v, int lanes) {
   for (int distance = lanes / 2; distance > 0; distance /= 2) v += __shfl_xor_sync(0xffffffffu, v, distance);

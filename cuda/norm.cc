@@ -9,7 +9,7 @@
 namespace jaxfuse::cuda::norm {
 namespace {
 
-constexpr int32_t kMultiprocessors = 132;  // of an H100
+constexpr int32_t kBlocks = 264;  // two for each multiprocessor of an H100
 
 class Reader : public cuda::Reader<Args> {
  public:
@@ -69,7 +69,7 @@ void backward_handler(const Call& call, cudaStream_t stream) {
   args.rstd = reader.statistic(call.operand(5, "rstd"));
   if (has_ds) args.ds = reader.full(call.operand(6, "ds"));
   args.dx = reader.full(call.result(0, "dx"));
-  args.parts = kMultiprocessors;  // without sums to be made in parts: as many blocks
+  args.parts = kBlocks;  // without sums to be made in parts: as many blocks
   if (wants_parameters) {
     args.dgamma = reader.parameter(call.result(1, "dgamma"));
     args.dbeta = reader.parameter(call.result(2, "dbeta"));

@@ -9,39 +9,40 @@
 namespace jaxfuse::cuda::norm {
 namespace {
 
-// Threads of a team: the fewest whole warps, a power of 2, whose registers hold a row.
-int team_of(const Args& args) {
-  int team = 32;
-  while (team < kThreads && team * 8 * kOctets < args.length) team *= 2;
-  return team;
+constexpr int64_t kMultiprocessors = 132, kResident = 1024;  // of an H100; threads that one runs at a time
+
+// A block of `threads`, or of one team if that is more. A team is the fewest whole warps whose registers hold a row.
+dim3 block_of(const Args& args, int octets, int threads) {
+  const int64_t each = 32 * 8 * octets;
+  const int team = 32 * int((args.length + each - 1) / each);
+  return dim3(team, std::max(1, threads / team));
 }
 
-dim3 block_of(const Args& args) { return dim3(team_of(args), kThreads / team_of(args)); }
-
-// f(T{}, aligned) with constants
+// f(T{}, aligned, octets) with constants
 template <class F>
 void with_instance(const Args& args, F f) {
   with_element(args.element, [&](auto element) {
-    args.aligned ? f(element, std::true_type{}) : f(element, std::false_type{});
+    const auto of_octets = [&](auto octets) { args.aligned ? f(element, std::true_type{}, octets) : f(element, std::false_type{}, octets); };
+    args.length <= kThreads * 8 ? of_octets(std::integral_constant<int, 1>{}) : of_octets(std::integral_constant<int, kMostOctets>{});
   });
 }
 
 }  // namespace
 
 void forward(const Args& args, cudaStream_t stream) {
-  constexpr int64_t kBlocks = 1056;  // a few rounds of them on any GPU
-  const dim3 block = block_of(args);
-  const int64_t of_group = args.rows / args.groups, blocks = (of_group + block.y - 1) / block.y;
-  with_instance(args, [&](auto element, auto aligned) {
-    const dim3 grid(std::clamp<int64_t>(kBlocks / args.groups, 1, blocks), args.groups);
-    launch("norm forward", forward_kernel<decltype(element), aligned()>, grid, block, stream, args);
+  with_instance(args, [&](auto element, auto aligned, auto octets) {
+    const dim3 block = block_of(args, octets, 128);
+    const int64_t of_group = args.rows / args.groups, blocks = (of_group + block.y - 1) / block.y;
+    const int64_t resident = kMultiprocessors * kResident / (block.x * block.y);
+    const dim3 grid(std::clamp<int64_t>(resident / args.groups, 1, blocks), args.groups);
+    launch("norm forward", forward_kernel<decltype(element), aligned(), octets()>, grid, block, stream, args);
   });
 }
 
 void backward(const Args& args, cudaStream_t stream) {
-  with_instance(args, [&](auto element, auto aligned) {
+  with_instance(args, [&](auto element, auto aligned, auto octets) {
     const dim3 grid(args.parts, args.groups);
-    launch("norm backward", backward_kernel<decltype(element), aligned()>, grid, block_of(args), stream, args);
+    launch("norm backward", backward_kernel<decltype(element), aligned(), octets()>, grid, block_of(args, octets, kThreads), stream, args);
   });
   const int64_t parameters = args.groups * args.length;
   if (args.partials) finish_sums({args.partials, args.parts, parameters, parameters, args.dgamma, args.dbeta}, stream);

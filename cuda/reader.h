@@ -25,11 +25,11 @@ class Reader {
   float* numbers(const Tensor& t, const Shape& shape) {
     return static_cast<float*>(at_16_bytes(call_.checked(t, DType::F32, shape).data));
   }
-  // (parts, sums, width): so many sums of each of so many parts of the rows.
-  void partial_sums(const Tensor& t, int64_t width, int64_t sums = 2) {
+  // (parts, 2, width): two sums of each of so many parts of the rows.
+  void partial_sums(const Tensor& t, int64_t width) {
     const int64_t parts = t.shape.empty() ? 0 : t.shape[0];
     if (parts < 1 || parts > 65535) call_.refuse(t.name, " has shape ", to_string(t.shape), ", expected 1 to 65535 parts");
-    args.partials = call_.checked(t, DType::F32, {parts, sums, width}).template as<float>();
+    args.partials = call_.checked(t, DType::F32, {parts, 2, width}).template as<float>();
     args.parts = int32_t(parts);
   }
 

@@ -13,7 +13,7 @@ import jax
 from jaxfuse.runtime import cuda
 
 HERE = pathlib.Path(__file__).parent
-SOURCES = ("module.cc", "batch_norm.cc", "batch_norm.cu", "column_sums.cu", "depthwise.cc", "depthwise.cu", "norm.cc", "norm.cu",
+SOURCES = ("module.cc", "batch_norm.cc", "batch_norm.cu", "column_sums.cu", "norm.cc", "norm.cu",
            "cudnn_api.cc", "cudnn_graph.cc")
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Werror=switch", "-Wno-unknown-pragmas",
          "-U_FORTIFY_SOURCE",  # whose longjmp takes another stack for a mistake

@@ -1,6 +1,5 @@
-"""The CUDA kernels, emulated on the CPU, beside the CPU's kernels of the same targets, operands and attributes."""
+"""The CUDA kernels, emulated on the CPU and on a GPU if there is one, beside the CPU's kernels of the same targets."""
 
-import dataclasses
 import fcntl
 import functools
 import os
@@ -15,8 +14,6 @@ import cuda_emulated
 from arrays import array
 from jaxfuse.ops.batch_norm import OP as BATCH_NORM, Standard
 from jaxfuse.ops.batch_norm_config import BatchNormConfig
-from jaxfuse.ops.conv.config import ConvConfig
-from jaxfuse.ops.conv.conv import OP as CONV
 from jaxfuse.ops.norm import OP as NORM
 from jaxfuse.ops.op import Linear
 from jaxfuse.runtime import cuda, ffi
@@ -29,6 +26,18 @@ pytestmark = pytest.mark.skipif(cuda_emulated.compiler() is None, reason="no g++
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
 # Of one rounding of the results: sums are taken in another order, and float16's reference is the CPU's float32.
 ROUNDING = {"f32": 4e-6, "bf16": 2**-8, "f16": 2**-11}
+
+
+# Where JAX has an NVIDIA GPU, each test runs twice.
+WHERE = ["emulated", *["device"] * any(d.platform == "gpu" for d in jax.devices())]
+
+
+@pytest.fixture(params=WHERE)
+def call(request):
+    """Calls a target. The arrays of the test are where it runs; XLA computes there in whole float32."""
+    device = jax.devices("cpu")[0] if request.param == "emulated" else jax.devices("gpu")[0]
+    with jax.default_device(device), jax.default_matmul_precision("float32"):
+        yield request.getfixturevalue("emulated") if request.param == "emulated" else cuda.call
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +53,11 @@ def emulated(tmp_path_factory):
 
 
 @pytest.fixture
-def on_cuda(emulated, monkeypatch):
+def on_cuda(call, monkeypatch):
     """What a stage's kernel for CUDA computes, near what is wanted."""
-    monkeypatch.setattr(cuda, "call", emulated)
-    monkeypatch.setattr(cuda, "unavailable", lambda target: None)
+    if call is not cuda.call:
+        monkeypatch.setattr(cuda, "call", call)
+        monkeypatch.setattr(cuda, "unavailable", lambda target: None)
 
     def run(stage, config, args, wanted=None, tolerance=0):
         kernel, reason = stage.kernel(config, args, "cuda")
@@ -87,8 +97,8 @@ def like(*arrays):
     return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
 
 
-def both(emulated, target, out_types, *operands, **attrs):
-    """Results of the emulated kernel and of the CPU's; that of batch norm has no float16 and computes in float32."""
+def both(call, target, out_types, *operands, **attrs):
+    """Results of the kernel for CUDA and of the CPU's; that of batch norm has no float16 and computes in float32."""
     dtype = operands[0].dtype
     wide = jnp.float32 if dtype == jnp.float16 and "batch_norm" in target else dtype
 
@@ -96,8 +106,10 @@ def both(emulated, target, out_types, *operands, **attrs):
         types = [jax.ShapeDtypeStruct(t.shape, dtype_of(t)) for t in out_types]
         return jax.jit(lambda *args: call(target, types, *args, **attrs))(*operands)
 
-    ours = run(emulated, lambda t: t.dtype, operands)
-    theirs = run(ffi.call, lambda t: wide if t.dtype == dtype else t.dtype, [v.astype(wide) if v.dtype == dtype else v for v in operands])
+    ours = run(call, lambda t: t.dtype, operands)
+    with jax.default_device(jax.devices("cpu")[0]):
+        widened = [v.astype(wide) if v.dtype == dtype else v for v in operands]
+        theirs = run(ffi.call, lambda t: wide if t.dtype == dtype else t.dtype, widened)
     near(ours, theirs, next(ROUNDING[name] for name, known in DTYPES.items() if known == dtype))
     return ours
 
@@ -107,57 +119,57 @@ SHAPES = [(2, 3, 3, 24), (1, 1000, 1, 8), (5, 7, 9, 13), (3, 130, 3, 136), (1, 1
 
 
 @pytest.mark.parametrize("dtype, shape", [(list(DTYPES)[i % 3], shape) for i, shape in enumerate(SHAPES)] + [("bf16", (70, 24))], ids=str)
-def test_batch_norm(emulated, dtype, shape):
+def test_batch_norm(call, dtype, shape):
     """Statistics, the result and the mask, the gradient's sums and the gradient; then bit for bit the same again."""
     dtype, vector = DTYPES[dtype], random(9, shape[-1:])
     x, z, dy = (random(i, shape, dtype, offset=3.0 * (i == 0)) for i in range(3))
-    mean, var = both(emulated, "jaxfuse_batch_norm_stats", [vector] * 2, x)
-    again = jax.jit(lambda x: emulated("jaxfuse_batch_norm_stats", like(mean, var), x))(x)
+    mean, var = both(call, "jaxfuse_batch_norm_stats", [vector] * 2, x)
+    again = jax.jit(lambda x: call("jaxfuse_batch_norm_stats", like(mean, var), x))(x)
     np.testing.assert_array_equal(again[0], mean)
     np.testing.assert_array_equal(again[1], var)
     affine = mean, 1 + 0.1 * vector, 0.3 * vector
     mask = jax.ShapeDtypeStruct((x.size // shape[-1], -(-shape[-1] // 8)), jnp.uint8)
     forward = attributes("relu")
-    y, bits = both(emulated, "jaxfuse_batch_norm_apply", [x, mask], x, *affine, z, has_residual=True, save_mask=True, **forward)
+    y, bits = both(call, "jaxfuse_batch_norm_apply", [x, mask], x, *affine, z, has_residual=True, save_mask=True, **forward)
     want = np.packbits(np.asarray(y, np.float32).reshape(mask.shape[0], -1) > 0, axis=-1, bitorder="little")
     np.testing.assert_array_equal(bits, want)
     backward = dict(**forward, deriv="mask", has_residual=False)
-    both(emulated, "jaxfuse_batch_norm_bwd_stats", [vector] * 2, dy, x, mean, bits, **backward)
-    both(emulated, "jaxfuse_batch_norm_bwd_apply", [x, x], dy, x, mean, *affine, bits, want_dresidual=True, **backward)
+    both(call, "jaxfuse_batch_norm_bwd_stats", [vector] * 2, dy, x, mean, bits, **backward)
+    both(call, "jaxfuse_batch_norm_bwd_apply", [x, x], dy, x, mean, *affine, bits, want_dresidual=True, **backward)
 
 
 @pytest.mark.parametrize("activation, channels, has_residual",
                          [(a, 16 if i % 2 else 11, i % 3 == 0) for i, a in enumerate(ACTIVATIONS)] + [("relu", 16, False)])
-def test_activations_of_batch_norm(emulated, activation, channels, has_residual):
+def test_activations_of_batch_norm(call, activation, channels, has_residual):
     """And their derivatives, computed again from x and the residual."""
     x, z, dy = (random(i, (70, channels), scale=3) for i in range(3))
     vectors = [random(i, (channels,)) for i in range(3, 7)]
     attrs = attributes(activation, 0.3) | dict(has_residual=has_residual)
     added = (z,) * has_residual
-    both(emulated, "jaxfuse_batch_norm_apply", [x], x, *vectors[:3], *added, save_mask=False, **attrs)
+    both(call, "jaxfuse_batch_norm_apply", [x], x, *vectors[:3], *added, save_mask=False, **attrs)
     saved = () if activation == "none" else (*vectors[:3], *added)
     attrs["deriv"] = "recompute" if saved else "none"
-    both(emulated, "jaxfuse_batch_norm_bwd_stats", vectors[:2], dy, x, vectors[0], *saved, **attrs)
-    both(emulated, "jaxfuse_batch_norm_bwd_apply", [x], dy, x, vectors[0], *vectors[1:], *saved, want_dresidual=False, **attrs)
+    both(call, "jaxfuse_batch_norm_bwd_stats", vectors[:2], dy, x, vectors[0], *saved, **attrs)
+    both(call, "jaxfuse_batch_norm_bwd_apply", [x], dy, x, vectors[0], *vectors[1:], *saved, want_dresidual=False, **attrs)
 
 
-def test_nan_and_inf_of_batch_norm(emulated):
+def test_nan_and_inf_of_batch_norm(call):
     """They come out where they would have, and spoil no other channel. Large means cost no digits of the variance."""
     x = np.array(random(0, (500, 16), offset=1000.0))
     x[3, 1], x[499, 2], x[0, 3] = np.nan, np.inf, -np.inf
-    mean, var = jax.jit(lambda x: emulated("jaxfuse_batch_norm_stats", [jax.ShapeDtypeStruct((16,), jnp.float32)] * 2, x))(x)
+    mean, var = jax.jit(lambda x: call("jaxfuse_batch_norm_stats", [jax.ShapeDtypeStruct((16,), jnp.float32)] * 2, x))(x)
     with np.errstate(invalid="ignore"):
         np.testing.assert_allclose(mean, x.astype(np.float64).mean(0), rtol=1e-6)
         np.testing.assert_allclose(var, x.astype(np.float64).var(0), rtol=2e-5)
 
 
 # outer, groups, length: one warp a row and several, rows that no team has, parameters of groups, unaligned rows, the longest row.
-NORMS = [(70, 1, 64), (5, 1, 520), (36, 3, 104), (9, 1, 77), (1, 2, 8192), (2, 1, 2052)]
+NORMS = [(70, 1, 64), (5, 1, 520), (36, 3, 104), (9, 1, 77), (1, 2, 8192), (2, 1, 2052), (600, 1, 768), (3, 1, 4101)]
 
 
 @pytest.mark.parametrize("dtype, sizes, centered, outside, has_residual", [
     (list(DTYPES)[i % 3], sizes, i % 5 != 0, i % 4 == 3, i % 2 == 1) for i, sizes in enumerate(NORMS)], ids=str)
-def test_norm(emulated, dtype, sizes, centered, outside, has_residual):
+def test_norm(call, dtype, sizes, centered, outside, has_residual):
     """With the sum and the statistics, and with all gradients."""
     dtype, (outer, groups, length) = DTYPES[dtype], sizes
     shape = outer, 1, groups, length
@@ -165,7 +177,7 @@ def test_norm(emulated, dtype, sizes, centered, outside, has_residual):
     gamma, beta = 1 + random(4, (groups, length)), random(5, (groups, length))
     vectors, statistics = [jax.ShapeDtypeStruct(gamma.shape, jnp.float32)] * 2, [jax.ShapeDtypeStruct((outer, groups), jnp.float32)] * 2
     attrs = dict(inner=shape[1:], centered=centered, epsilon=1e-5, epsilon_outside=outside, **attributes("none"))
-    compared = functools.partial(both, emulated, **attrs)
+    compared = functools.partial(both, call, **attrs)
     full = [x, z][: 1 + has_residual]
     outs = compared("jaxfuse_norm_fwd", [x] * (1 + has_residual) + statistics, x, gamma, beta, *full[1:], has_residual=has_residual,
                     wants_sum=has_residual, saving=True)
@@ -177,88 +189,12 @@ def test_norm(emulated, dtype, sizes, centered, outside, has_residual):
         compared("jaxfuse_norm_bwd", [x], dy, s, gamma, beta, mean, rstd, has_ds=False, wants_parameters=False)
 
 
-def of_conv(shape, window, strides, padding, dilation, dtype, **options) -> tuple[ConvConfig, tuple]:
-    """The config of a depthwise convolution, channels last, and its arguments (x, w)."""
-    n, channels = len(shape), shape[-1]
-    last = (0, n - 1, *range(1, n - 1))
-    config = ConvConfig(strides, padding, dilation, channels, last, (n - 1, n - 2, *range(n - 2)), last, (1,) * (n - 2), **options)
-    return config, (random(0, shape, dtype), random(1, (*window, 1, channels), dtype))
-
-
-# Windows of one group of taps and of several, aligned channels and not, strides, dilation, uneven padding and negative, sequences.
-DEPTHWISE = [
-    ((2, 9, 11, 16), (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), "silu"),
-    ((2, 11, 9, 13), (5, 3), (2, 1), ((3, 0), (0, 2)), (1, 2), "relu6"),
-    ((3, 8, 7, 72), (2, 2), (2, 3), ((0, 0), (-1, 3)), (3, 1), "none"),
-    ((1, 5, 40, 8), (1, 7), (1, 1), ((0, 0), (6, 0)), (1, 1), "gelu"),
-    ((2, 50, 24), (4,), (2,), ((3, 0),), (1,), "relu"),
-]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape, window, strides, padding, dilation, activation", DEPTHWISE, ids=str)
-def test_depthwise(on_cuda, dtype, shape, window, strides, padding, dilation, activation):
-    """Forward and all gradients beside the op's reference in float32, from the same rounded numbers; then bit for bit the same."""
-    config, (x, w) = of_conv(shape, window, strides, padding, dilation, DTYPES[dtype], activation=named(activation, 0.3), has_bias=True)
-    config = CONV.for_autodiff(config)
-    scaled = dataclasses.replace(config, has_scale=True, residual_outs=0)
-    bias, scale = random(2, shape[-1:]), 1 + random(3, shape[-1:])
-    wide = [a.astype(jnp.float32) for a in (x, w)]
-    on_cuda(CONV.forward, scaled, (x, w, scale, bias), CONV.forward.reference(scaled, *wide, scale, bias), ROUNDING[dtype])
-    y, *z = on_cuda(CONV.forward, config, (x, w, bias), CONV.forward.reference(config, *wide, bias), ROUNDING[dtype])
-    dy, saved = random(4, y.shape, y.dtype), {"none": (), "y": (y,), "z": z}[config.derivative]
-    of = dataclasses.replace(config, has_residual=True)  # whose gradient is dy·act'(z)
-
-    def linear(dtype):
-        types = [jax.ShapeDtypeStruct(a.shape, dtype) for a in (x, w, bias, y)]
-        return Linear(of, (True,) * 4, tuple(types), 2 + len(saved))
-
-    operands = x, w, *saved, dy
-    want = CONV.backward.reference(linear(jnp.float32), *[a.astype(jnp.float32) for a in operands])
-    tolerance = 4 * ROUNDING[dtype]  # dz, which dx is made of, is rounded
-    first = on_cuda(CONV.backward, linear(x.dtype), operands, want, tolerance)
-    again = on_cuda(CONV.backward, linear(x.dtype), operands, want, tolerance)
-    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
-
-
-def test_nan_and_inf_of_depthwise(on_cuda):
-    """They come out in the windows and the channel that they are in, and the padding's zeros are not multiplied by them."""
-    config, (x, w) = of_conv((1, 6, 9, 16), (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), jnp.float32, has_bias=True, activation=named("relu"))
-    x, w = x.at[0, 2, 3, 1].set(jnp.nan).at[0, 5, 8, 2].set(jnp.inf), w.at[0, 0, 0, 5].set(jnp.inf)
-    y, = on_cuda(CONV.forward, config, (x, w, jnp.zeros(16)))
-    nan = np.isnan(y[0, ..., 1])
-    assert nan[1:4, 2:5].all() and nan.sum() == 9 and not np.isnan(y[..., 5]).any()
-    assert np.isfinite(np.delete(y, [1, 2, 5], axis=-1)).all()
-
-
-def refuses(emulated, target, message, operands, **attrs):
+def refuses(call, target, message, operands, **attrs):
     with pytest.raises(Exception, match=f"{target}: .*{message}"):
-        jax.block_until_ready(jax.jit(lambda *a: emulated(target, like(a[0]), *a, **attrs))(*operands))
+        jax.block_until_ready(jax.jit(lambda *a: call(target, like(a[0]), *a, **attrs))(*operands))
 
 
-def test_refusals_of_depthwise(emulated):
-    config, (x, w) = of_conv((2, 6, 6, 8), (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), jnp.float32)
-    kernel = next(k for k in CONV.forward.kernels if k.name == "depthwise")
-    for options, reason in [(dict(feature_group_count=4), "feature_group_count 4 for 8 channels and 8 features"),
-                            (dict(has_residual=True), "residual"), (dict(lhs_dilation=(2, 2)), "lhs_dilation"),
-                            (dict(lhs_spec=(0, 1, 2, 3)), "channels"), (dict(feature_group_count=1), "no kernel yet")]:
-        assert reason in kernel.refuse(dataclasses.replace(config, **options), (x, w)), options
-    assert "empty" in kernel.refuse(config, (x[:0], w))
-    assert "float64" in kernel.refuse(config, (jax.ShapeDtypeStruct(x.shape, np.float64), w))
-    pairs = dict(window_strides=(1, 1), rhs_dilation=(1, 1), padding_low=(1, 1), padding_high=(1, 1))
-    attrs = attributes("relu") | {name: np.array(pair) for name, pair in pairs.items()}
-    attrs |= dict(has_scale=False, has_bias=False, save_z=False)
-    for operands, options, message in [
-        ((x, w[..., :7]), {}, r"w has shape \(3, 3, 1, 7\), expected \(height, width, 1, 8\)"),
-        ((x, w), dict(padding_high=np.array((0, 1))), r"y has shape \(2, 6, 6, 8\), expected \(2, 5, 6, 8\)"),
-        ((x, w), dict(window_strides=np.array((0, 1))), "attribute window_strides is"),
-        ((x, w), dict(rhs_dilation=np.array((4, 1))), "the window has 0 positions along dimension 1"),
-        ((x, w.astype(jnp.bfloat16)), {}, "w has dtype bfloat16, expected float32"),
-    ]:
-        refuses(emulated, "jaxfuse_depthwise_fwd", message, operands, **attrs | options)
-
-
-def test_refusals_name_the_target(emulated):
+def test_refusals_name_the_target(call):
     x, vector = random(0, (4, 8)), random(1, (8,))
     attrs = attributes("relu") | dict(has_residual=False, save_mask=False)
     for operands, options, message in [
@@ -267,7 +203,7 @@ def test_refusals_name_the_target(emulated):
         ((x, vector, vector, vector), attributes("cubic"), "expected one of"),
         ((x, vector, vector), {}, "got 3 operands, expected 4"),
     ]:
-        refuses(emulated, "jaxfuse_batch_norm_apply", message, operands, **attrs | options)
+        refuses(call, "jaxfuse_batch_norm_apply", message, operands, **attrs | options)
 
 
 class TestPlansOfCudnn:

@@ -57,31 +57,6 @@ def test_norms_of_places_stay_on_cuda():
     assert not kernel and reason == "norm (places) has not been measured on cuda, and its bytes do not speak for it"
 
 
-def test_depthwise_convolutions_on_cuda(monkeypatch):
-    """With something after them; what bytes do not speak for stays with XLA."""
-    monkeypatch.setattr(cuda, "unavailable", lambda target: None)
-
-    def convolved(x, w):
-        return conv(x, w, feature_group_count=64)
-
-    def activated(x, w, bias):
-        return jax.nn.relu6(convolved(x, w) + bias)
-
-    gradient = jax.grad(lambda *args: (activated(*args) ** 2).sum(), (0, 1, 2))
-
-    def types(shape=LARGE, window=3):
-        return [jax.ShapeDtypeStruct(s, jnp.float32) for s in (shape, (window, window, 1, 64), (64,))]
-
-    def found(function, *args):
-        return sites(jaxfuse.explain(function, *args, platform="cuda"))
-
-    assert found(activated, *types()) == [("conv+bias+relu6", "depthwise", "")]
-    assert sorted(found(gradient, *types())) == [("conv+bias+relu6", "depthwise", "")] * 2
-    assert found(activated, *types(SMALL))[0][2] == "too small to gain on cuda: 0.066 MB less to move, worth it from 16"
-    assert found(activated, *types(window=5))[0][2].startswith("a window of 25 taps has not been measured on cuda")
-    assert found(convolved, *types()[:2])[0][2] == "XLA makes one kernel of it"
-
-
 def channels_first(x, z, gamma, beta):
     x, z, gamma, beta = x.transpose(0, 3, 1, 2), z.transpose(0, 3, 1, 2), gamma[:, None, None], beta[:, None, None]
     return jax.nn.relu(normalised(x, gamma, beta, (0, 2, 3)) + normalised(z, beta, gamma, (0, 2, 3)))

@@ -43,27 +43,21 @@ def _sums_of_channels(operands, attrs) -> jax.ShapeDtypeStruct:
     """Batch norm's partial sums, (parts, 2, channels): parts of the rows, so many that the blocks fill a GPU once, and each
     has rows enough to be worth its sums. The number follows from the shape alone, so sums come out the same in every run."""
     channels = operands[0].shape[-1]
-    return jax.ShapeDtypeStruct((_parts_of_rows(operands[0]), 2, channels), np.float32)
+    rows, tiles = operands[0].size // channels, -(-channels // 64)
+    return jax.ShapeDtypeStruct((_parts(tiles, -(-rows // 256)), 2, channels), np.float32)
 
 
-def _parts_of_rows(x) -> int:
-    rows, tiles = x.size // x.shape[-1], -(-x.shape[-1] // 64)
-    return max(1, min(1024 // tiles, -(-rows // 256)))
+def _parts(blocks: int, most: int) -> int:
+    """How many parts, each of so many blocks, an H100 runs at a time: two blocks on a multiprocessor."""
+    return max(1, min(2 * 132 // blocks, most))
 
 
 def _sums_of_parameters(operands, attrs) -> jax.ShapeDtypeStruct | None:
-    """A norm's partial sums of dgamma and dbeta, (parts, 2, channels): one part for each multiprocessor of an H100, fewer where
+    """A norm's partial sums of dgamma and dbeta, (parts, 2, channels): two parts for each multiprocessor of an H100, fewer where
     they would be more to write than a sixteenth of the rows."""
     outer, _, groups, length = operands[0].shape
-    parts = max(1, min(132 // groups, outer // 16))
+    parts = _parts(groups, outer // 16)
     return jax.ShapeDtypeStruct((parts, 2, groups * length), np.float32) if attrs["wants_parameters"] else None
-
-
-def _sums_of_windows(operands, attrs) -> jax.ShapeDtypeStruct:
-    """Partial sums of the gradients of a depthwise filter and of the bias, (parts, taps + 1, channels)."""
-    _, w, dy, *_ = operands
-    height, width, _, channels = w.shape
-    return jax.ShapeDtypeStruct((_parts_of_rows(dy), height * width + 1, channels), np.float32)
 
 
 # target -> the type of its workspace, or None. The kernel takes the number of parts from it.
@@ -71,7 +65,6 @@ _WORKSPACES: dict[str, Callable] = {
     "jaxfuse_batch_norm_stats": _sums_of_channels,
     "jaxfuse_batch_norm_bwd_stats": _sums_of_channels,
     "jaxfuse_norm_bwd": _sums_of_parameters,
-    "jaxfuse_depthwise_bwd": _sums_of_windows,
 }
 
 

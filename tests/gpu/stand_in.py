@@ -14,8 +14,6 @@ def register() -> str | None:
         return None
     if reason := ffi.unavailable("jaxfuse_norm_fwd"):
         return reason
-    handlers = ffi.native().registrations()
-    on_cuda_alone = dict.fromkeys(("jaxfuse_depthwise_fwd", "jaxfuse_depthwise_bwd"), handlers["jaxfuse_norm_fwd"])
-    for name, handler in (handlers | on_cuda_alone).items():
+    for name, handler in ffi.native().registrations().items():
         jax.ffi.register_ffi_target(name, handler, platform="CUDA")
     return None

@@ -13,7 +13,7 @@ from jaxfuse.ops.activations import NO_ACTIVATION
 from jaxfuse.ops.arrays import beside
 from jaxfuse.ops.batch_axes import BatchAxes, completed
 from jaxfuse.ops.conv import (
-    channels_last as conv_channels_last, cudnn as conv_cudnn, depthwise as conv_depthwise, pointwise, scattered, taps)
+    channels_last as conv_channels_last, cudnn as conv_cudnn, pointwise, scattered, taps)
 from jaxfuse.ops.conv.config import ConvConfig, convolve
 from jaxfuse.ops.op import FusedOp, Linear
 from jaxfuse.ops.stage import Kernel, refused_array, widened
@@ -259,14 +259,12 @@ OP = FusedOp(
         *(kernels[0] for kernels in _PLAIN),
         conv_channels_last.forward(_refuse_forward, _run_forward),
         Kernel(None, _refuse_forward, _run_forward),
-        _of_rounded(conv_depthwise.FORWARD),
         _of_rounded(conv_cudnn.KERNEL),
     ),
     backward_kernels=(
         *(kernels[1] for kernels in _PLAIN),
         conv_channels_last.backward(_refuse_backward, _run_backward),
         Kernel(None, _refuse_backward, _run_backward),
-        conv_depthwise.backward(_backward_axes),
     ),
     forward_axes=_forward_axes,
     backward_axes=_backward_axes,

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfuse.ops.activations import NO_ACTIVATION
-from jaxfuse.ops.conv import depthwise as conv_depthwise
 from jaxfuse.ops.stage import Kernel
 from jaxfuse.runtime import cuda
 from jaxfuse.runtime.cudnn import graph, plans
+from jaxfuse.runtime.reasons import no_kernel
 
 TARGET = "jaxfuse_cudnn_graph"
 _DTYPES = ("bfloat16", "float16")
@@ -28,14 +28,14 @@ def _refuse_arrays(config, args) -> str | None:
     x, w, *_ = args
     if reason := config.refuse_out_dtype():
         return reason
+    if config.feature_group_count > 1:
+        return no_kernel(f"feature_group_count {config.feature_group_count}")
     if str(x.dtype) not in _DTYPES:
         return f"dtype {x.dtype}: cuDNN's kernel is used for {' and '.join(_DTYPES)}"
     if any(0 in a.shape for a in args):
         return "an empty array"
     if len(x.shape) not in (4, 5):
         return f"x of rank {len(x.shape)}: cuDNN's kernel takes 4 and 5"
-    if config.feature_group_count > 1:
-        return conv_depthwise.FORWARD.refuse(config, args)  # which was asked first
     if config.transposed:
         return f"lhs_dilation {config.lhs_dilation}: cuDNN's kernel takes none"
     if min(min(pair) for pair in config.padding) < 0:

@@ -120,8 +120,11 @@ def _loaded():
         library = ctypes.CDLL(str(next(filter(None, files), "libcudnn.so.9")))
     except OSError as error:
         raise CudnnError(f"libcudnn.so.9 does not load ({error}); python -m pip install 'jax[cuda13]' brings it") from error
-    library.cudnnGetErrorString.restype = ctypes.c_char_p
-    library.cudnnGetVersion.restype = ctypes.c_size_t
+    try:
+        library.cudnnGetErrorString.restype = ctypes.c_char_p
+        library.cudnnGetVersion.restype = ctypes.c_size_t
+    except AttributeError as error:
+        raise CudnnError(f"libcudnn.so.9 is not cuDNN ({error}); python -m pip install 'jax[cuda13]' brings it") from error
     if (version := library.cudnnGetVersion()) < OLDEST:
         raise CudnnError(f"cuDNN {version} plans for no device but the one at hand, {OLDEST} or newer is needed")
     return library
