@@ -23,7 +23,8 @@ from compare import as_float64, as_near_to_the_truth, kinds, pairs, value_and_gr
 from jaxfuse.ops.activations import TABLE as ACTIVATIONS
 from jaxfuse.runtime import cuda, platforms
 
-pytestmark = pytest.mark.skipif(platforms.here() != "cuda", reason="this machine has no NVIDIA GPU that JAX can use")
+if platforms.here() != "cuda":
+    pytest.skip("this machine has no NVIDIA GPU that JAX can use", allow_module_level=True)
 
 DTYPES = ("float32", "bfloat16", "float16")
 # The ops with kernels of the library, a case of each.
