@@ -56,16 +56,13 @@ def computed(described: graph.Graph, operands):
         values[uid] = strided(np.ascontiguousarray(operand, np.float64).reshape(-1), tensors[uid].layout)
     for kind, roles, settings in described.operations:
         roles, settings = dict(roles), dict(settings)
-        x = values[roles.get("x", roles.get("dy"))]
+        x = values[roles["x"]]
         if kind == "convolution":
             values[roles["y"]] = convolved(x, values[roles["w"]], settings)
-        elif kind == "pointwise":
+        else:
+            assert kind == "pointwise"
             others = [values[roles["b"]]] if "b" in roles else []
             values[roles["y"]] = MODES[settings.pop("mode")](x, *others, **settings)
-        elif kind == "sum":
-            values[roles["y"]] = x.sum((0, *range(2, x.ndim)), keepdims=True)
-        else:
-            raise AssertionError(kind)
     results = []
     for uid in described.bound[len(operands) :]:
         layout = tensors[uid].layout
@@ -109,17 +106,6 @@ def test_a_graph_computes_what_the_reference_does(name):
     found = computed(conv_cudnn._graph(config, args), [args[0], w, *args[2:]])
     for result, expected in zip(found, OP.forward.reference(config, *args), strict=True):
         np.testing.assert_allclose(result.reshape(expected.shape), np.asarray(expected, np.float64), rtol=0.02, atol=0.06)
-
-
-def test_sums_beside_a_convolution():
-    config, (x, w) = case("none", extras=(), dtype=jnp.float32)
-    inner = np.transpose(np.asarray(w), conv_cudnn._filter_axes(config))
-    plain = conv_cudnn._graph(config, (x, w))
-    layouts = [next(t.layout for t in plain.tensors if t.uid == uid) for uid in plain.bound]
-    y, total, squares = computed(graph.convolution_with_sums(*layouts, plain.operations[0].settings), [x, inner])
-    by_channel = y.reshape(-1, 5)
-    np.testing.assert_allclose(total, by_channel.sum(0), rtol=1e-12)
-    np.testing.assert_allclose(squares, (by_channel**2).sum(0), rtol=1e-12)
 
 
 def test_what_is_not_a_result_is_not_in_memory():

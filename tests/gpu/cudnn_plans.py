@@ -59,16 +59,11 @@ def cases():
             yield f"conv + bias + {activation}", conv(activation)
     for what, options in EPILOGUES.items():
         yield what, conv(**options)
-    for what, shape in TRAINED.items():
-        yield f"conv + sums: {what}", graph.convolution_with_sums(*arrays(**shape))
-        x, w, y, window = arrays(**shape)
-        yield f"conv gradient + relu gradient + sums: {what}", graph.input_gradient_with_sums(y, w, x, window)
     for what, shape in SHAPES.items():
         yield f"conv + bias + silu: {what}", conv(**shape)
     for dtype in ("float16", "float32"):
         for activation in ("relu", "silu", "gelu"):
             yield f"conv + bias + {activation}, {dtype}", conv(activation, dtype=dtype)
-        yield f"conv + sums, {dtype}", graph.convolution_with_sums(*arrays(dtype=dtype))
 
 
 EPILOGUES = {
@@ -81,10 +76,6 @@ EPILOGUES = {
     "conv + bias + silu + add": dict(residual=True, residual_last=True),
     "conv + bias + silu, and what silu is applied to": dict(returns_z=True),
     "conv + bias + add + gelu, and what gelu is applied to": dict(activation="gelu", residual=True, returns_z=True),
-}
-TRAINED = {
-    "3×3, 64, 56²": {}, "1×1, 64→256, 56²": dict(k=256, kernel=1), "3×3 stride 2, 128, 56²": dict(c=128, k=128, stride=2),
-    "1×1, 512→2048, 7²": dict(size=7, c=512, k=2048, kernel=1),
 }
 SHAPES = {
     "1×1, 64→256, 56²": dict(k=256, kernel=1), "1×1, 512→2048, 7²": dict(size=7, c=512, k=2048, kernel=1),

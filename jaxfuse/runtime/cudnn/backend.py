@@ -35,20 +35,15 @@ _TYPES: dict[str, tuple[int, Any]] = dict(  # name -> (cudnnBackendAttributeType
     dtype=(1, ctypes.c_int), bool=(2, ctypes.c_bool), int64=(3, ctypes.c_int64), float32=(4, ctypes.c_float),
     float64=(5, ctypes.c_double), convolution_mode=(7, ctypes.c_int), heuristic=(8, ctypes.c_int), nan=(10, ctypes.c_int),
     numerical_note=(11, ctypes.c_int), pointwise_mode=(14, ctypes.c_int), descriptor=(15, ctypes.c_void_p),
-    reduction=(18, ctypes.c_int), int32=(23, ctypes.c_int32), text=(24, ctypes.c_char))
+    int32=(23, ctypes.c_int32), text=(24, ctypes.c_char))
 
 _DTYPES = dict(float32=0, float16=2, bfloat16=9)
 POINTWISE = dict(
     add=0, mul=1, relu=100, tanh=101, sigmoid=102, elu=103, gelu=104, softplus=105, swish=106, gelu_tanh=107)
-_GRADIENT = dict(relu=200)
 _SETTINGS = dict(upper=4, slope=5, elu_alpha=6, softplus_beta=7, swish_beta=8)  # of a pointwise step
 # kind -> (descriptor type, attribute of what describes it, of each role, of factors that must be 1 and 0)
 OPERATIONS: dict[str, tuple[int, int, dict[str, int], tuple[int, ...]]] = dict(
-    convolution=(10, 702, dict(w=703, x=704, y=705), (700, 701)),
-    input_gradient=(12, 708, dict(w=709, dx=710, dy=711), (706, 707)),
-    pointwise=(13, 750, dict(x=751, b=752, y=753), ()),
-    pointwise_gradient=(13, 750, dict(x=751, dx=756, dy=757), ()),
-    sum=(22, 1612, dict(x=1610, y=1611), ()))
+    convolution=(10, 702, dict(w=703, x=704, y=705), (700, 701)), pointwise=(13, 750, dict(x=751, b=752, y=753), ()))
 _BEST, _FALLBACK = 3, 2  # heuristics
 # Numerical notes of engines that are passed over: they round more than float32 sums do, or differ from run to run.
 _UNWANTED = {1: "down-converts", 2: "sums in less precision", 3: "FFT", 4: "not deterministic", 5: "Winograd"}
@@ -205,17 +200,14 @@ def _operations(library, graph: Graph) -> list[Descriptor]:
 
 def _described(library, operation: Operation) -> Descriptor:
     settings: dict[str, Any] = dict(operation.settings)
-    if operation.kind in ("convolution", "input_gradient"):
+    if operation.kind == "convolution":
         descriptor = Descriptor(library, 1).set(100, "dtype", _DTYPES["float32"]).set(101, "convolution_mode", 1)
         descriptor.set(106, "int64", len(settings["strides"]))
         for attribute, name in ((102, "dilation"), (103, "strides"), (104, "high"), (105, "low")):
             descriptor.set(attribute, "int64", *settings[name])
         return descriptor.finish()
-    if operation.kind == "sum":
-        return Descriptor(library, 21).set(1600, "reduction", 0).set(1601, "dtype", _DTYPES["float32"]).finish()
     mode = settings.pop("mode")
-    number = (POINTWISE if operation.kind == "pointwise" else _GRADIENT)[mode]
-    descriptor = Descriptor(library, 0).set(0, "pointwise_mode", number).set(1, "dtype", _DTYPES["float32"])
+    descriptor = Descriptor(library, 0).set(0, "pointwise_mode", POINTWISE[mode]).set(1, "dtype", _DTYPES["float32"])
     if mode == "relu":
         descriptor.set(2, "nan", 1)  # NaN comes out where it went in
     for name, value in settings.items():

@@ -73,29 +73,11 @@ class Builder:
         self._operations.append(Operation("convolution", (("x", x.uid), ("w", w.uid), ("y", out.uid)), window))
         return out
 
-    def input_gradient(self, dy: Tensor, w: Tensor, dx: Layout, window) -> Tensor:
-        out = self._value(dx)
-        self._operations.append(Operation("input_gradient", (("dy", dy.uid), ("w", w.uid), ("dx", out.uid)), window))
-        return out
-
     def pointwise(self, mode: str, x: Tensor, b: Tensor | None = None, **settings) -> Tensor:
         """`mode` is a key of `backend.POINTWISE`."""
         out = self._value(x.layout)
         operands = (("x", x.uid), *([("b", b.uid)] if b else []), ("y", out.uid))
         self._operations.append(Operation("pointwise", operands, (("mode", mode), *sorted(settings.items()))))
-        return out
-
-    def pointwise_gradient(self, mode: str, dy: Tensor, x: Tensor) -> Tensor:
-        out = self._value(dy.layout)
-        self._operations.append(
-            Operation("pointwise_gradient", (("dy", dy.uid), ("x", x.uid), ("dx", out.uid)), (("mode", mode),)))
-        return out
-
-    def channel_sums(self, x: Tensor) -> Tensor:
-        """`[channels]`: the sum over all other axes."""
-        extents = x.layout.extents
-        out = self._value(per_channel(FLOAT, extents[1], len(extents)))
-        self._operations.append(Operation("sum", (("x", x.uid), ("y", out.uid))))
         return out
 
     def finish(self, operands, results) -> Graph:
@@ -144,25 +126,3 @@ def convolution(x: Layout, w: Layout, y: Layout, window, *, scale=None, bias=Non
         value = builder.pointwise("add", value, addend)
     results = [(value, y.dtype), (z, y.dtype)] if returns_z else [(value, y.dtype)]
     return builder.finish([*operands, *filter(None, extras)], results)
-
-
-def convolution_with_sums(x: Layout, w: Layout, y: Layout, window) -> Graph:
-    """y = conv(x, w), and for the batch norm that follows Σy and Σy² of each channel, of y before it is rounded."""
-    builder = Builder()
-    operands = [builder.operand(layout) for layout in (x, w)]
-    value = builder.convolution(operands[0], operands[1], y, window)
-    square = builder.pointwise("mul", value, value)
-    sums = builder.channel_sums(value), builder.channel_sums(square)
-    return builder.finish(operands, [(value, y.dtype), *[(s, FLOAT) for s in sums]])
-
-
-def input_gradient_with_sums(dy: Layout, w: Layout, x: Layout, window) -> Graph:
-    """Through a convolution, the relu before it and into the batch norm before that: g = dx · (y > 0) with dx the convolution's
-    input gradient and y the relu's output, and of each channel Σg and Σg·n for n, what was normalised."""
-    builder = Builder()
-    operands = [builder.operand(layout) for layout in (dy, w, x, x)]
-    dx = builder.input_gradient(operands[0], operands[1], x, window)
-    g = builder.pointwise_gradient("relu", dx, operands[2])
-    product = builder.pointwise("mul", g, operands[3])
-    sums = builder.channel_sums(g), builder.channel_sums(product)
-    return builder.finish(operands, [(g, x.dtype), *[(s, FLOAT) for s in sums]])
