@@ -23,6 +23,7 @@ from jaxfuse.commands import doctor
 from jaxfuse.ops.conv import packed
 from jaxfuse.ops.conv.config import ConvConfig
 from jaxfuse.runtime import ffi, threads
+from processes import python
 
 COUNTS = [1, 2, 3, 16]
 # Of these no sum is oneDNN's, which cuts its own by the number of threads.
@@ -209,6 +210,31 @@ def test_a_forked_child():
         print(os.waitpid(child, 0)[1], np.array_equal(np.asarray(f(x)), expected))
     """, OMP_NUM_THREADS="2")
     assert (code, out) == (0, "0 True\n"), error
+
+
+def test_children_of_a_process_that_computed_nothing():
+    """Forked with what is imported, as by a server that starts its workers, each with its first call to come."""
+    done = python("-c", textwrap.dedent("""
+        import os, signal, warnings
+        import jax, jax.numpy as jnp
+        import jaxfuse
+        from jaxfuse import ops
+
+        def total():
+            x = jnp.ones((4, 14, 14, 32))
+            return float(jax.jit(lambda x: ops.conv(x, jnp.ones((3, 3, 32, 32)) / 288, activation="relu").sum())(x))
+
+        jaxfuse.set_num_threads(2)
+        warnings.simplefilter("ignore")
+        children = []
+        for _ in range(2):
+            if not (child := os.fork()):
+                signal.alarm(60)
+                os._exit(0 if total() > 0 else 1)
+            children.append(child)
+        print([os.waitpid(child, 0)[1] for child in children], total() > 0)
+    """))
+    assert done.stdout == "[0, 0] True\n", done.stderr
 
 
 def test_the_process_ends_while_kernels_run():
