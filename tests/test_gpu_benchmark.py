@@ -30,6 +30,11 @@ def test_times():
     assert measure.rotations(1 << 30) == 1 and measure.rotations(1) == 16
 
 
+def test_the_profiler_says_that_it_saw_nothing():
+    with pytest.raises(RuntimeError, match="the profiler saw 0 kernels in 2 runs of one program"):
+        measure.profiled(lambda x: -x, lambda i: [np.float32(i)], runs=2)
+
+
 def test_errors():
     one, nan = np.ones(4), np.array([1, 1, 1, math.nan])
     assert measure.errors([one, 1.5 * one, nan], [one, one, one]) == [0.0, 0.5, math.inf]
