@@ -131,8 +131,8 @@ def test_the_demo_says_when_the_machine_is_busy(monkeypatch):
 
 
 @pytest.mark.parametrize("isa, words", [
-    (("avx2", "avx2"), "tested with these instruction sets on AMD Zen 4"),
-    (("avx512", "avx512_core_amx"), "not tested with these instruction sets, but with avx512 and avx512_core_bf16;")])
+    (("avx2", "avx2"), "tested with these instruction sets on AMD Zen 1"),
+    (("avx2", "avx2_vnni_2"), "not tested with these instruction sets, but with avx512 and avx512_core_amx;")])
 def test_doctor_says_which_instruction_sets_were_tested(monkeypatch, isa, words, some_kernel):
     monkeypatch.setattr(doctor.tuned, "isa", lambda: isa)
     assert words in " ".join(doctor.doctor().replace("│", " ").split())

@@ -9,9 +9,10 @@ TESTED = ("0.10", "0.11", "0.12")
 
 # Instruction sets (of our own kernels, of oneDNN) with which the tests of the native module were run, and on what.
 INSTRUCTION_SETS: dict[tuple[str, ...], str] = {
+    ("avx512", "avx512_core_amx"): "Intel Emerald Rapids",
     ("avx512", "avx512_core_bf16"): "AMD Zen 4 and Zen 5",
     ("avx512", "avx512_core"): "AMD Zen 4, limited by ONEDNN_MAX_CPU_ISA=AVX512_CORE",
-    ("avx2", "avx2"): "AMD Zen 4, limited by JAXFUSE_SIMD=avx2 and ONEDNN_MAX_CPU_ISA=AVX2",
+    ("avx2", "avx2"): "AMD Zen 1, and Zen 4 limited by JAXFUSE_SIMD=avx2 and ONEDNN_MAX_CPU_ISA=AVX2",
     ("portable", "sse41"): "AMD Zen 4, limited by JAXFUSE_SIMD=portable and ONEDNN_MAX_CPU_ISA=SSE41",
 }
 
