@@ -122,3 +122,11 @@ def test_a_filter_in_pytorchs_order_is_told_the_shape_expected_and_the_transpose
         ops.conv(jnp.ones((1, 9, 9, 8)), jnp.ones((16, 8, 3, 3)))
     with pytest.raises(ops.OpError, match=r"w is of shape \(3, 3, 4, 16\), expected \(3, 3, 8, 16\), for 8 input channels in 1 groups"):
         ops.conv(jnp.ones((1, 9, 9, 8)), jnp.ones((3, 3, 4, 16)))
+
+
+@pytest.mark.parametrize("op, name, words", [
+    ("conv", "stride", "; did you mean window_strides?"), ("max_pool", "stride", "; did you mean strides?"),
+    ("layer_norm", "eps", "; did you mean epsilon?"), ("rms_norm", "colour", "; it has x, gamma, residual, ")])
+def test_an_argument_of_another_name(op, name, words):
+    with pytest.raises(TypeError, match=f"^jaxfuse.ops.{op}: there is no argument {name}{words}".replace("?", r"\?")):
+        getattr(ops, op)(jnp.ones((2, 4, 4, 3)), **{name: 2})

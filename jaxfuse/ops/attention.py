@@ -19,7 +19,7 @@ from jax import lax
 from jaxfuse.ops.arrays import wide
 from jaxfuse.ops.attention_config import AttentionConfig, to_layout, strides
 from jaxfuse.ops.batch_axes import BatchAxes, completed
-from jaxfuse.ops.errors import Arguments, Array
+from jaxfuse.ops.errors import Arguments, Array, checked_names
 from jaxfuse.ops.op import FusedOp, Linear
 from jaxfuse.ops.stage import FLOATS, Kernel
 from jaxfuse.runtime import ffi
@@ -28,6 +28,7 @@ from jaxfuse.runtime.settings import ours
 MASKED = -1e30  # the score where a mask is False: less than any that a network makes, and a row of nothing else is no NaN
 
 
+@checked_names
 @ours
 def attention(q: Array, k: Array, v: Array, bias: Array | None = None, mask: Array | None = None,
               factor: Array | None = None, *, scale: float | None = None) -> jax.Array:

@@ -25,7 +25,7 @@ from jaxfuse.ops.activations import Activation
 from jaxfuse.ops.arrays import beside, other_axes, wide
 from jaxfuse.ops.batch_axes import BatchAxes, batch_axis
 from jaxfuse.ops.batch_norm_config import BatchNormConfig
-from jaxfuse.ops.errors import Arguments, Array
+from jaxfuse.ops.errors import Arguments, Array, checked_names
 from jaxfuse.ops.naming import ActivationArgument, activation_of
 from jaxfuse.ops.op import FusedOp, Linear
 from jaxfuse.runtime.settings import ours
@@ -41,6 +41,7 @@ class Standard:
         return mean, gamma * lax.rsqrt(var + self.epsilon), beta
 
 
+@checked_names
 @ours
 def batch_norm(
     x: Array, gamma: Array, beta: Array, residual: Array | None = None, *, activation: ActivationArgument = None, alpha: float = 0.0,

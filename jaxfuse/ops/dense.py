@@ -11,7 +11,7 @@ from jax import lax
 
 from jaxfuse.ops.activations import NO_ACTIVATION, Activation
 from jaxfuse.ops.batch_axes import BatchAxes, completed
-from jaxfuse.ops.errors import Arguments, Array
+from jaxfuse.ops.errors import Arguments, Array, checked_names
 from jaxfuse.ops.matrices import matrices
 from jaxfuse.ops.naming import ActivationArgument, activation_of
 from jaxfuse.ops.op import FusedOp, Linear
@@ -58,6 +58,7 @@ class DenseConfig:
                 tuple(d for d in range(len(w.shape)) if d not in (*self.w_contracted, *self.w_batch)))
 
 
+@checked_names
 @ours
 def dense(
     x: Array, w: Array, bias: Array | None = None, residual: Array | None = None, *, activation: ActivationArgument = None,

@@ -1,21 +1,39 @@
 """Errors of ops called with arguments that do not fit: they name op, argument, what came, what was expected, what to do."""
 
 import dataclasses
+import functools
+import inspect
 import numbers
-from collections.abc import Mapping
-from typing import NoReturn
+from collections.abc import Callable, Mapping
+from typing import NoReturn, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.runtime.near import nearest
+from jaxfuse.runtime.near import meant, nearest
 
 Array = jax.Array | np.ndarray  # what the ops take
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class OpError(ValueError):
     """An op was called with shapes, dtypes or options that do not fit. Raised at trace time."""
+
+
+def checked_names(op: Callable[P, R]) -> Callable[P, R]:
+    """`op`; an argument of a name that it does not have is a TypeError that says which was meant."""
+    known = inspect.signature(op).parameters.keys()
+
+    @functools.wraps(op)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs.keys() - known:
+            remedy = meant(name, known) or f"; it has {', '.join(known)}"
+            raise TypeError(f"jaxfuse.ops.{op.__name__}: there is no argument {name}{remedy}")
+        return op(*args, **kwargs)
+
+    return call
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxfuse.ops.arrays import wide
 from jaxfuse.ops.batch_axes import BatchAxes
-from jaxfuse.ops.errors import Arguments, Array
+from jaxfuse.ops.errors import Arguments, Array, checked_names
 from jaxfuse.ops.op import FusedOp, Linear
 from jaxfuse.ops.recurrent import (
     complete, initial_state, input_tangent, ordered, previous_states, refuse, scan_steps, types_of, weight_gradient)
@@ -32,6 +32,7 @@ class LSTMConfig:
         return int(self.with_residuals)
 
 
+@checked_names
 @ours
 def lstm(
     x: Array, w_x: Array, w_h: Array, bias: Array | None = None, h0: Array | None = None, c0: Array | None = None, *,

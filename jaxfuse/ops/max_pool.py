@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from jaxfuse.ops.batch_axes import BatchAxes, reshaped
-from jaxfuse.ops.errors import Arguments, Array
+from jaxfuse.ops.errors import Arguments, Array, checked_names
 from jaxfuse.ops.op import FusedOp, Linear
 from jaxfuse.ops.stage import PLAIN, Kernel, refused_array
 from jaxfuse.runtime import ffi
@@ -58,6 +58,7 @@ class MaxPoolConfig:
         return {name: np.asarray(values, np.int64) for name, values in attrs.items()}
 
 
+@checked_names
 @ours
 def max_pool(x: Array, window_shape: Sequence[int], *, strides: Sequence[int] | None = None,
              padding: str | Sequence[tuple[int, int]] = "VALID") -> jax.Array:

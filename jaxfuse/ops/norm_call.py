@@ -7,13 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxfuse.ops.errors import Arguments, Array
+from jaxfuse.ops.errors import Arguments, Array, checked_names
 from jaxfuse.ops.naming import ActivationArgument, activation_of
 from jaxfuse.ops.norm import normalised
 from jaxfuse.ops.norm_config import NormConfig
 from jaxfuse.runtime.settings import ours
 
 
+@checked_names
 @ours
 def layer_norm(x: Array, gamma: Array, beta: Array, residual: Array | None = None, *, activation: ActivationArgument = None,
                epsilon: float = 1e-6, return_sum: bool = False) -> Any:
@@ -36,6 +37,7 @@ def layer_norm(x: Array, gamma: Array, beta: Array, residual: Array | None = Non
     return _over_last_axis("layer_norm", x, gamma, beta, residual, activation, epsilon, return_sum, centered=True)
 
 
+@checked_names
 @ours
 def rms_norm(x: Array, gamma: Array, residual: Array | None = None, *, activation: ActivationArgument = None,
              epsilon: float = 1e-6, return_sum: bool = False) -> Any:
@@ -64,6 +66,7 @@ def _over_last_axis(op, x, gamma, beta, residual, activation, epsilon, return_su
     return normalised(config, x, *added.values(), gamma, jnp.zeros_like(gamma) if beta is None else beta)
 
 
+@checked_names
 @ours
 def group_norm(x: Array, gamma: Array, beta: Array, *, groups: int, activation: ActivationArgument = None, epsilon: float = 1e-6,
                axis: int = -1) -> jax.Array:

@@ -11,11 +11,12 @@ from jax import lax
 from jaxfuse.ops.activations import NO_ACTIVATION
 from jaxfuse.ops.conv.config import ConvConfig, batch_groups_as_features, convolve, dimension_numbers_of, geometry_of
 from jaxfuse.ops.conv.conv import OP
-from jaxfuse.ops.errors import Arguments, Array
+from jaxfuse.ops.errors import Arguments, Array, checked_names
 from jaxfuse.ops.naming import ActivationArgument, activation_of
 from jaxfuse.runtime.settings import ours
 
 
+@checked_names
 @ours
 def conv(
     x: Array, w: Array, bias: Array | None = None, residual: Array | None = None, *, scale: Array | None = None,
