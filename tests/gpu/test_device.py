@@ -54,16 +54,12 @@ ROWS = [(name, dtype) for name, case in CASES.items() if has_kernel(case) for dt
 def test_as_close_to_the_truth_as_unfused(name, dtype):
     case = CASES[name]
     args = with_cotangents(case, case.inputs(dtype))
-    run, plain = (jax.jit(functools.partial(of_case, f)) for f in (case.fused, case.unfused))
+    run, plain = (jax.jit(functools.partial(value_and_gradients, f)) for f in (case.fused, case.unfused))
     assert name not in CALLED or CALLED[name] in run.lower(*args).as_text()
     made = run(*args)
     as_near_to_the_truth(made, plain(*args), exactly(plain, args))
     for first, second in pairs(made, run(*args)):
         assert np.asarray(first).tobytes() == np.asarray(second).tobytes(), "from one run to the next"
-
-
-def of_case(function, arrays, cotangents):
-    return value_and_gradients(function, arrays, cotangents)
 
 
 def exactly(function, args):
@@ -103,7 +99,7 @@ def test_nan_and_inf(name, where, dtype):
     for i, value in enumerate((np.nan, np.inf, -np.inf)):
         place = tuple(w % n for w, n in zip(where, arrays["x"].shape)) if name != "layer_norm-residual" else (i % len(arrays["x"]),)
         arrays["x"] = arrays["x"].at[(*place, ..., i)].set(value)
-    made, plain = (jax.jit(functools.partial(of_case, f))(arrays, cotangents) for f in (case.fused, case.unfused))
+    made, plain = (jax.jit(functools.partial(value_and_gradients, f))(arrays, cotangents) for f in (case.fused, case.unfused))
     for value, known in pairs(made, plain):
         np.testing.assert_array_equal(kinds(value), kinds(known))
 
@@ -113,8 +109,8 @@ def test_every_activation():
     args = with_cotangents(case, case.inputs())
     for activation in ACTIVATIONS:
         of = dataclasses.replace(case, options=case.options | dict(activation=activation, alpha=0.3))
-        plain = functools.partial(of_case, of.unfused)
-        as_near_to_the_truth(jax.jit(functools.partial(of_case, of.fused))(*args), jax.jit(plain)(*args), exactly(plain, args))
+        plain = functools.partial(value_and_gradients, of.unfused)
+        as_near_to_the_truth(jax.jit(functools.partial(value_and_gradients, of.fused))(*args), jax.jit(plain)(*args), exactly(plain, args))
 
 
 def blocks(dtype):
