@@ -79,7 +79,7 @@ def two_blocks(x, weights, vectors):
 
 
 IMAGES = tuple((128, size, size, channels) for size, channels in ((56, 256), (28, 512), (14, 1024), (7, 2048)))
-ROWS = ((16384, 4096), (8192, 768))
+ROWS = ((4096, 8192), (16384, 4096), (16384, 1024), (8192, 768))
 PROGRAMS = (
     Program("bn+add+relu", bn_add_relu, 2, 2, IMAGES, (3, 5, 5, 13),
             dict(xla=(8.0, 16.0), plain=(8.15, 12.15), kernels=(8.13, 12.25))),

@@ -54,7 +54,8 @@ void stats(const Args& args, cudaStream_t stream) {
   with_element(args.element, [&](auto element) {
     using T = decltype(element);
     launch("stats", args.aligned ? stats_kernel<T, true> : stats_kernel<T, false>, grid, shape.block, stream, args);
-    finish_moments(parts_of(args), Deal{args.rows, args.parts, int32_t(shape.block.y) * kStatsRows<T>}, stream);
+    const int rows = args.aligned ? kStatsRows<T, true> : kStatsRows<T, false>;
+    finish_moments(parts_of(args), Deal{args.rows, args.parts, int32_t(shape.block.y) * rows}, stream);
   });
 }
 

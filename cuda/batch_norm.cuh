@@ -12,8 +12,8 @@
 namespace jaxfuse::cuda::batch_norm {
 
 // Rows whose loads a thread has in flight together: 8 accesses of 16 bytes of each tensor in stats, 4 where two are read.
-template <class T>
-constexpr int kStatsRows = sizeof(T) == 2 ? 8 : 4;
+template <class T, bool aligned>
+constexpr int kStatsRows = sizeof(T) == 2 && aligned ? 8 : 4;
 template <class T>
 constexpr int kRows = sizeof(T) == 2 ? 4 : 2;
 
@@ -49,7 +49,7 @@ __device__ __forceinline__ void store_partials(const Args& args, const PairLanes
 // Σ d² - (Σ d)²/n cancels is at most n/m times what it leaves. An Inf or NaN among them must not spoil the other rows' d.
 template <class T, bool aligned>
 __global__ void __launch_bounds__(kThreads, 2) stats_kernel(const Args args) {
-  constexpr int kUnroll = kStatsRows<T>;
+  constexpr int kUnroll = kStatsRows<T, aligned>;
   __shared__ PairLanes lanes;
   const Deal deal{args.rows, args.parts, int32_t(blockDim.y) * kUnroll};
   const Place place(args.channels);
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads, 2) stats_kernel(const Args args) {
           float total = 0, n = 0;
 #pragma unroll
           for (int u = 0; u < kUnroll; ++u) {
-            if (row + u * blockDim.y < args.rows) total += to_float(x[u].at[i]), n += 1;
+            if (row + u * blockDim.y < args.rows) total += x[u].at(i), n += 1;
           }
           const float mean = total / n;
           shift[i] = mean - mean == 0.0f ? mean : 0.0f;
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads, 2) stats_kernel(const Args args) {
       for (int u = 0; u < kUnroll; ++u) {
         if (row + u * blockDim.y >= args.rows) continue;
         for (int i = 0; i < 8; ++i) {
-          const float d = to_float(x[u].at[i]) - shift[i];
+          const float d = x[u].at(i) - shift[i];
           sum[i] += d;
           square[i] = fmaf(d, d, square[i]);
         }
@@ -149,8 +149,8 @@ __global__ void __launch_bounds__(kThreads, 2) apply_kernel(const Args args) {
       float y[8];
       uint32_t bits = 0;
       for (int i = 0; i < 8; ++i) {
-        float z = affine(to_float(x[u].at[i]), i);
-        if (adds) z += to_float(residual[u].at[i]);
+        float z = affine(x[u].at(i), i);
+        if (adds) z += residual[u].at(i);
         if constexpr (any) {
           y[i] = activated(args.activation, z, args.parameters);
           z = rounded<T>(z);
@@ -209,12 +209,12 @@ struct Gradient {
 
   // g of element i of row u.
   __device__ __forceinline__ float operator()(int u, int i) const {
-    const float g = to_float(dy[u].at[i]);
+    const float g = dy[u].at(i);
     if (by_mask) return bits[u] >> i & 1 ? g : 0.0f;
     if (!recomputes) return g;
-    float z = affine(to_float(x[u].at[i]), i);
+    float z = affine(x[u].at(i), i);
     if constexpr (source == Source::any) {
-      if (args.residual) z += to_float(residual[0].at[i]);
+      if (args.residual) z += residual[0].at(i);
       if (is_gate(args.activation)) z = rounded<T>(z);
       return pulled_back(args.activation, g, z, args.parameters);
     }
@@ -240,10 +240,11 @@ __global__ void __launch_bounds__(kThreads, 2) backward_stats_kernel(const Args 
 #pragma unroll
       for (int u = 0; u < G::kUnroll; ++u) {
         if (row + u * blockDim.y >= args.rows) continue;
+#pragma unroll
         for (int i = 0; i < 8; ++i) {
           const float g = gradient(u, i);
           sum_g[i] += g;
-          sum_gx[i] = fmaf(g, to_float(gradient.x[u].at[i]) - mean[i], sum_gx[i]);
+          sum_gx[i] = fmaf(g, gradient.x[u].at(i) - mean[i], sum_gx[i]);
         }
       }
     }
@@ -280,9 +281,10 @@ __global__ void __launch_bounds__(kThreads, 2) backward_apply_kernel(const Args 
       const int64_t r = row + u * blockDim.y;
       if (r >= args.rows) continue;
       float g[8], dx[8];
+#pragma unroll
       for (int i = 0; i < 8; ++i) {
         g[i] = gradient(u, i);
-        dx[i] = fmaf(a[i], g[i], fmaf(b[i], to_float(gradient.x[u].at[i]) - mean[i], c[i]));
+        dx[i] = fmaf(a[i], g[i], fmaf(b[i], gradient.x[u].at(i) - mean[i], c[i]));
       }
       store<aligned>(static_cast<T*>(args.dx) + r * args.channels + place.channel, dx, place.count);
       if (args.dresidual) store<aligned>(static_cast<T*>(args.dresidual) + r * args.channels + place.channel, g, place.count);

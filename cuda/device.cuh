@@ -29,9 +29,25 @@ struct alignas(16) Words {
   uint32_t word[4];
 };
 
-__device__ __forceinline__ void fetch(const void* p) {
+__device__ __forceinline__ Words load_once(const Words* p) {
 #if defined(__CUDA_ARCH__)
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+  Words v;
+  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+      : "l"(p));
+  return v;
+#else
+  return *p;
+#endif
+}
+
+// One access: of an assignment the compiler makes four at times. It keeps the loads after it in their place.
+__device__ __forceinline__ void store_whole(Words* p, const Words& v) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3])
+               : "memory");
+#else
+  *p = v;
 #endif
 }
 

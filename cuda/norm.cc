@@ -23,7 +23,8 @@ class Reader : public cuda::Reader<Args> {
     if (x_.shape[2] > 65535) call.refuse(name, " has ", x_.shape[2], " groups, expected at most 65535");
     args.groups = x_.shape[2];
     args.length = x_.shape[3];
-    args.rows = x_.shape[0] * args.groups;
+    args.inverse_length = 1.0f / float(args.length);
+    args.rows = x_.shape[0];
     args.aligned = args.length % 8 == 0;
     args.centered = call.attr<bool>("centered");
     args.epsilon_outside = call.attr<bool>("epsilon_outside");

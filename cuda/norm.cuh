@@ -1,6 +1,7 @@
 // Layer and RMS norm's kernels: y = (s - mean)·rstd·gamma + beta, s = x + residual. A block's threads are teams of blockDim.x, each
-// with a row at a time in its registers: read once, the next one on its way meanwhile. Bytes per element in bf16: forward 4 (6 with a
-// residual, 8 if the sum is written), backward 6, and 8·parts/rows of partial sums.
+// with a row at a time in its registers: read once. Forward a team has one row. Backward it has many, for it gathers dgamma and dbeta,
+// and the next row is on its way meanwhile. Bytes per element in bf16: forward 4 (6 with a residual, 8 if the sum is written),
+// backward 6, and 8·parts/rows of partial sums.
 #pragma once
 
 #include "norm.h"
@@ -8,15 +9,19 @@
 
 namespace jaxfuse::cuda::norm {
 
-constexpr int kThreads = 512, kMostOctets = 2;  // of a block; that a thread has of a row: 1 of rows to 4096
-static_assert(kThreads * kMostOctets * 8 == kLongestRow);
-template <class T, bool aligned, int kOctets>
-constexpr int kBlocks = sizeof(T) == 2 && aligned && kOctets == 1 ? 2 : 1;  // that fit a multiprocessor: 64 registers a thread, or 128
+// Threads of a block at most, and octets of a row that a thread has at most.
+struct Forward {
+  static constexpr int kThreads = 256, kOctets = 4;
+};
+struct Backward {
+  static constexpr int kThreads = 512, kOctets = 2;
+};
+static_assert(Forward::kThreads * Forward::kOctets * 8 == kLongestRow && Backward::kThreads * Backward::kOctets * 8 == kLongestRow);
 
 // Σ over a team of n numbers, the same in every thread of it. All threads of the block must come, with `turn` 0 and 1 in turn: who has
 // passed the barrier of one knows that the numbers of the other are read.
 struct TeamSums {
-  static constexpr int kWarps = kThreads / 32;
+  static constexpr int kWarps = Backward::kThreads / 32;
   float of_warp[2][2][kWarps];
 
   template <int n>
@@ -33,6 +38,10 @@ struct TeamSums {
     for (int k = 0; k < n; ++k) v[k] = warp_sum(warp < warps ? sums[k][threadIdx.y * warps + warp] : 0.0f, kWarps);
   }
 };
+
+__device__ __forceinline__ float sum_of(const float (&v)[8]) {
+  return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+}
 
 // This thread's octets of a row: octet o begins at o·8·blockDim.x + 8·threadIdx.x.
 template <bool aligned>
@@ -52,154 +61,145 @@ struct Rows {
   int64_t of_group, round, rounds, groups;  // rows of a group; rows of one round of all its blocks
 
   __device__ explicit Rows(const Args& args)
-      : of_group(args.rows / args.groups), round(int64_t(gridDim.x) * blockDim.y), rounds((of_group + round - 1) / round),
+      : of_group(args.rows), round(int64_t(gridDim.x) * blockDim.y), rounds((of_group + round - 1) / round),
         groups(args.groups) {}
   __device__ int64_t in_group(int64_t i) const { return i * round + int64_t(blockIdx.x) * blockDim.y + threadIdx.y; }
   __device__ bool here(int64_t i) const { return in_group(i) < of_group; }
   __device__ int64_t row(int64_t i) const { return (here(i) ? in_group(i) : 0) * groups + blockIdx.y; }
 };
 
+// Zeros where the row has no more elements.
 template <bool aligned, class T, int kOctets>
 __device__ __forceinline__ void load_row(Octet<T> (&v)[kOctets], const void* tensor, int64_t row, const Columns<aligned>& columns) {
   const T* begin = static_cast<const T*>(tensor) + row * columns.length;
 #pragma unroll
   for (int o = 0; o < kOctets; ++o) {
-    if (columns.count(o) > 0) v[o] = load<aligned>(begin + columns.at(o), columns.count(o));
-  }
-}
-
-// Into the second-level cache: what a load of the row then waits for is nearer, and it takes no registers.
-template <class T, bool aligned, int kOctets>
-__device__ __forceinline__ void fetch_row(const void* tensor, int64_t row, const Columns<aligned>& columns) {
-  const T* begin = static_cast<const T*>(tensor) + row * columns.length;
-#pragma unroll
-  for (int o = 0; o < kOctets; ++o) {
-    if (columns.count(o) > 0) fetch(begin + columns.at(o));
-  }
-}
-
-// Those of this thread's columns, for all rows.
-template <bool aligned, int kOctets>
-__device__ __forceinline__ void load_parameters(float (&v)[kOctets][8], const float* of_group, const Columns<aligned>& columns) {
-#pragma unroll
-  for (int o = 0; o < kOctets; ++o) {
-    if (columns.count(o) > 0) load_floats<aligned>(v[o], of_group + columns.at(o), columns.count(o));
+    v[o] = columns.count(o) > 0 ? load<aligned, true>(begin + columns.at(o), columns.count(o)) : Octet<T>{};
   }
 }
 
 template <class T, bool aligned, int kOctets>
-__global__ void __launch_bounds__(kThreads, kBlocks<T, aligned, kOctets>) forward_kernel(const Args args) {
+__global__ void __launch_bounds__(Forward::kThreads, sizeof(T) == 2 && aligned ? 3 : 2) forward_kernel(const Args args) {
   __shared__ TeamSums team;
-  const Rows rows(args);
   const Columns<aligned> columns{args.length};
-  const float n = float(args.length);
-  float scale[kOctets][8], offset[kOctets][8];
-  load_parameters<aligned>(scale, args.gamma + blockIdx.y * args.length, columns);
-  load_parameters<aligned>(offset, args.beta + blockIdx.y * args.length, columns);
-  Octet<T> x[kOctets], residual[kOctets];
-  const auto load = [&](int64_t row) {
-    load_row<aligned>(x, args.x, row, columns);
-    if (args.residual) load_row<aligned>(residual, args.residual, row, columns);
-  };
-  load(rows.row(0));
-  for (int64_t i = 0; i < rows.rounds; ++i) {
-    const bool here = rows.here(i);
-    const int64_t row = rows.row(i);
-    float s[kOctets][8], total[1] = {}, squares[1] = {};
+  const int64_t in_group = int64_t(blockIdx.x) * blockDim.y + threadIdx.y, first_channel = blockIdx.y * args.length;
+  const bool here = in_group < args.rows;  // all threads meet at barriers
+  const int64_t row = (here ? in_group : 0) * args.groups + blockIdx.y;
+  Octet<T> x[kOctets];
+  load_row<aligned>(x, args.x, row, columns);
+  float s[kOctets][8], total[1] = {}, squares[1] = {};
+#pragma unroll
+  for (int o = 0; o < kOctets; ++o) {
+    for (int k = 0; k < 8; ++k) s[o][k] = x[o].at(k);
+  }
+  if (args.residual) {
+    load_row<aligned>(x, args.residual, row, columns);
 #pragma unroll
     for (int o = 0; o < kOctets; ++o) {
-      for (int k = 0; k < 8; ++k) {
-        s[o][k] = 0;
-        if (k >= columns.count(o)) continue;
-        s[o][k] = to_float(x[o].at[k]);
-        if (args.residual) s[o][k] = rounded<T>(s[o][k] + to_float(residual[o].at[k]));
-        total[0] += s[o][k];
-      }
+      for (int k = 0; k < 8; ++k) s[o][k] += x[o].at(k);
+      const Octet<T> rounded = Octet<T>::of(s[o]);
+      for (int k = 0; k < 8; ++k) s[o][k] = rounded.at(k);
       if (args.sum && here && columns.count(o) > 0) {
-        store<aligned>(static_cast<T*>(args.sum) + row * args.length + columns.at(o), s[o], columns.count(o));
+        store<aligned, true>(static_cast<T*>(args.sum) + row * args.length + columns.at(o), s[o], columns.count(o));
       }
     }
-    if (i + 1 < rows.rounds) load(rows.row(i + 1));
+  }
+  float mean = 0;
+  if (args.centered) {
+#pragma unroll
+    for (int o = 0; o < kOctets; ++o) total[0] += sum_of(s[o]);
     team.add(total, 0);
-    const float mean = args.centered ? total[0] / n : 0.0f;
+    mean = total[0] * args.inverse_length;
+  }
 #pragma unroll
-    for (int o = 0; o < kOctets; ++o) {
-      for (int k = 0; k < 8; ++k) {
-        const float centered = k < columns.count(o) ? s[o][k] - mean : 0.0f;
-        squares[0] = fmaf(centered, centered, squares[0]);
-      }
+  for (int o = 0; o < kOctets; ++o) {
+    if (columns.count(o) == 0) continue;
+    float square[8];
+    for (int k = 0; k < 8; ++k) {
+      const float centered = aligned || k < columns.count(o) ? s[o][k] - mean : 0.0f;
+      square[k] = centered * centered;
     }
-    team.add(squares, 1);
-    const float var = squares[0] / n;
-    const float rstd = args.epsilon_outside ? 1.0f / (sqrtf(var) + args.epsilon) : 1.0f / sqrtf(var + args.epsilon);
-    if (!here) continue;
-    if (args.mean && threadIdx.x == 0) args.mean[row] = mean, args.rstd[row] = rstd;
+    squares[0] += sum_of(square);
+  }
+  team.add(squares, 1);
+  const float var = squares[0] * args.inverse_length;
+  const float rstd = args.epsilon_outside ? 1.0f / (sqrtf(var) + args.epsilon) : 1.0f / sqrtf(var + args.epsilon);
+  if (!here) return;
+  if (args.mean && threadIdx.x == 0) args.mean[row] = mean, args.rstd[row] = rstd;
 #pragma unroll
-    for (int o = 0; o < kOctets; ++o) {
-      if (columns.count(o) == 0) continue;
-      float y[8];
-      for (int k = 0; k < 8; ++k) y[k] = fmaf((s[o][k] - mean) * rstd, scale[o][k], offset[o][k]);
-      store<aligned>(static_cast<T*>(args.y) + row * args.length + columns.at(o), y, columns.count(o));
-    }
+  for (int o = 0; o < kOctets; ++o) {
+    if (columns.count(o) == 0) continue;
+    float scale[8], y[8];  // y: beta at first
+    load_floats<aligned>(scale, args.gamma + first_channel + columns.at(o), columns.count(o));
+    load_floats<aligned>(y, args.beta + first_channel + columns.at(o), columns.count(o));
+    for (int k = 0; k < 8; ++k) y[k] = fmaf((s[o][k] - mean) * rstd, scale[k], y[k]);
+    store<aligned, true>(static_cast<T*>(args.y) + row * args.length + columns.at(o), y, columns.count(o));
   }
 }
 
 // x̂ = (s - mean)·rstd, g = dy·gamma:  dx = rstd·(g - mean(g)) - slope·x̂·mean(g·x̂) + ds, where slope = -2·drstd/dvar / rstd², which is
 // rstd unless epsilon is outside of the root. dgamma = Σ dy·x̂ and dbeta = Σ dy gather in registers over all rows of a thread.
 template <class T, bool aligned, int kOctets>
-__global__ void __launch_bounds__(kThreads, kBlocks<T, aligned, kOctets>) backward_kernel(const Args args) {
+__global__ void __launch_bounds__(Backward::kThreads, 1) backward_kernel(const Args args) {
   __shared__ TeamSums team;
   const Rows rows(args);
   const Columns<aligned> columns{args.length};
   const int64_t first_channel = blockIdx.y * args.length;
-  const float n = float(args.length);
-  float scale[kOctets][8], dgamma[kOctets][8] = {}, dbeta[kOctets][8] = {};
-  load_parameters<aligned>(scale, args.gamma + first_channel, columns);
+  float dgamma[kOctets][8] = {}, dbeta[kOctets][8] = {};
+  Octet<T> s[kOctets], dy[kOctets], next_s[kOctets], next_dy[kOctets];
+  float mean, rstd, next_mean, next_rstd;
+  const auto take_next = [&](int64_t row) {
+    next_mean = args.mean[row], next_rstd = args.rstd[row];
+    load_row<aligned>(next_s, args.s, row, columns);
+    load_row<aligned>(next_dy, args.dy, row, columns);
+  };
+  constexpr bool kAhead = sizeof(T) == 2;  // of f32 the registers hold one row
+  if (kAhead) take_next(rows.row(0));
   for (int64_t i = 0; i < rows.rounds; ++i) {
     const bool here = rows.here(i);
     const int64_t row = rows.row(i);
-    Octet<T> s[kOctets], dy[kOctets];
-    load_row<aligned>(s, args.s, row, columns);
-    load_row<aligned>(dy, args.dy, row, columns);
-    const float mean = args.mean[row], rstd = args.rstd[row];
-    if (i + 1 < rows.rounds) {
-      fetch_row<T, aligned, kOctets>(args.s, rows.row(i + 1), columns);
-      fetch_row<T, aligned, kOctets>(args.dy, rows.row(i + 1), columns);
-    }
+    if (!kAhead) take_next(row);
+    mean = next_mean, rstd = next_rstd;
+#pragma unroll
+    for (int o = 0; o < kOctets; ++o) s[o] = next_s[o], dy[o] = next_dy[o];
+    if (kAhead && i + 1 < rows.rounds) take_next(rows.row(i + 1));
     float sums[2] = {};  // of g and g·x̂
 #pragma unroll
     for (int o = 0; o < kOctets; ++o) {
-      for (int k = 0; k < 8; ++k) {
-        if (k >= columns.count(o) || !here) continue;
-        const float x = (to_float(s[o].at[k]) - mean) * rstd, g = to_float(dy[o].at[k]);
+      if (columns.count(o) == 0 || !here) continue;
+      float scale[8];
+      load_floats<aligned>(scale, args.gamma + first_channel + columns.at(o), columns.count(o));
+      for (int k = 0; k < 8; ++k) {  // where there is no column, dy is 0
+        const float x = (s[o].at(k) - mean) * rstd, g = dy[o].at(k);
         dgamma[o][k] = fmaf(g, x, dgamma[o][k]);
         dbeta[o][k] += g;
-        sums[0] = fmaf(g, scale[o][k], sums[0]);
-        sums[1] = fmaf(g * scale[o][k], x, sums[1]);
+        sums[0] = fmaf(g, scale[k], sums[0]);
+        sums[1] = fmaf(g * scale[k], x, sums[1]);
       }
     }
     team.add(sums, i % 2);
     if (!here) continue;
     const float slope = args.epsilon_outside ? 1.0f / (1.0f / rstd - args.epsilon) : rstd;
-    const float shift = args.centered ? rstd * (sums[0] / n) : 0.0f, factor = slope * (sums[1] / n);
+    const float shift = args.centered ? rstd * (sums[0] * args.inverse_length) : 0.0f, factor = slope * (sums[1] * args.inverse_length);
 #pragma unroll
     for (int o = 0; o < kOctets; ++o) {
       if (columns.count(o) == 0) continue;
       const int64_t at = row * args.length + columns.at(o);
-      float dx[8];
+      float scale[8], dx[8];
+      load_floats<aligned>(scale, args.gamma + first_channel + columns.at(o), columns.count(o));
       Octet<T> ds;
-      if (args.ds) ds = load<aligned>(static_cast<const T*>(args.ds) + at, columns.count(o));
+      if (args.ds) ds = load<aligned, true>(static_cast<const T*>(args.ds) + at, columns.count(o));
       for (int k = 0; k < 8; ++k) {
-        const float x = (to_float(s[o].at[k]) - mean) * rstd;
-        dx[k] = fmaf(rstd * scale[o][k], to_float(dy[o].at[k]), -shift) - factor * x;
-        if (args.ds) dx[k] += to_float(ds.at[k]);
+        const float x = (s[o].at(k) - mean) * rstd;
+        dx[k] = fmaf(rstd * scale[k], dy[o].at(k), -shift) - factor * x;
+        if (args.ds) dx[k] += ds.at(k);
       }
-      store<aligned>(static_cast<T*>(args.dx) + at, dx, columns.count(o));
+      store<aligned, true>(static_cast<T*>(args.dx) + at, dx, columns.count(o));
     }
   }
   if (!args.partials) return;
   // The teams' sums of the block, one after the other through shared memory, an octet at a time.
-  __shared__ float gammas[8][kThreads], betas[8][kThreads];
+  __shared__ float gammas[8][Backward::kThreads], betas[8][Backward::kThreads];
   const int thread = threadIdx.y * blockDim.x + threadIdx.x;
   const int64_t channels = args.groups * args.length;
   float* partials = args.partials + int64_t(blockIdx.x) * 2 * channels + first_channel;

@@ -14,7 +14,8 @@ constexpr int64_t kLongestRow = 8192;  // elements, which the registers of a blo
 
 struct Args {
   Element element;
-  int64_t rows, length, groups;
+  int64_t rows, length, groups;  // rows of each group
+  float inverse_length;
   bool aligned;  // rows of full-size tensors and parameters begin at multiples of 16 bytes
   bool centered, epsilon_outside;
   float epsilon;

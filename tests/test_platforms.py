@@ -57,6 +57,27 @@ def test_norms_of_places_stay_on_cuda():
     assert not kernel and reason == "norm (places) has not been measured on cuda, and its bytes do not speak for it"
 
 
+@pytest.mark.parametrize("shape, dtype, centered, library, said", [
+    ((8192, 768), "bfloat16", True, True, ""), ((8192, 768), "float16", True, True, ""), ((1 << 14, 1 << 12), "bfloat16", False, True, ""),
+    ((8192, 768), "bfloat16", True, False, "without its kernel no gain on cuda: not asked for"),
+    ((512, 768), "bfloat16", True, True, "too small to gain on cuda: 2.4 MB less"), ((8192, 768), "float32", True, True, "float32 has not"),
+    ((8192, 768), "bfloat16", False, True, "RMS norm is no faster"), ((512, 16384), "bfloat16", True, True, "the CUDA kernel takes"),
+])  # fmt: skip
+def test_norms_of_rows_on_cuda(monkeypatch, shape, dtype, centered, library, said):
+    def norm(x, gamma, beta):
+        wide = x.astype(jnp.float32)
+        wide = wide - wide.mean(-1, keepdims=True) if centered else wide
+        y = wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + 1e-6) * gamma
+        return (y + beta if centered else y).astype(x.dtype)
+
+    if library:
+        monkeypatch.setattr(cuda, "unavailable", lambda target: None)
+    types = jax.ShapeDtypeStruct(shape, dtype), *[jax.ShapeDtypeStruct(shape[1:], jnp.float32)] * 2
+    ((_, kernel, reason),) = sites(jaxfuse.explain(norm, *types, platform="cuda"))
+    assert said in reason if said else (kernel, reason) == ("native", "")
+    assert bool(said) == (not kernel)
+
+
 def channels_first(x, z, gamma, beta):
     x, z, gamma, beta = x.transpose(0, 3, 1, 2), z.transpose(0, 3, 1, 2), gamma[:, None, None], beta[:, None, None]
     return jax.nn.relu(normalised(x, gamma, beta, (0, 2, 3)) + normalised(z, beta, gamma, (0, 2, 3)))

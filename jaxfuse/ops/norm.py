@@ -143,7 +143,7 @@ def _refuse(config: NormConfig, args) -> str | None:
     return refused_array(args[0]) or ffi.unavailable("jaxfuse_norm_fwd")
 
 
-def _refuse_on_cuda(config: NormConfig, args) -> str | None:
+def refuse_on_cuda(config: NormConfig, args) -> str | None:
     spatial, groups, length = config.inner
     if spatial > 1 or groups > 65535 or length > _LONGEST_ROW or config.activation != NO_ACTIVATION:
         return f"{config.inner}, activation {config.activation.name}: the CUDA kernel takes (1, n, m <= {_LONGEST_ROW}), none"
@@ -195,7 +195,7 @@ def _run_backward(library, linear: Linear, args, mesh_axes):
 
 
 def _kernels(run, config_of) -> tuple[Kernel, ...]:
-    native = ((ffi, _refuse, None, "cpu"), (cuda, _refuse_on_cuda, "native", "cuda"))
+    native = ((ffi, _refuse, None, "cpu"), (cuda, refuse_on_cuda, "native", "cuda"))
     refused_by = lambda refuse: lambda config, args: refuse(config_of(config), args)
     kernels = (Kernel(name, refused_by(refuse), functools.partial(run, library), platform) for library, refuse, name, platform in native)
     return *kernels, PLAIN
