@@ -12,6 +12,7 @@ using N = float;
 HOST_DEVICE float broadcast(float x) { return x; }
 HOST_DEVICE float absolute(float x) { return fabsf(x); }
 HOST_DEVICE float exp(float x) { return expf(x); }
+HOST_DEVICE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 HOST_DEVICE float expm1_of_negative(float x) { return expm1f(x); }
 HOST_DEVICE float log1p_up_to_1(float x) { return log1pf(x); }
 HOST_DEVICE float tanh(float x) { return tanhf(x); }

@@ -1,10 +1,8 @@
 // What the formulas of activations are made of, for a number N: Floats or float. Included, as the formulas themselves, in a
-// namespace that has N, FUNCTION (what stands before a function) and N's own exp, expm1_of_negative, log1p_up_to_1, tanh,
+// namespace that has N, FUNCTION (what stands before a function) and N's own exp, sigmoid, expm1_of_negative, log1p_up_to_1, tanh,
 // normal_cdf, absolute and broadcast. Not for templates: those would be shared between instruction sets.
 
 constexpr float kSeluScale = 1.05070099f, kSeluAlpha = 1.67326324f;
-
-FUNCTION N sigmoid(N z) { return 1.0f / (1.0f + exp(-z)); }
 
 FUNCTION N gelu_u(N z) { return 0.797884561f * (z + 0.044715f * z * z * z); }
 

@@ -117,7 +117,5 @@ void add_product(const float* x, int64_t x_row, int64_t rows, int64_t inner, Col
   }
 }
 
-inline Floats sigmoid(Floats x) { return 1.0f / (1.0f + exp(-x)); }
-
 }  // namespace
 }  // namespace jaxfuse::recurrent

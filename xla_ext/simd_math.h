@@ -18,20 +18,29 @@ Floats polynomial(const float (&a)[n], Floats x) {
 inline Floats absolute(Floats x) { return Floats(Ints(x) & 0x7fffffff); }
 inline Floats power_of_2(Ints n) { return Floats((n + 127) << 23); }
 
-// e^x = 2^n·(1 + m), |m| < 0.42. The power comes as two factors, for it may leave the range of f32 where e^x does not.
-struct SplitExp {
-  Floats low, high, m;
+// e^x = 2^n·(1 + m), |m| < 0.42. The low bits of `shifted` are n.
+struct ReducedExp {
+  Floats shifted, m;
 
-  explicit SplitExp(Floats x) {
-    x = at_most(90.0f, at_least(-106.0f, x));
+  explicit ReducedExp(Floats x) {
     constexpr float kRounder = 12582912.0f;  // 1.5·2²³: what is added to it is rounded to an integer, the low bits
-    const Floats shifted = multiply_add(x, Floats{} + 1.44269504f, Floats{} + kRounder);
+    shifted = multiply_add(x, Floats{} + 1.44269504f, Floats{} + kRounder);
     const Floats n = shifted - kRounder;
     // ln 2 in two parts: n times the first is exact
     const Floats r = multiply_add(n, Floats{} - 1.42860677e-6f, multiply_add(n, Floats{} - 0.693145752f, x));
     constexpr float a[] = {0.500000006f, 0.166665425f, 0.0416662806f, 0.00836664395f, 0.00139465545f};
     m = multiply_add(r * r, polynomial(a, r), r);  // e^r - 1
-    const Ints exponent = Ints(shifted) - 0x4b400000;
+  }
+};
+
+// The power comes as two factors, for it may leave the range of f32 where e^x does not.
+struct SplitExp {
+  Floats low, high, m;
+
+  explicit SplitExp(Floats x) {
+    const ReducedExp e(at_most(90.0f, at_least(-106.0f, x)));
+    m = e.m;
+    const Ints exponent = Ints(e.shifted) - 0x4b400000;
     const Ints half = exponent >> 1;
     low = power_of_2(half);
     high = power_of_2(exponent - half);
@@ -48,6 +57,13 @@ inline Floats expm1_of_negative(Floats x) {
   const SplitExp e(x);
   const Floats scale = e.low * e.high;
   return scale * e.m + (scale - 1.0f);
+}
+
+// 1/(1 + e^-x). Within these limits the power is one factor; beyond them the quotient is 1, or a denormal, which is flushed.
+inline Floats sigmoid(Floats x) {
+  const ReducedExp e(at_most(88.0f, at_least(-87.0f, -x)));
+  const Floats power = Floats((Ints(e.shifted) << 23) + 0x3f800000);
+  return 1.0f / (1.0f + multiply_add(power, e.m, power));
 }
 
 inline Floats tanh(Floats x) {

@@ -127,7 +127,7 @@ KINDS: dict[str, Kind] = {
         onednn="eltwise(algorithm::eltwise_tanh)",
         cudnn=lambda _: PointwiseStep("tanh")),
     "silu": Kind(
-        value=Both(lambda x, _: jax.nn.silu(x), "z / (1.0f + exp(-z))"),
+        value=Both(lambda x, _: jax.nn.silu(x), "z * sigmoid(z)"),
         pullback="const N s = sigmoid(z); return g * (s * (1.0f + z * (1.0f - s)));",
         onednn="eltwise(algorithm::eltwise_swish, 1)",
         cudnn=lambda _: PointwiseStep("swish", dict(swish_beta=1.0))),
@@ -137,7 +137,7 @@ KINDS: dict[str, Kind] = {
         onednn="!f32 && eltwise(algorithm::eltwise_gelu_erf)",
         cudnn=lambda _: PointwiseStep("gelu")),
     "gelu_tanh": Kind(  # z·(1 + tanh u)/2 = z·sigmoid(2u)
-        value=Both(lambda x, _: jax.nn.gelu(x, approximate=True), "z / (1.0f + exp(-2.0f * gelu_u(z)))"),
+        value=Both(lambda x, _: jax.nn.gelu(x, approximate=True), "z * sigmoid(2.0f * gelu_u(z))"),
         pullback="const N s = sigmoid(2.0f * gelu_u(z)), slope = 1.59576912f * (1.0f + 0.134145f * z * z);"
                  " return g * (s + z * slope * (s * (1.0f - s)));",
         onednn="eltwise(algorithm::eltwise_gelu_tanh)",
