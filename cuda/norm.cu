@@ -16,32 +16,30 @@ dim3 block_of(const Args& args, int octets, int threads) {
   return dim3(team, std::max(1, threads / team));
 }
 
-// f(T{}, aligned, octets) with constants
-template <int octets, class F>
-void with_octets(const Args& args, F f) {
+// f(T{}, aligned, octets) with constants: a warp holds a row of 256 elements with an octet on each thread.
+template <class Direction, class F>
+void with_instance(const Args& args, F f) {
   with_element(args.element, [&](auto element) {
-    const std::integral_constant<int, octets> constant;
-    args.aligned ? f(element, std::true_type{}, constant) : f(element, std::false_type{}, constant);
+    const auto of_octets = [&](auto octets) { args.aligned ? f(element, std::true_type{}, octets) : f(element, std::false_type{}, octets); };
+    args.length <= 32 * 8 ? of_octets(std::integral_constant<int, 1>{}) : of_octets(std::integral_constant<int, Direction::kOctets>{});
   });
 }
 
 }  // namespace
 
 void forward(const Args& args, cudaStream_t stream) {
-  const auto launched = [&](auto element, auto aligned, auto octets) {
+  with_instance<Forward>(args, [&](auto element, auto aligned, auto octets) {
     const dim3 block = block_of(args, octets, Forward::kThreads / 2);
     const dim3 grid((args.rows + block.y - 1) / block.y, args.groups);
     launch("norm forward", forward_kernel<decltype(element), aligned(), octets()>, grid, block, stream, args);
-  };
-  args.length <= 32 * 8 ? with_octets<1>(args, launched) : with_octets<Forward::kOctets>(args, launched);
+  });
 }
 
 void backward(const Args& args, cudaStream_t stream) {
-  const auto launched = [&](auto element, auto aligned, auto octets) {
-    const dim3 grid(args.parts, args.groups);
-    launch("norm backward", backward_kernel<decltype(element), aligned(), octets()>, grid, block_of(args, octets, Backward::kThreads / 2), stream, args);
-  };
-  args.length <= 256 ? with_octets<1>(args, launched) : with_octets<Backward::kOctets>(args, launched);
+  with_instance<Backward>(args, [&](auto element, auto aligned, auto octets) {
+    const dim3 block = block_of(args, octets, Backward::kThreads / 2), grid(args.parts, args.groups);
+    launch("norm backward", backward_kernel<decltype(element), aligned(), octets()>, grid, block, stream, args);
+  });
   const int64_t parameters = args.groups * args.length;
   if (args.partials) finish_sums({args.partials, args.parts, parameters, parameters, args.dgamma, args.dbeta}, stream);
 }
