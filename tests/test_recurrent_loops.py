@@ -6,6 +6,7 @@ import pytest
 from jax import lax
 
 import jaxfuse
+from jaxfuse import ops
 from jaxfuse.tuning import tuned
 from jaxfuse.tuning.rules.rule import Point, Rule
 from compare import distance
@@ -160,19 +161,29 @@ def test_a_product_with_its_weights_on_the_left_is_left_to_xla():
 
 
 @pytest.mark.skipif(not NATIVE, reason="no sequence is fused")
-def test_the_gradient_of_a_bias_is_summed_in_float32():
-    """Over all steps and rows; XLA rounds its sum to bfloat16 at every step of them."""
-    def loss(bias, xs, h, w, u):
+def test_gradients_of_the_bias_and_of_the_inputs_weights_are_summed_in_float32():
+    """Over all steps and rows. XLA rounds the bias's sum to bfloat16 at every step, and sums the weights' in bfloat16 (jax 0.12)."""
+    def loss(bias, w, xs, h, u):
         def step(state, x):
             h, c = lstm_of_gates(jnp.split((x @ w + bias) + state[0] @ u, 4, -1), state[1])
             return (h, c), h
 
         return jnp.sum(lax.scan(step, (h, h), xs)[1] * 2)
 
-    args = randn(64), randn(48, 16, 8), randn(16, 16), randn(8, 64) / 3, randn(16, 64) / 4
+    args = randn(64), randn(8, 64) / 3, randn(48, 16, 8), randn(16, 16), randn(16, 64) / 4
     low = [a.astype(jnp.bfloat16) for a in args]
-    true = jax.jit(jax.grad(loss))(*[a.astype(jnp.float32) for a in low])
-    plain = distance(jax.jit(jax.grad(loss))(*low), true)
-    for fused in (jaxfuse.fuse(jax.grad(loss), policy="always"), jax.grad(jaxfuse.fuse(loss, policy="always"))):
+    gradients = jax.grad(loss, (0, 1))
+    true = jax.jit(gradients)(*[a.astype(jnp.float32) for a in low])
+    plain = list(map(distance, jax.jit(gradients)(*low), true))
+    for fused in (jaxfuse.fuse(gradients, policy="always"), jax.grad(jaxfuse.fuse(loss, policy="always"), (0, 1))):
         assert "jaxfuse_lstm_bwd" in jax.jit(fused).lower(*low).as_text()
-        assert distance(jax.jit(fused)(*low), true) < min(plain, 6e-3)
+        for made, known, error in zip(jax.jit(fused)(*low), true, plain):
+            assert distance(made, known) < min(error, 6e-3)
+
+
+@pytest.mark.parametrize("op, gates", [(ops.lstm, 4), (ops.gru, 3)])
+def test_the_ops_sum_the_gradient_of_the_inputs_weights_in_float32(op, gates):
+    xs, w, u = randn(48, 16, 8), randn(8, gates * 16) / 3, randn(16, gates * 16) / 4
+    low = [a.astype(jnp.bfloat16) for a in (xs, w, u)]
+    gradient = jax.jit(jax.grad(lambda xs, w, u: jnp.sum(op(xs, w, u)[0] * 2), 1))
+    assert distance(gradient(*low), gradient(*[a.astype(jnp.float32) for a in low])) < 6e-3

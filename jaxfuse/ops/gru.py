@@ -12,7 +12,7 @@ from jaxfuse.ops.batch_axes import BatchAxes
 from jaxfuse.ops.errors import Arguments, Array, checked_names
 from jaxfuse.ops.op import FusedOp, Linear
 from jaxfuse.ops.recurrent import (
-    complete, initial_state, input_tangent, ordered, previous_states, refuse, scan_steps, types_of, weight_gradient)
+    complete, initial_state, input_product, input_tangent, ordered, previous_states, refuse, scan_steps, types_of, weight_gradient)
 from jaxfuse.ops.stage import Kernel
 from jaxfuse.runtime import ffi
 from jaxfuse.runtime.settings import ours
@@ -69,7 +69,7 @@ def gru(
         arguments.per_channel(hidden, "hidden unit", bias_n=bias_n)
         bias = jnp.concatenate([bias, bias_n.astype(x.dtype)])
     bias = jnp.broadcast_to(bias, (x.shape[1], *bias.shape))
-    (hs,) = OP(GRUConfig(bool(reset_after), bool(reverse)), jnp.dot(x, w_x), w_h, bias, h0)
+    (hs,) = OP(GRUConfig(bool(reset_after), bool(reverse)), input_product(x, w_x), w_h, bias, h0)
     return hs, hs[0 if reverse else -1]
 
 

@@ -12,7 +12,7 @@ from jaxfuse.ops.batch_axes import BatchAxes
 from jaxfuse.ops.errors import Arguments, Array, checked_names
 from jaxfuse.ops.op import FusedOp, Linear
 from jaxfuse.ops.recurrent import (
-    complete, initial_state, input_tangent, ordered, previous_states, refuse, scan_steps, types_of, weight_gradient)
+    complete, initial_state, input_product, input_tangent, ordered, previous_states, refuse, scan_steps, types_of, weight_gradient)
 from jaxfuse.ops.stage import Kernel
 from jaxfuse.runtime import ffi
 from jaxfuse.runtime.settings import ours
@@ -63,7 +63,7 @@ def lstm(
     w_x, w_h, bias = (ordered(a, gate_order, GATES) for a in (w_x, w_h, bias))
     bias = jnp.asarray(bias).at[hidden : 2 * hidden].add(arguments.number("forget_bias", forget_bias))
     bias = jnp.broadcast_to(bias, (x.shape[1], 4 * hidden))
-    hs, cs = OP(LSTMConfig(bool(reverse)), jnp.dot(x, w_x), w_h, bias, h0, c0)
+    hs, cs = OP(LSTMConfig(bool(reverse)), input_product(x, w_x), w_h, bias, h0, c0)
     last = 0 if reverse else -1
     return hs, hs[last], cs[last]
 

@@ -62,6 +62,18 @@ def is_worth_a_call(size: int, columns: int) -> bool:
     return size * columns >= WORTH_A_CALL
 
 
+def summed_wide(x, w, dtype, dimension_numbers, **params):
+    """`lax.dot_general` in this dtype, with sums in float32 at least. So are those of its gradients then: of a product of bfloat16
+    jax 0.12 sums a weight's gradient in bfloat16 on a CPU, with an error of 2 % in place of 0.2 %."""
+    params |= dict(preferred_element_type=jnp.promote_types(dtype, jnp.float32))
+    return lax.dot_general(x, w, dimension_numbers, **params).astype(dtype)
+
+
+def input_product(x, w):
+    """x·w at every step."""
+    return summed_wide(x, w, x.dtype, (((x.ndim - 1,), (0,)), ((), ())))
+
+
 def weight_gradient(states, dgates, dtype):
     """Σ states ⊗ dgates over steps and batch, one product of two matrices."""
     states, dimensions = states.astype(dgates.dtype), (((0, 1), (0, 1)), ((), ()))

@@ -1,4 +1,4 @@
-"""Products of all steps of a sequence at once, by the kernel of dense layers where they are large enough."""
+"""Products of all steps of a sequence at once: by the kernel of dense layers where they are large enough, and summed in float32."""
 
 import dataclasses
 import functools
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfuse.ops.dense import OP
-from jaxfuse.ops.recurrent import is_worth_a_call
+from jaxfuse.ops.recurrent import is_worth_a_call, summed_wide
 from jaxfuse.patterns.dense.site import batch_axes, config_of, is_product
 from jaxfuse.patterns.kernel import types_of
 from jaxfuse.program.graph import Emission, Graph, Node, evaluate
@@ -23,8 +23,11 @@ def over_time(function, shared: list, steps: list, length: int) -> list:
 
 
 def _product(node: Node) -> Emission | None:
-    """Of x `[steps, batch, inputs]`, or without a batch, and a matrix, in float32: figures in benchmarks/results/kernels.md."""
+    """Of x `[steps, batch, inputs]`, or without a batch, and a matrix, in float32: figures in benchmarks/results/kernels.md. A narrow
+    one is XLA's, but its gradient, which was a sum over the batch and is one over all steps now, is not left to XLA's bfloat16."""
     x, w = node.inputs
+    if x.dtype.itemsize == w.dtype.itemsize == 2:
+        return Emission.of((x, w), (node.out,), lambda x, w: [summed_wide(x, w, node.out.dtype, **node.params)])
     try:
         config = config_of(node)
     except Unfit:
