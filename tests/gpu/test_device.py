@@ -57,8 +57,9 @@ def test_as_close_to_the_truth_as_unfused(name, dtype):
     run, plain = (jax.jit(functools.partial(value_and_gradients, f)) for f in (case.fused, case.unfused))
     assert name not in CALLED or CALLED[name] in run.lower(*args).as_text()
     made = run(*args)
-    # In bfloat16 the sign of a convolution's sum may follow from its last rounding, and relu's derivative with it.
-    as_near_to_the_truth(made, plain(*args), exactly(plain, args), times=16 if name.startswith("conv") and dtype != "float32" else 1)
+    # Of that one the sign of two of 864 sums follows from their last rounding, and relu's derivative with it.
+    times = 16 if (name, dtype) == ("conv-transposed_3d", "bfloat16") else 1
+    as_near_to_the_truth(made, plain(*args), exactly(plain, args), times=times)
     for first, second in pairs(made, run(*args)):
         assert np.asarray(first).tobytes() == np.asarray(second).tobytes(), "from one run to the next"
 
@@ -156,9 +157,10 @@ def test_gradients_of_networks(name, dtype):
     assert jaxfuse.explain(step, *args, policy="always").fused
     made = [fused(*args) for _ in range(10)]
     plain, exact = jax.jit(step)(*args), exactly(gradients(jnp.dtype("float64")), args)
-    # Fifty layers with four images make a thousand times as much of a float32 rounding: XLA's own gradients are off by 0.01.
+    # Fifty layers with four images make ten thousand times as much of a float32 rounding: XLA's own gradients are off by 0.01.
+    times = 4000 if (name, dtype) == ("ResNet50", "float32") else 4
     for found in (made[0], made[-1]):
-        as_near_to_the_truth(found, plain, exact, narrowest=dtype, times=4 if dtype != "float32" else 4000)
+        as_near_to_the_truth(found, plain, exact, narrowest=dtype, times=times)
 
 
 def test_exported():
