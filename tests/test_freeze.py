@@ -17,6 +17,7 @@ import jaxfuse
 from compare import as_near_to_the_truth, same
 from layers import Wide, conv, variables_of
 from processes import printed_by
+from spellings.activations import ACTIVATIONS
 
 pytestmark = pytest.mark.usefixtures("some_kernel")
 X = jax.random.normal(jax.random.key(0), (2, 12, 12, 3))
@@ -182,6 +183,16 @@ def test_numbers_flags_and_keywords():
         same(made(x, scale), apply(p, x, scale))
         same(made(x, scale, train=True), apply(p, x, scale, train=True))
     assert len(made._made) == 2  # a number is traced, a flag is not
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_are_found_as_by_fuse(name):
+    x, w = jax.random.normal(jax.random.key(0), (1, 6, 6, 4)), jax.random.normal(jax.random.key(1), (3, 3, 4, 8))
+    for activation in ACTIVATIONS[name]:
+        frozen = jaxfuse.freeze(lambda w, x: activation(conv(x, w)), w, policy="always")
+        fused = jaxfuse.explain(lambda w, x: activation(conv(x, w)), w, x, policy="always")
+        assert [s.pattern for s in jaxfuse.explain(frozen, x, policy="always").fused] == [s.pattern for s in fused.fused]
+        same(frozen(x), activation(conv(x, w)), times=3)
 
 
 def test_other_positions():
