@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 import jaxfuse
+import spellings
 from compare import as_near_to_the_truth, same
 from layers import Wide, conv, variables_of
 from processes import printed_by
@@ -183,6 +184,19 @@ def test_numbers_flags_and_keywords():
         same(made(x, scale), apply(p, x, scale))
         same(made(x, scale, train=True), apply(p, x, scale, train=True))
     assert len(made._made) == 2  # a number is traced, a flag is not
+
+
+HITS = {name: hit for name, hit in spellings.rows("HITS").items() if len(hit.args) > 1 and "with itself" not in name}
+
+
+@pytest.mark.parametrize("name", HITS)
+def test_patterns_are_found_as_by_fuse(name):
+    """With all arguments but the first constant. A scale, a bias and a batch norm may have become part of the weight."""
+    hit = HITS[name]
+    frozen = jaxfuse.freeze(lambda *args: hit.function(*args), *hit.args[1:], argnums=range(1, len(hit.args)), policy="always")
+    found = [set(site.pattern.split("+")) for site in jaxfuse.explain(frozen, hit.args[0], policy="always").fused]
+    wanted = [set(pattern.split("+")) - {"scale", "bias", "bn"} for pattern in hit.fused]
+    assert len(found) == len(wanted) and all(any(parts >= others for parts in found) for others in wanted)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)

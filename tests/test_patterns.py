@@ -1,9 +1,6 @@
 """Every pattern in each spelling it is written in, and beside it the near-misses, each with the reason it must give: the tables are
 in spellings/."""
 
-import importlib
-import pkgutil
-
 import jax
 import pytest
 from jax import lax
@@ -12,14 +9,7 @@ import spellings
 from layers import W, X, conv
 from recognition import correct, correct_with_gradients, differentiated, directions, fuse, patterns
 
-TABLES = {module.name: importlib.import_module(f"spellings.{module.name}") for module in pkgutil.iter_modules(spellings.__path__)}
-
-
-def rows_of(kind):
-    return {f"{pattern}: {name}": row for pattern, table in TABLES.items() for name, row in getattr(table, kind, {}).items()}
-
-
-HITS, MISSES = rows_of("HITS"), rows_of("MISSES")
+HITS, MISSES = spellings.rows("HITS"), spellings.rows("MISSES")
 
 # What is allowed more than the rule of compare.py, in roundings, and why.
 TIMES = {

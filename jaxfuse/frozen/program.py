@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from jaxfuse.analysis.normal import constant, is_float_cast, size, widens
+from jaxfuse.analysis.normal import constant, is_float_cast, repeats, size, widens
 from jaxfuse.ops.arrays import beside, wide
 from jaxfuse.patterns.walk import Chain, Walk, WalkEnd
 from jaxfuse.program.graph import Emission, Graph, Node, Value, compute, evaluate
@@ -165,8 +165,8 @@ class Program:
         return scaled[-1] if scaled else None
 
     def _needed_values(self) -> dict[Value, None]:
-        """The fixed values that a call begins with, in order of need. Numbers that the program itself fixes stay written into it, where
-        patterns read them: the limits of `jnp.clip`."""
+        """The fixed values that a call begins with, in order of need. Numbers that the program itself fixes, such as the limits of
+        `jnp.clip`, and broadcasts stay in it, where patterns read them."""
         needed: dict[Value, None] = {}
         seen: set[Value] = set()
         stack = [*self.graph.outputs, *[v for node in self.graph.nodes if node.eqn.effects for v in node.inputs]]
@@ -175,7 +175,7 @@ class Program:
             if value in seen or value.literal is not None:
                 continue
             seen.add(value)
-            if value in self._fixed and constant(value) is None:
+            if value in self._fixed and constant(value) is None and not repeats(value):
                 if value not in self.graph.constants:
                     needed[value] = None
             elif value in self.folds:

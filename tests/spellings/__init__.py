@@ -3,6 +3,8 @@
 test_patterns.py runs all HITS and MISSES. A hit's name is the pattern that it is, a comma, and what is special about it.
 """
 
+import importlib
+import pkgutil
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -43,3 +45,9 @@ def misses(args, table) -> dict[str, Miss]:
     """Of rows (function, the pattern that is left, words of the reason, what is fused all the same)."""
     return {name: Miss(function, args, [(pattern, words)] * bool(pattern), still)
             for name, (function, pattern, words, still) in table.items()}
+
+
+def rows(kind: str) -> dict[str, Hit | Miss]:
+    """All HITS, or all MISSES, by pattern and name."""
+    tables = {module.name: importlib.import_module(f"spellings.{module.name}") for module in pkgutil.iter_modules(__path__)}
+    return {f"{pattern}: {name}": row for pattern, table in tables.items() for name, row in getattr(table, kind, {}).items()}
