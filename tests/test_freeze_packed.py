@@ -66,6 +66,18 @@ def test_weights_of_dense_layers_are_packed(product, shape, dtype, tmp_path):
         same(jaxfuse.load(tmp_path / "layer")(some, residual[: len(some)]), layer((w, b), some, residual[: len(some)]), **near)
 
 
+@pytest.mark.parametrize("rows, dtype, is_packed", [
+    (1, jnp.float32, True), (32, jnp.float32, True), (40, jnp.float32, False), (64, jnp.bfloat16, True), (2, jnp.float16, False)])
+def test_dense_layers_of_few_rows_are_packed(rows, dtype, is_packed):
+    """By the figures of AVX-512."""
+    w = jnp.ones((40, 24), dtype)
+    made = jaxfuse.freeze(lambda w, x: x @ w + 1, w)
+    same(made(jnp.ones((rows, 40), dtype)), jnp.full((rows, 24), 41, dtype))
+    assert any(name.startswith("packed") for name in made._constants) == is_packed
+    by_heads = jaxfuse.freeze(lambda w, x: jnp.einsum("hbk,hkn->hbn", x, w), jnp.ones((2, 40, 24), dtype))
+    assert not by_heads._packed and by_heads(jnp.ones((2, rows, 40), dtype)).shape == (2, rows, 24)
+
+
 def test_packed_filters_in_a_file_for_any_batch(tmp_path):
     model, x = Wide(), jax.random.normal(jax.random.key(2), (3, 16, 16, 32))
     variables = variables_of(model, x)

@@ -5,7 +5,7 @@ import functools
 import math
 
 from jaxfuse.ops.errors import one_of
-from jaxfuse.runtime import platforms
+from jaxfuse.runtime import platforms, private
 from jaxfuse.runtime.reasons import SwitchedOff, Unprofitable, no_kernel
 from jaxfuse.tuning import measured, tuned
 from jaxfuse.tuning.rules import TABLE, cuda, int8, packed
@@ -59,6 +59,8 @@ def _by_bytes(op, config, types) -> str:
 
 def _by_rules(op, config, types, direction: str, inference: bool) -> str:
     table = TABLE[op]
+    if inference and op == "dense" and _is_packed(config, types):
+        return ""
     site = direction, str(types[0].dtype), table.shape_class(config, types), tuned.isa()
     rule = next((rule for rule in (*tuned.rules(op), *measured.rules(op)) if rule.fits(*site)), None)
     if rule is None:
@@ -70,3 +72,12 @@ def _by_rules(op, config, types, direction: str, inference: bool) -> str:
         only = ", the largest measured" if rule.smallest == rule.largest else ""
         return f"too small to gain: {size} {table.unit}, measured faster from {rule.smallest}{only}"
     return ""
+
+
+def _is_packed(config, types) -> bool:
+    """Whether freeze packs the weight of this dense layer, and is faster for it. That the weight is constant is taken for granted: in
+    inference products of two activations have a batch, as attention's, or are rare."""
+    x, w = types[:2]
+    one_dtype = str(x.dtype) == str(w.dtype) == config.out_dtype in ("float32", "bfloat16")
+    rows = math.prod(private.known(n) for d, n in enumerate(x.shape) if d not in config.x_contracted)
+    return one_dtype and not config.x_batch and packed.has_few_rows(x.dtype, rows)

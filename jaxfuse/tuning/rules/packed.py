@@ -1,5 +1,5 @@
-"""How `freeze` lays out the filter of a convolution, or the weight of a dense layer. Measured on Zen 5 with AVX-512 and on Zen 1 with
-AVX2 (benchmarks/README.md); elsewhere it stays as it is."""
+"""How `freeze` lays out the filter of a convolution, or the weight of a dense layer. Measured on Zen 4 and Zen 5 with AVX-512 and on
+Zen 1 with AVX2 (benchmarks/README.md); elsewhere it stays as it is."""
 
 import enum
 import math
@@ -24,9 +24,10 @@ class Packing(enum.Enum):
 def fastest(config, x, w, is_dense: bool) -> Packing:
     """The layout with which the convolution of x by w was measured to be fastest. A filter as it is, the kernel lays out again at every
     call."""
-    if is_dense:
-        return Packing.direct if "avx2" in tuned.isa() and x.dtype == jnp.float32 else Packing.none
     batch, channels, *image = (private.known(x.shape[d]) for d in config.lhs_spec)
+    if is_dense:
+        wins = "avx2" in tuned.isa() and x.dtype == jnp.float32 or has_few_rows(x.dtype, batch)
+        return Packing.direct if wins else Packing.none
     positions, features = batch * math.prod(image), w.shape[config.rhs_spec[0]]
     products, pixels = math.prod(w.shape) // features, positions // math.prod(config.window_strides)
     tiles = batch * math.prod(-(-n // 2) for n in image)
@@ -36,10 +37,19 @@ def fastest(config, x, w, is_dense: bool) -> Packing:
     return Packing.direct if direct else Packing.none
 
 
+def has_few_rows(dtype, rows: int) -> bool:
+    """Whether a dense layer of so many rows is fastest with a packed weight, with AVX-512: what takes the time is to read the weight."""
+    return _has_avx512() and rows <= (64 if dtype == jnp.bfloat16 else 32)
+
+
+def _has_avx512() -> bool:
+    return any(isa.startswith("avx512") for isa in tuned.isa())
+
+
 def _wins(dtype, products: int, pixels: int, features: int) -> tuple[bool, bool]:
     """Whether a packed filter is faster, directly and by Winograd. `products` of a sum: outputs of short ones oneDNN writes faster.
     `pixels` of the output: with many of them its layout of the filter costs little."""
-    if any(isa.startswith("avx512") for isa in tuned.isa()):
+    if _has_avx512():
         wins = products >= 64 and (dtype != jnp.bfloat16 or pixels <= 800)
         return wins, wins
     if "avx2" in tuned.isa() and dtype == jnp.float32:
