@@ -10,8 +10,8 @@ import pytest
 
 HERE = pathlib.Path(__file__).parent
 SOURCES = HERE.parent / "xla_ext"
-TESTS = ["sizes", "exceptions", "denormals", "invalid_operations", "one_processor", "only_the_team_wakes",
-         "threads_that_cannot_start", "forks", "exits_in_a_region"]
+TESTS = ["sizes", "exceptions", "denormals", "invalid_operations", "one_processor", "workers_leave_the_callers_processor",
+         "only_the_team_wakes", "threads_that_cannot_start", "forks", "exits_in_a_region"]
 
 
 @pytest.fixture(scope="module")

@@ -119,6 +119,46 @@ void one_processor() {
   }
 }
 
+// A worker that wakes on the caller's processor goes to another one, however busy the others are, and may come back later.
+void workers_leave_the_callers_processor() {
+  cpu_set_t all, own, others;
+  CHECK(sched_getaffinity(0, sizeof all, &all) == 0);
+  if (CPU_COUNT(&all) < 2) return;
+  const int here = sched_getcpu();
+  CPU_ZERO(&own);
+  CPU_SET(here, &own);
+  others = all;
+  CPU_CLR(here, &others);
+  std::atomic<bool> over{false};
+  std::vector<std::thread> busy;
+  for (int i = 0; i < CPU_COUNT(&others); ++i) {
+    busy.emplace_back([&] {
+      CHECK(sched_setaffinity(0, sizeof others, &others) == 0);
+      while (!over) continue;
+    });
+  }
+  CHECK(sched_setaffinity(0, sizeof own, &own) == 0);
+  ThreadPool::resize(2);
+  pid_t worker = 0;
+  int where = -1;
+  const auto region = [&] {
+    on_each_thread([&](int thread) {
+      if (thread == 1) worker = gettid(), where = sched_getcpu();
+      ThreadPool::instance().barrier();
+    });
+  };
+  region();
+  for (int i = 0; i < 20; ++i) {
+    CHECK(sched_setaffinity(worker, sizeof own, &own) == 0 && sched_setaffinity(worker, sizeof all, &all) == 0);
+    region();
+    CHECK(where != here);
+    cpu_set_t now;
+    CHECK(sched_getaffinity(worker, sizeof now, &now) == 0 && CPU_EQUAL(&now, &all));
+  }
+  over = true;
+  for (std::thread& thread : busy) thread.join();
+}
+
 // How often each of the process's threads but this one has slept.
 std::map<std::string, std::string> sleeps() {
   std::map<std::string, std::string> found;
@@ -231,6 +271,7 @@ const std::pair<const char*, void (*)()> kTests[] = {
     {"denormals", denormals},
     {"invalid_operations", invalid_operations},
     {"one_processor", one_processor},
+    {"workers_leave_the_callers_processor", workers_leave_the_callers_processor},
     {"only_the_team_wakes", only_the_team_wakes},
     {"threads_that_cannot_start", threads_that_cannot_start},
     {"forks", forks},

@@ -16,7 +16,7 @@ namespace {
 
 // A chunk of the panels that a tile meets, kMostSteps long, stays in the first-level cache while rows meet it. Its sums are then
 // added to the total: that keeps them short. The rows of a task, and their sums, stay in the second-level cache.
-constexpr int64_t kMostSteps = 256, kRowBytes = 384 << 10, kMostTiles = 24, kTasksPerThread = 4;
+constexpr int64_t kMostSteps = 256, kRowBytes = 384 << 10, kMostTiles = 24, kTasksPerThread = 4, kFewestTiles = 2;
 constexpr int64_t kTilesTogether = 4;  // whose sums are finished together: they are in the first-level cache
 
 // Numbers of a step.
@@ -98,12 +98,15 @@ class Plan {
         groups_(parts(p_.columns, loops_.columns)) {
     const int64_t row_bytes = std::max<int64_t>(1, p_.inner * int64_t(ffi::ByteWidth(p_.dtype)));
     const int64_t tiles = std::clamp<int64_t>(kRowBytes / (loops_.rows * row_bytes), 2, kMostTiles);
-    block_rows_ = even(p_.rows, tiles * loops_.rows);
-    block_rows_ = std::min(p_.rows, parts(block_rows_, loops_.rows) * loops_.rows);
-    row_blocks_ = parts(p_.rows, block_rows_);
-    const int64_t wanted = std::min(groups_, parts(kTasksPerThread * max_threads(), row_blocks_));
-    task_groups_ = parts(groups_, wanted);
+    cut_rows(tiles);
+    const int64_t wanted_tasks = kTasksPerThread * max_threads();
+    task_groups_ = parts(groups_, std::min(groups_, parts(wanted_tasks, row_blocks_)));
     column_parts_ = parts(groups_, task_groups_);
+    // Panels that are packed already cost other tasks only that they read them.
+    const int64_t all_tiles = parts(p_.rows, loops_.rows);
+    if (p_.filter.panels && tasks() < wanted_tasks) {
+      cut_rows(std::max(kFewestTiles, all_tiles / parts(wanted_tasks, column_parts_)));
+    }
     if (!p_.filter.panels && row_blocks_ > 1) packed_ = std::make_unique<Scratch>(side_by_side_bytes(panels_));
   }
 
@@ -145,6 +148,13 @@ class Plan {
   }
 
  private:
+  // In blocks of so many tiles, at most.
+  void cut_rows(int64_t tiles) {
+    const int64_t rows = even(p_.rows, tiles * loops_.rows);
+    block_rows_ = std::min(p_.rows, parts(rows, loops_.rows) * loops_.rows);
+    row_blocks_ = parts(p_.rows, block_rows_);
+  }
+
   // All panels, where they are packed before the tasks.
   const char* whole() const { return packed_ ? packed_->data() : p_.filter.panels; }
   int64_t chunk_bytes() const { return packing_.chunks().empty() ? 0 : packing_.lines(packing_.chunks()[0]) * packing_.layout().line; }

@@ -1,6 +1,7 @@
 #include "thread_pool.h"
 
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 
 #include <algorithm>
@@ -45,6 +46,28 @@ bool spin(Ready ready, std::chrono::microseconds limit) {
 template <class Ready>
 void wait_until(Ready ready) {
   while (!spin(ready, 2 * kSpin)) std::this_thread::sleep_for(std::chrono::microseconds(1));
+}
+
+// The processor that the calling thread runs on, or -1 where the system does not say.
+int processor() {
+#if defined(__linux__)
+  return sched_getcpu();
+#else
+  return -1;
+#endif
+}
+
+// Moves the calling thread to another processor than this one, where a team of `members` has enough of them. A thread that is
+// woken stays where it was if Linux is too busy to look for an idle processor: caller and worker took turns on one for 5 ms,
+// while the other idled.
+void leave([[maybe_unused]] int taken, [[maybe_unused]] int members) {
+#if defined(__linux__)
+  cpu_set_t allowed;
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0 || CPU_COUNT(&allowed) < members) return;
+  cpu_set_t others = allowed;
+  CPU_CLR(taken, &others);
+  if (sched_setaffinity(0, sizeof others, &others) == 0) sched_setaffinity(0, sizeof allowed, &allowed);
+#endif
 }
 
 // What the calling thread is in its team. Regions nest, each inner one a team of one.
@@ -152,6 +175,7 @@ void ThreadPool::start(Work work, void* argument, int n) {
   work_ = work;
   argument_ = argument;
   mode_ = float_mode();
+  processor_ = processor();
   running_.store(team - 1, std::memory_order_relaxed);
   for (int share = 1; share < team; ++share) workers_[share]->give_share(team);
 }
@@ -229,6 +253,7 @@ void ThreadPool::work_as(int own_number) {
   for (Worker& self = *workers_[own_number];;) {
     self.wait_for_share();
     if (!self.take_share(team)) continue;
+    if (processor() == processor_) leave(processor_, team);
     set_float_mode(mode_);
     work_(argument_);
     if (invalid_flag()) invalid_.store(true, std::memory_order_relaxed);

@@ -94,7 +94,8 @@ class ThreadPool {
   std::atomic<int> threads_{1};                    // workers, and a caller
   Work work_ = nullptr;
   void* argument_ = nullptr;
-  FloatMode mode_{};  // the caller's
+  FloatMode mode_{};    // the caller's
+  int processor_ = -1;  // that it runs on
   std::atomic<bool> invalid_{false};
   std::atomic<bool> abandoned_{false};
   alignas(64) std::atomic<int> running_{0};
