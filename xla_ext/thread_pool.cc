@@ -57,19 +57,6 @@ int processor() {
 #endif
 }
 
-// Moves the calling thread to another processor than this one, where a team of `members` has enough of them. A thread that is
-// woken stays where it was if Linux is too busy to look for an idle processor: caller and worker took turns on one for 5 ms,
-// while the other idled.
-void leave([[maybe_unused]] int taken, [[maybe_unused]] int members) {
-#if defined(__linux__)
-  cpu_set_t allowed;
-  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0 || CPU_COUNT(&allowed) < members) return;
-  cpu_set_t others = allowed;
-  CPU_CLR(taken, &others);
-  if (sched_setaffinity(0, sizeof others, &others) == 0) sched_setaffinity(0, sizeof allowed, &allowed);
-#endif
-}
-
 // What the calling thread is in its team. Regions nest, each inner one a team of one.
 thread_local int number = 0;
 thread_local int team = 1;
@@ -247,13 +234,29 @@ void ThreadPool::Worker::wait_for_share() {
   sleeping.store(false, std::memory_order_relaxed);
 }
 
+// To a processor that no member of the team was on, if there is one. A thread that is woken stays where it was if Linux is too
+// busy to look for an idle processor: caller and worker took turns on one for 5 ms, while the other idled.
+void ThreadPool::leave_the_callers_processor() const {
+#if defined(__linux__)
+  cpu_set_t allowed;
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0 || CPU_COUNT(&allowed) < team) return;
+  cpu_set_t others = allowed;
+  CPU_CLR(processor_, &others);
+  cpu_set_t free = others;
+  for (int share = 1; share < team; ++share) CPU_CLR(workers_[share]->processor.load(std::memory_order_relaxed), &free);
+  const cpu_set_t& better = CPU_COUNT(&free) > 0 ? free : others;
+  if (sched_setaffinity(0, sizeof better, &better) == 0) sched_setaffinity(0, sizeof allowed, &allowed);
+#endif
+}
+
 void ThreadPool::work_as(int own_number) {
   depth = 1;
   number = own_number;
   for (Worker& self = *workers_[own_number];;) {
     self.wait_for_share();
     if (!self.take_share(team)) continue;
-    if (processor() == processor_) leave(processor_, team);
+    if (processor() == processor_) leave_the_callers_processor();
+    self.processor.store(processor(), std::memory_order_relaxed);
     set_float_mode(mode_);
     work_(argument_);
     if (invalid_flag()) invalid_.store(true, std::memory_order_relaxed);

@@ -76,6 +76,7 @@ class ThreadPool {
     // share is waited for by one that has ended, so whatever waits inside them, this cannot block.
     std::atomic<int> share_of_team{0};
     std::atomic<bool> sleeping{false};
+    std::atomic<int> processor{-1};  // that it was on when it last took its share
     std::mutex mutex;
     std::condition_variable wake;
 
@@ -87,6 +88,7 @@ class ThreadPool {
   ThreadPool();
   std::string grow(int n);
   void work_as(int number);
+  void leave_the_callers_processor() const;
 
   std::atomic<int> size_{1};
   std::mutex region_;  // held from start to finish by the one caller whose region runs, and while the pool grows
