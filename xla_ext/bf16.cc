@@ -34,21 +34,27 @@ void for_chunks(int64_t size, F f) {
 
 }  // namespace
 
-float element(const Tensor& t, int64_t i) {
-  return t.dtype == DType::F32 ? t.as<float>()[i] : widened(t.as<uint16_t>()[i]);
+void load(const Tensor& t, const Elements& which, float* to) {
+  const auto [first, step, n] = which;
+  if (t.dtype == DType::F32) {
+    for (int64_t i = 0; i < n; ++i) to[i] = t.as<float>()[first + i * step];
+  } else {
+    for (int64_t i = 0; i < n; ++i) to[i] = widened(t.as<uint16_t>()[first + i * step]);
+  }
 }
 
-void set_element(const Tensor& t, int64_t i, float value) {
+void store(const float* from, const Tensor& t, const Elements& which) {
+  const auto [first, step, n] = which;
   if (t.dtype == DType::F32) {
-    t.as<float>()[i] = value;
+    for (int64_t i = 0; i < n; ++i) t.as<float>()[first + i * step] = from[i];
   } else {
-    t.as<uint16_t>()[i] = narrowed(value);
+    for (int64_t i = 0; i < n; ++i) t.as<uint16_t>()[first + i * step] = narrowed(from[i]);
   }
 }
 
 std::vector<float> elements(const std::optional<Tensor>& t) {
   std::vector<float> result(t ? t->size() : 0);
-  for (size_t i = 0; i < result.size(); ++i) result[i] = element(*t, i);
+  if (t) load(*t, {0, 1, t->size()}, result.data());
   return result;
 }
 

@@ -10,9 +10,12 @@
 
 namespace jaxfuse {
 
-// The i-th element of a tensor of f32 or bf16; stored, it is rounded to the nearest, ties to even.
-float element(const Tensor& t, int64_t i);
-void set_element(const Tensor& t, int64_t i, float value);
+// Elements first + i·step, i < n, of a tensor of f32 or bf16; stored, they are rounded to the nearest, ties to even.
+struct Elements {
+  int64_t first, step, n;
+};
+void load(const Tensor& t, const Elements& which, float* to);
+void store(const float* from, const Tensor& t, const Elements& which);
 
 // All of them; empty without a tensor.
 std::vector<float> elements(const std::optional<Tensor>& t);

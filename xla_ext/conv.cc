@@ -27,7 +27,7 @@ Way way(const Forward& f) {
   const bool contracts = contracted::takes(f.geometry, f.x, f.w, f.y());
   if (f.y().dtype != f.x.dtype) return contracts ? Way::contraction : Way::onednn;
   if (pointwise::takes(f.geometry, f.x, f.w)) return Way::pointwise;
-  if (depthwise::takes(depthwise::Pass::forward, f.geometry, f.x, f.w, f.y())) return Way::depthwise;
+  if (depthwise::takes(f)) return Way::depthwise;
   if (winograd::takes(f.geometry, f.x, f.w, f.y())) return Way::winograd;
   return contracts ? Way::contraction : Way::onednn;
 }

@@ -70,8 +70,8 @@ Backward checked(const Call& call) {
        dresidual = next_result(want_dresidual, "dresidual");
   Backward b{Geometry(call), x, w, saved, dx, dw, db, dresidual, *dy, activation, parameters, derivative_from_y};
   check(call, b);
-  b.dx_by_loops = b.dx && depthwise::takes(depthwise::Pass::data, b.geometry, *b.dx, *b.w, b.dy);
-  b.dw_by_loops = b.dw && depthwise::takes(depthwise::Pass::filter, b.geometry, *b.x, *b.dw, b.dy);
+  b.dx_by_loops = b.dx && depthwise::takes_data_gradient(b.geometry, *b.dx, *b.w, b.dy);
+  b.dw_by_loops = b.dw && depthwise::takes_weights_gradient(b.geometry, *b.x, *b.dw, b.dy);
   return b;
 }
 
@@ -114,7 +114,9 @@ auto of_filter(const Backward& b, const Tensor& g, Function function) {
 // depthwise::weights_gradient finds on its way.
 void gradients(const Backward& b, const Tensor& g, float* db) {
   if (b.dx && b.geometry.transposed()) {
-    if (b.dx->size() > 0) onednn::convolve(b.geometry.adjoint(*b.w), g, *b.w, *b.dx);
+    const bool is_empty = b.w->size() == 0 || g.size() == 0;
+    if (is_empty && b.dx->size() > 0) std::memset(b.dx->data, 0, b.dx->bytes());
+    if (!is_empty && b.dx->size() > 0) onednn::convolve(b.geometry.adjoint(*b.w), g, *b.w, *b.dx);
   } else if (b.dx) {
     (b.dx_by_loops ? depthwise::data_gradient : data_gradient)(b.geometry, *b.dx, *b.w, g);
   }
@@ -201,7 +203,7 @@ void conv_bwd(const Call& call) {
   } else {
     (wants_f32(b) ? gradients_in_f32 : gradients)(b, g, db_with_dw ? db : nullptr);
   }
-  for (size_t i = 0; i < sums.size(); ++i) set_element(*b.db, i, sums[i]);
+  if (b.db) store(sums.data(), *b.db, {0, 1, int64_t(sums.size())});
 }
 
 JAXFUSE_HANDLER(jaxfuse_conv_bwd, conv_bwd);

@@ -5,11 +5,11 @@
 
 namespace jaxfuse::conv::depthwise {
 
-enum class Pass { forward, data, filter };
-
 // Whether this is a depthwise convolution with x and y channels last, none of them empty, of a kind for which the loops
-// are at least as fast as oneDNN in this pass.
-bool takes(Pass pass, const Geometry& geometry, const Tensor& x, const Tensor& w, const Tensor& y);
+// are at least as fast as oneDNN; so of its gradients.
+bool takes(const Forward& f);
+bool takes_data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& dy);
+bool takes_weights_gradient(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& dy);
 
 void forward(const Forward& f);
 

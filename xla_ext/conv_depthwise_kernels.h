@@ -35,10 +35,23 @@ struct Piece {
   const void* next;  // the row of x behind these, to be fetched already, or null
 };
 
+// z itself, or ends[0] from bounds[0] down and ends[1] from bounds[1] up.
+struct Clip {
+  float bounds[2], ends[2];
+};
+
+// Where bias (or null: zeros) + Σ w·x goes: into sums or, where that is null, clipped and rounded to x's dtype into y. Both point
+// to the first output.
+struct Output {
+  const float* bias;
+  float* sums;
+  void* y;
+  Clip clip;
+};
+
 struct Kernels {
-  // bias (or null: zeros) + Σ w·x for the outputs of a piece, into sums or, where that is null, rounded to x's dtype into
-  // y; both point to the first output.
-  void (*convolve)(const Args&, const Piece&, const float* w, const float* bias, float* sums, void* y);
+  // The outputs of a piece.
+  void (*convolve)(const Args&, const Piece&, const float* w, const Output&);
   // sums += Σ g·x for each tap, db (or null) += Σ g, over the outputs of a piece and channels [begin, end); g is like x
   // and points to the first output, sums is like the filter. There is one phase with every tap.
   void (*filter_gradient)(const Args&, const Piece&, int64_t begin, int64_t end, const void* g, float* sums, float* db);

@@ -31,12 +31,10 @@ bool is_inside(const Args& args, const Phase& phase, int64_t j) {
   return at >= 0 && at + (kTile - 1) * phase.in_step + (phase.taps - 1) * phase.spacing < args.in;
 }
 
-template <class T>
-struct Output {
-  const float *w, *bias;
-  float* sums;
-  T* y;
-};
+inline Floats clipped(const Clip& clip, Floats z) {
+  const Floats y = z <= clip.bounds[0] ? broadcast(clip.ends[0]) : z;
+  return z >= clip.bounds[1] ? broadcast(clip.ends[1]) : y;
+}
 
 // sum[j] += Σ w[t]·x[at + (j·stride + t)·spacing], t < n: each input is loaded once for all outputs that read it.
 template <int n, int stride, bool whole, class T, class Lanes>
@@ -76,18 +74,18 @@ void add_row_by_taps(Floats (&sum)[kTile], const Args& args, const Phase& phase,
 // stride: in_step over spacing; or 0 for any.
 template <int n, int stride, bool whole, class T, class Lanes>
 [[gnu::always_inline]] inline void convolve_tile(const Args& args, const Piece& piece, const Phase& phase, int64_t j,
-                                                 int64_t end, const Output<T>& output, int64_t c, Lanes lanes) {
+                                                 int64_t end, const float* w, const Output& output, int64_t c, Lanes lanes) {
   Floats sum[kTile];
   const Floats start = output.bias ? load(output.bias + c, lanes) : Floats{};
   for (Floats& s : sum) s = start;
   const int64_t at = phase.in_first + j * phase.in_step;
   for (const Row* row = piece.rows; row < piece.rows + piece.n_rows; ++row) {
     const T* x = static_cast<const T*>(row->x) + c;
-    const float* w = output.w + (row->tap + phase.first_tap) * args.channels + c;
+    const float* taps = w + (row->tap + phase.first_tap) * args.channels + c;
     if constexpr (n == 0) {
-      add_row_by_taps(sum, args, phase, x, at, w, lanes);
+      add_row_by_taps(sum, args, phase, x, at, taps, lanes);
     } else {
-      add_row<n, stride, whole>(sum, args, phase, x, at, w, lanes);
+      add_row<n, stride, whole>(sum, args, phase, x, at, taps, lanes);
     }
   }
   if (piece.next && c * sizeof(T) % 64 == 0) {
@@ -95,37 +93,39 @@ template <int n, int stride, bool whole, class T, class Lanes>
     for (int i = 0; i < kTile; ++i) __builtin_prefetch(next + i * phase.in_step * args.channels, 0, 2);
   }
   int64_t to = (phase.first + j * phase.step - piece.begin) * args.channels + c;
+  T* const y = static_cast<T*>(output.y);
+  const Clip clip = output.clip;
   for (int i = 0; i < kTile && j + i < end; ++i, to += phase.step * args.channels) {
-    output.sums ? store(output.sums + to, sum[i], lanes) : store(output.y + to, round_to<T>(sum[i]), lanes);
+    output.sums ? store(output.sums + to, sum[i], lanes) : store(y + to, round_to<T>(clipped(clip, sum[i])), lanes);
   }
 }
 
 template <int n, int stride, class T>
-void convolve_phase(const Args& args, const Piece& piece, const Phase& phase, const Output<T>& output) {
+void convolve_phase(const Args& args, const Piece& piece, const Phase& phase, const float* w, const Output& output) {
   const auto number = [&](int64_t o) { return o < phase.first ? 0 : (o - phase.first + phase.step - 1) / phase.step; };
   const int64_t end = number(piece.end);
   for (int64_t j = number(piece.begin); j < end; j += kTile) {
     with_bool(is_inside(args, phase, j), [&](auto whole) {
       int64_t c = 0;
       for (; c + kLanes <= args.channels; c += kLanes) {
-        convolve_tile<n, stride, whole.value, T>(args, piece, phase, j, end, output, c, Whole{});
+        convolve_tile<n, stride, whole.value, T>(args, piece, phase, j, end, w, output, c, Whole{});
       }
       if (c < args.channels) {
-        convolve_tile<0, 0, false, T>(args, piece, phase, j, end, output, c, First{args.channels - c});
+        convolve_tile<0, 0, false, T>(args, piece, phase, j, end, w, output, c, First{args.channels - c});
       }
     });
   }
 }
 
 template <class T>
-void convolve(const Args& args, const Piece& piece, const Output<T>& output) {
+void convolve(const Args& args, const Piece& piece, const float* w, const Output& output) {
   for (const Phase* phase = args.phases; phase < args.phases + args.n_phases; ++phase) {
     with_taps(phase->taps, [&](auto n) {
-      if (n.value && phase->in_step == phase->spacing) return convolve_phase<n.value, 1>(args, piece, *phase, output);
+      if (n.value && phase->in_step == phase->spacing) return convolve_phase<n.value, 1, T>(args, piece, *phase, w, output);
       if constexpr (n.value % 2) {
-        if (phase->in_step == 2 * phase->spacing) return convolve_phase<n.value, 2>(args, piece, *phase, output);
+        if (phase->in_step == 2 * phase->spacing) return convolve_phase<n.value, 2, T>(args, piece, *phase, w, output);
       }
-      convolve_phase<0, 0>(args, piece, *phase, output);
+      convolve_phase<0, 0, T>(args, piece, *phase, w, output);
     });
   }
 }
@@ -199,10 +199,8 @@ void filter_gradient(const Args& args, const Piece& piece, int64_t begin, int64_
 }
 
 constexpr Kernels kernels = {
-    [](const Args& args, const Piece& piece, const float* w, const float* bias, float* sums, void* y) {
-      with_dtype(args.bf16, [&](auto t) {
-        convolve<decltype(t)>(args, piece, {w, bias, sums, static_cast<decltype(t)*>(y)});
-      });
+    [](const Args& args, const Piece& piece, const float* w, const Output& output) {
+      with_dtype(args.bf16, [&](auto t) { convolve<decltype(t)>(args, piece, w, output); });
     },
     [](const Args& args, const Piece& piece, int64_t begin, int64_t end, const void* g, float* sums, float* db) {
       with_dtype(args.bf16, [&](auto t) { filter_gradient<decltype(t)>(args, piece, begin, end, g, sums, db); });
