@@ -81,6 +81,10 @@ def check_filters_that_are_not_finite():
         y = np.float64(forward(case, x, w))
         assert not np.isfinite(y[0, 1:, 1:, 0]).any() and np.isfinite(y[..., 1:]).all()
         assert multiplies_padding(dtype) or np.isfinite(y[0, 0]).all() and np.isfinite(y[0, :, 0]).all()
+        line = Case((1, 6, 3), (3, 3, 16), padding=(1, 1))  # of few channels: its taps lie beside each other
+        y = np.float64(forward(line, random(line.x, dtype), random_filter(line, dtype).at[0, 0, 0].set(jnp.inf)))
+        assert not np.isfinite(y[0, 1:, 0]).any() and np.isfinite(y[..., 1:]).all()
+        assert multiplies_padding(dtype) or np.isfinite(y[0, 0]).all()
 
 
 def check_threads():

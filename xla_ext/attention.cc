@@ -131,8 +131,9 @@ Matrix Problem::matrix(const Call& call, const Tensor& t, const char* strides, c
   if (m.strides.size() != shape.size()) call.refuse(strides, " are ", m.strides.size(), ", expected ", shape.size());
   int64_t last = 0;
   for (size_t d = 0; d < shape.size(); ++d) {
-    if (m.strides[d] < 0) call.refuse(strides, " are ", to_string(m.strides), ", expected none below 0");
-    last += (shape[d] - 1) * m.strides[d];
+    if (m.strides[d] < 0 || !add_product(shape[d] - 1, m.strides[d], last)) {
+      call.refuse(strides, " are ", to_string(m.strides), ", expected none below 0, and within the buffer");
+    }
   }
   if (last != t.size() - 1) {
     call.refuse(t.name, " has shape ", to_string(t.shape), ", expected the elements of ", to_string(shape), " at ", strides, " ",

@@ -108,7 +108,7 @@ void apply(const Call& call) {
   const Tensor x = full_size(call, 0, "x");
   const auto [rows, channels] = rows_of(x);
   const Kernels& run = kernels();
-  const Folding folding = fold(rows, std::max<int64_t>(channels, 1), save_mask);
+  const Folding folding = fold(rows, channels, save_mask);
   const FoldedAffine affine = affine_operands(call, 1, x, folding);
   const Tensor y = like(call, call.result(0, "y"), x);
   const ApplyArgs args{element_of(x.dtype),
@@ -142,7 +142,7 @@ struct Backward {
     const size_t next = with_coefficients ? 6 : 3;
     call.expect_counts(next + (has_mask ? 1 : recomputes ? 3 + has_residual : 0), results);
     const auto [rows, channels] = rows_of(x);
-    folding = fold(rows, std::max<int64_t>(channels, 1), has_mask);
+    folding = fold(rows, channels, has_mask);
     const auto folded = [&](size_t i, const char* name) {
       return folding.repeat(per_channel(call, call.operand(i, name), x));
     };

@@ -36,6 +36,7 @@ struct Folding {
 
 // With a mask, rows are folded only where each fills whole bytes of it.
 inline Folding fold(int64_t rows, int64_t channels, bool has_mask) {
+  if (channels == 0) return {0, 1, rows, 0};
   int64_t copies = 1;
   while (copies * channels < kChannelStep || copies * channels % kWidestVector) ++copies;
   if (copies * channels > kMaxTileChannels || (has_mask && channels % 8)) copies = 1;

@@ -42,8 +42,16 @@ inline std::string to_string(DType dtype) {
 
 inline int64_t size_of(const Shape& shape) {
   int64_t size = 1;
-  for (int64_t extent : shape) size *= extent;
+  for (int64_t extent : shape) {
+    if (__builtin_mul_overflow(size, extent, &size)) throw std::invalid_argument("shape " + to_string(shape) + " is too large");
+  }
   return size;
+}
+
+// sum += a·b; false where that overflows.
+inline bool add_product(int64_t a, int64_t b, int64_t& sum) {
+  int64_t product;
+  return !__builtin_mul_overflow(a, b, &product) && !__builtin_add_overflow(sum, product, &sum);
 }
 
 // From one element to the next along each dimension, without gaps.

@@ -112,9 +112,10 @@ class Convolution {
     add_problems();
   }
 
-  bool run() const {
+  // padded: x has padding of its own, which taps met too.
+  bool run(bool padded = false) const {
     const bool finite = contraction::multiply(problems_, [&](const contraction::Block& b) { finish(b); });
-    return finite || std::none_of(rows_.begin(), rows_.end(), [](const Rows& r) { return r.meets_padding(); });
+    return finite || (!padded && std::none_of(rows_.begin(), rows_.end(), [](const Rows& r) { return r.meets_padding(); }));
   }
 
  private:
@@ -242,6 +243,7 @@ Tensor padded_lines(const Tensor& x, int64_t low, int64_t high, char zero, char*
 }
 
 bool convolve(Forward f, const char* panels, const Int8* int8) {
+  if (f.x.size() == 0) return epilogue::apply(f.epilogue, f.geometry.out_spec[1], nullptr, f.y().dtype), true;
   if (!merges_lines(f.geometry, f.w)) return Convolution(f, f.geometry.transposed(), panels, int8).run();
   int64_t &low = f.geometry.padding_low.back(), &high = f.geometry.padding_high.back();
   const bool has_padding = low > 0 || high > 0;
@@ -251,7 +253,7 @@ bool convolve(Forward f, const char* panels, const Int8* int8) {
   if (has_padding) f.x = padded_lines(f.x, low, high, int8 ? char(int8->zero) : 0, padded.data());
   f.w = with_merged_lines(f.geometry, f.w);
   low = high = 0;
-  return Convolution(f, false, panels, int8).run() || !has_padding;
+  return Convolution(f, false, panels, int8).run(has_padding);
 }
 
 bool forward(const Forward& f) { return convolve(f, nullptr, nullptr); }

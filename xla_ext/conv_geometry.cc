@@ -17,11 +17,13 @@ Spec checked_spec(const Call& call, const char* name, size_t rank) {
   return spec;
 }
 
+constexpr int64_t kMost = std::numeric_limits<int32_t>::max();  // so that no product of two of them overflows
+
 Shape checked_extents(const Call& call, const char* name, size_t count, int64_t least) {
   Shape extents = call.int_array(name);
   if (extents.size() != count) call.refuse(name, " has ", extents.size(), " entries, expected ", count);
   for (int64_t extent : extents) {
-    if (extent < least) call.refuse(name, " is ", to_string(extents), ", expected entries of at least ", least);
+    if (extent < least || extent > kMost) call.refuse(name, " is ", to_string(extents), ", expected entries from ", least, " to ", kMost);
   }
   return extents;
 }
@@ -41,7 +43,7 @@ Geometry::Geometry(const Call& call) {
   if (n < 1 || n > 3) call.refuse("window_strides has ", n, " entries, expected 1 to 3 spatial dimensions");
   strides = checked_extents(call, "window_strides", n, 1);
   lhs_dilation = checked_extents(call, "lhs_dilation", n, 1);
-  const int64_t least = transposed() ? std::numeric_limits<int64_t>::min() : 0;  // see check()
+  const int64_t least = transposed() ? -kMost : 0;  // see check()
   padding_low = checked_extents(call, "padding_low", n, least);
   padding_high = checked_extents(call, "padding_high", n, least);
   dilation = checked_extents(call, "rhs_dilation", n, 1);

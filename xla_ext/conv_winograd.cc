@@ -160,16 +160,17 @@ class Winograd {
 
   // The outputs of these tiles, line by line of tiles.
   bool finish(int64_t first, int64_t count, int64_t feature, const float* sums, float* z) const {
+    const int64_t columns = std::min(products_.columns, s_.features - feature);  // of a narrow tile nothing wrote the others
     bool finite = true;
     for (int64_t t = 0, beside; t < count; t += beside) {
       const Position at(s_, first + t);
       beside = std::min(count - t, s_.per_line - at.column / 2);
       float* const lines[2] = {z, z + 2 * beside * products_.columns};
-      finite &= loops_.transform_output({sums + t * products_.columns, count * products_.columns, products_.columns, beside, products_.columns,
+      finite &= loops_.transform_output({sums + t * products_.columns, count * products_.columns, products_.columns, beside, columns,
                                          {lines[0], lines[1]}, products_.columns});
       for (int64_t line = 0; line < std::min<int64_t>(2, s_.out_height - at.line); ++line) {
         const int64_t pixel = (at.image * s_.out_height + at.line + line) * s_.out_width + at.column;
-        const int64_t pixels = std::min(2 * beside, s_.out_width - at.column), columns = std::min(products_.columns, s_.features - feature);
+        const int64_t pixels = std::min(2 * beside, s_.out_width - at.column);
         const int64_t offset = pixel * s_.features + feature;
         epilogue::kernels().apply(epilogue_.tile(lines[line], DType::F32, products_.columns, offset, feature, columns), 0, pixels);
       }

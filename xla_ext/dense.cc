@@ -92,8 +92,9 @@ void check_extent(const Call& call, const Tensor& t, Shape shape, const Shape& s
   if (strides.size() != shape.size()) call.refuse("strides of ", t.name, " are ", strides.size(), ", expected ", shape.size());
   int64_t last = 0;
   for (size_t d = 0; d < shape.size(); ++d) {
-    if (strides[d] < 0) call.refuse("strides of ", t.name, " are ", to_string(strides), ", expected none below 0");
-    last += (shape[d] - 1) * strides[d];
+    if (strides[d] < 0 || !add_product(shape[d] - 1, strides[d], last)) {
+      call.refuse("strides of ", t.name, " are ", to_string(strides), ", expected none below 0, and within the buffer");
+    }
   }
   if (t.size() != size_of(shape) || last >= t.size()) {
     call.refuse(t.name, " has shape ", to_string(t.shape), ", expected the elements of ", to_string(shape), " at strides ",

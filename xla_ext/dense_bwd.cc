@@ -20,6 +20,7 @@ struct Backward {
 
 void check(const Call& call, const Backward& b) {
   const DType dtype = b.x ? b.x->dtype : b.w ? b.w->dtype : b.dy.dtype;
+  call.expect_dtype(b.dy, {DType::F32, DType::BF16, DType::F16});
   call.expect_dtype(b.dy, {DType::F32, dtype});
   b.sizes.check_y(call, b.dy);
   for (const auto* t : {&b.x, &b.w, &b.dx, &b.dw}) {
@@ -27,6 +28,11 @@ void check(const Call& call, const Backward& b) {
     call.expect_dtype(**t, {DType::F32, DType::BF16, DType::F16});
     call.expect_dtype(**t, {dtype});
     t == &b.x || t == &b.dx ? b.sizes.check_x(call, **t) : b.sizes.check_w(call, **t);
+  }
+  for (const Shape* strides : {b.dx ? &b.sizes.x_strides : nullptr, b.dw ? &b.sizes.w_strides : nullptr}) {
+    if (strides && strides->end()[-1] != 1 && strides->end()[-2] != 1) {
+      call.refuse("strides of a gradient are ", to_string(*strides), ", expected rows or columns side by side");
+    }
   }
   for (const auto* t : {&b.saved, &b.dresidual}) {
     if (!*t) continue;

@@ -38,13 +38,17 @@ struct Pool {
   }
 
   // Those that nobody has used since `limit`.
-  std::vector<char*> take_unused(Clock::time_point limit) {
-    std::vector<char*> unused;
+  void take_unused(Clock::time_point limit, std::vector<char*>& taken) {
     for (auto at = idle.begin(); at != idle.end();) {
       const auto buffer = at++;
-      if (buffer->second.since < limit) unused.push_back(take(buffer).data);
+      if (buffer->second.since < limit) move_to(taken, buffer);
     }
-    return unused;
+  }
+
+  // Where the list cannot grow the buffer stays.
+  void move_to(std::vector<char*>& taken, Buffers::iterator buffer) {
+    taken.push_back(nullptr);
+    taken.back() = take(buffer).data;
   }
 };
 
@@ -85,24 +89,29 @@ Scratch::~Scratch() {
   if (data_ == nullptr) return;
   const Clock::time_point now = Clock::now();
   std::vector<char*> surplus;
-  {
+  bool is_idle = false;
+  try {
     std::lock_guard<std::mutex> lock(pool().mutex);
     pool().idle.emplace(capacity_, Idle{data_, now});
     pool().idle_bytes += capacity_;
+    is_idle = true;
     if (now - pool().swept > kKept) {
-      surplus = pool().take_unused(now - kKept);
+      pool().take_unused(now - kKept, surplus);
       pool().swept = now;
     }
-    while (pool().idle_bytes > kPoolBytes) surplus.push_back(pool().take(std::prev(pool().idle.end())).data);
+    while (pool().idle_bytes > kPoolBytes) pool().move_to(surplus, std::prev(pool().idle.end()));
+  } catch (const std::bad_alloc&) {  // of a list's element: the next one to come will clear up
   }
+  if (!is_idle) std::free(data_);
   free_all(surplus);
 }
 
 void Scratch::give_back_unused() {
   std::vector<char*> unused;
-  {
+  try {
     std::lock_guard<std::mutex> lock(pool().mutex);
-    unused = pool().take_unused(Clock::now() - kKept);
+    pool().take_unused(Clock::now() - kKept, unused);
+  } catch (const std::bad_alloc&) {
   }
   free_all(unused);
 }

@@ -23,7 +23,7 @@ struct Clip {
 
 // The function as a clip, if it is one and gives the sign of a zero at a bound as oneDNN does: that of the bound.
 std::optional<Clip> as_clip(const Piecewise& f) {
-  Clip clip{f.slopes[1], -f.slopes[1] * f.center, -INFINITY, INFINITY};
+  Clip clip{f.slopes[1], -f.slopes[1] * f.center + f.offsets[1], -INFINITY, INFINITY};
   for (const int side : {0, 1}) {
     if (std::isinf(f.bounds[side])) continue;
     const float bound = f.offsets[2 * side];
