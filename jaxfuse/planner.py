@@ -32,9 +32,11 @@ def plan(closed: ClosedJaxpr, decider: Decider, outer: tuple[Graph, Node] | None
     graph = Graph(closed, outer)
     if not graph.is_symbolic:
         return _plan(closed, graph, decider)
+    before = len(decider.taken)
     try:
         return _plan(closed, graph, decider.of_symbolic_shapes())
     except Exception as error:
+        del decider.taken[before:]
         return Plan(closed, graph, {}, found=[Refusal("program", graph.nodes[0], (), symbolic.cannot_be_told(error))])
 
 
@@ -131,7 +133,7 @@ class _Planner:
             elif node.primitive in CUSTOM_DERIVATIVE_CALLS:
                 reason = f"it is inside a {node.primitive}: a function with rules of its own stays as it is"
                 plans = [plan(_closed(body), self.decider) for body in programs(node).values()]
-                rows = _refused(reason, _rows(plans))
+                rows = self._given_up(plans, reason)
             self._replace(emissions)
             self.rows += [_Row(row, node.index) for row in rows]
             self.inner |= {node.index: plans} if rows or bodies or node.index in pairs else {}
@@ -141,8 +143,11 @@ class _Planner:
         graph, taken = self.graph, self.claimed | self.graph.marks.fused_away
         results: dict[int, tuple[Sequence[Emission], list[Plan]]] = {}
         for first, second in scan_pairs.pairs(graph, autodiff.backward(graph), lambda node: node.index not in taken):
+            before = len(self.decider.taken)
             result = scan_pairs.rewritten(graph, first, second, lambda closed: plan(closed, self.decider))
-            if result:
+            if result is None:
+                del self.decider.taken[before:]
+            else:
                 results |= {first.node.index: (result[0], [result[1]]), second.node.index: ((), [])}
         return results
 
@@ -168,12 +173,18 @@ class _Planner:
         try:
             params = inside(node, lambda: {name: rewritten(body) for name, body in bodies.items()})
         except (TypeError, ValueError) as error:  # JAX finds the rewritten body unfit where the user's own was not
-            return (), _refused(f"the body of {node} cannot be rewritten: {error}".splitlines()[0], _rows(plans)), plans
+            return (), self._given_up(plans, f"the body of {node} cannot be rewritten: {error}".splitlines()[0]), plans
         if all(params[name] is body for name, body in bodies.items()):
             return (), _rows(plans), plans
         changed = Node(private.with_params(node.eqn, params), node.index, [], node.name_stack)
 
         return [Emission.of(node.inputs, node.outputs, lambda *arrays: changed.replay(list(arrays)))], _rows(plans), plans
+
+    def _given_up(self, plans: list[Plan], reason: str) -> list:
+        """Their rows, of which none is rewritten, for this reason unless they have another."""
+        rows = [row for row in _rows(plans) if not isinstance(row, UnfusedStep)]
+        self.decider.give_up([row for row in rows if isinstance(row, Match)])
+        return [Refusal(row.pattern, row.anchor, row.operands, reason, row.direction) if isinstance(row, Match) else row for row in rows]
 
     def take_back_circles(self) -> None:
         """Gives up the last of matches that wait for each other, and those that need what only this one makes: what a forward op saves
@@ -184,6 +195,7 @@ class _Planner:
             saved = {v for emission in last.emissions for v in emission.defines if v.producer is None}
             given_up = [match for match in matches if match is last or
                         any(v in saved for emission in match.emissions for v in emission.needs)]
+            self.decider.give_up(given_up)
             emissions = [emission for match in given_up for emission in match.emissions]
             self.replacements = {value: emission for value, emission in self.replacements.items() if emission not in emissions}
             self.rows = [_Row(Refusal(row.pattern, row.anchor, row.operands, CIRCULAR, row.direction) if row in given_up else row, body_of)
@@ -210,12 +222,6 @@ class _Planner:
 
 def _rows(plans: list[Plan]) -> list:
     return [row for inner in plans for row in inner.found]
-
-
-def _refused(reason: str, found: list) -> list:
-    """The sites, of which none is rewritten, for this reason unless they have another."""
-    return [Refusal(s.pattern, s.anchor, s.operands, reason, s.direction) if isinstance(s, Match) else s
-            for s in found if not isinstance(s, UnfusedStep)]
 
 
 def _closed(body) -> ClosedJaxpr:

@@ -1,12 +1,11 @@
 """Which of a program's sites a user lets be fused: some patterns, all but some, the first few. It is how a culprit is found."""
 
 import dataclasses
-import itertools
 import math
 import numbers
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jaxfuse.ops.errors import OpError, one_of
@@ -66,15 +65,16 @@ ALL = Selection()
 
 
 class Decider:
-    """Decides over the sites of one program, in the order in which they are found: `unprofitable` is the policy's, `fused` counts."""
+    """Decides over the sites of one program, in the order in which they are found: `unprofitable` is the policy's. `taken` are those
+    that are fused so far."""
 
-    def __init__(self, unprofitable: Callable[..., str], selection: Selection = ALL, fused: Iterator[int] | None = None):
+    def __init__(self, unprofitable: Callable[..., str], selection: Selection = ALL, taken: list[Match] | None = None):
         self.unprofitable, self.selection = unprofitable, selection
-        self._fused = itertools.count() if fused is None else fused
+        self.taken: list[Match] = [] if taken is None else taken
 
     def of_symbolic_shapes(self) -> "Decider":
         """The same, of a part of the program whose shapes are not known."""
-        return Decider(symbolic.unprofitable(self.unprofitable), self.selection, self._fused)
+        return Decider(symbolic.unprofitable(self.unprofitable), self.selection, self.taken)
 
     def left_out(self, pattern: str, match: Match) -> LeftOut | None:
         """Why the user does not want it fused. None: it is fused, and counted."""
@@ -83,11 +83,23 @@ class Decider:
             return LeftOut(f"patterns={chosen.patterns} leaves {pattern} out")
         if chosen.skip and chosen.names(pattern, where(match)):
             return LeftOut("skip names it")
-        if chosen.limit is not None and next(self._fused) >= chosen.limit:
+        if chosen.limit is not None and len(self.taken) >= chosen.limit:
             return LeftOut(f"limit={chosen.limit} sites are fused already")
-        if not _process.takes(match):
+        if _process.fused + len(self.taken) >= _process.limit:
             return LeftOut(f"{_process.limit} sites of this process are fused already")
+        self.taken.append(match)
         return None
+
+    def give_up(self, matches: Sequence[Match]) -> None:
+        """They were taken, and are not fused after all."""
+        self.taken[:] = [match for match in self.taken if not any(match is each for each in matches)]
+
+    def tell(self) -> None:
+        """Counts what is taken for the process, once the program is planned."""
+        if _process.limit < math.inf:
+            _process.fused += len(self.taken)
+            for match in self.taken:
+                _process.tell(where(match).place)
 
 
 class _Process:
@@ -98,15 +110,6 @@ class _Process:
     def __init__(self) -> None:
         self.fused = 0
         self.tell: Callable[[str], object] = lambda words: None
-
-    def takes(self, match: Match) -> bool:
-        if self.limit == math.inf:
-            return True
-        if self.fused >= self.limit:
-            return False
-        self.fused += 1
-        self.tell(where(match).place)
-        return True
 
 
 _process = _Process()
@@ -130,12 +133,7 @@ def _pattern(name: str, known: Sequence[str], where: str) -> str:
 
 
 def _is(each: str | Site, found: Site) -> bool:
-    """Whether an entry of `skip` names this site, its pattern apart."""
+    """Whether an entry of `skip` names this site, its pattern apart. Of a `Site` the reason, the kernel and the times may be others."""
     if isinstance(each, Site):
-        return _same(each, found)
+        return all(getattr(each, name) == getattr(found, name) for name in ("pattern", "direction", "shapes", "source", "scopes"))
     return each in (found.pattern, found.source) or SOURCE.fullmatch(each) is not None and found.source.endswith(f"/{each}")
-
-
-def _same(asked: Site, found: Site) -> bool:
-    """The reason, the kernel and the times may be others."""
-    return all(getattr(asked, name) == getattr(found, name) for name in ("pattern", "direction", "shapes", "source", "scopes"))

@@ -9,6 +9,7 @@ import pytest
 import jaxfuse
 from jaxfuse import __main__ as cli
 from jaxfuse.runtime.reasons import LeftOut
+from spellings import recurrent
 
 pytestmark = pytest.mark.usefixtures("some_kernel")
 random = np.random.default_rng(0)
@@ -109,6 +110,30 @@ def test_what_is_no_site_of_the_program_is_said():
 
 def test_strict_mode_lets_what_is_left_out_pass():
     jaxfuse.fuse(network, policy="always", strict=True, skip=["dense"])(X, W, V)
+
+
+@pytest.mark.parametrize("options", [dict(skip=["recurrent"]), dict(limit=0)])
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_cells_of_a_loop_that_is_left_out(options, differentiated):
+    """Their rows say so, and strict mode lets them pass too."""
+    run = lambda w, u: recurrent.sequence(recurrent.lstm)(recurrent.XS, recurrent.H, recurrent.C, w, u)[0][0]
+    fn = jax.grad(lambda *weights: jnp.sum(run(*weights) ** 2), (0, 1)) if differentiated else run
+    weights = recurrent.W, recurrent.U
+    report = jaxfuse.explain(jaxfuse.fuse(fn, policy="always", **options), *weights, policy="always")
+    skipped = [site for site in report.skipped if site.pattern == "lstm"]
+    if recurrent.NATIVE:
+        assert len(skipped) > 1 and all(isinstance(site.reason, LeftOut) for site in skipped)
+    jaxfuse.fuse(fn, policy="always", strict=True, **options)(*weights)
+
+
+def test_what_is_not_fused_after_all_does_not_count():
+    """The body of a function with a derivative of its own stays as it is, and the limit is for others."""
+    layer = lambda x, v: jnp.tanh(x @ v)
+    own = jax.custom_vjp(layer)
+    own.defvjp(lambda x, v: (own(x, v), (x, v)), lambda kept, g: jax.vjp(layer, *kept)[1](g))
+    both = lambda x, v: jax.lax.scan(lambda y, _: (layer(layer(y, v), v.T), None), own(x, v) @ v.T, None, length=2)[0]
+    report = jaxfuse.explain(jaxfuse.fuse(both, policy="always", patterns=["dense"], limit=2), X, V, policy="always")
+    assert [site.pattern for site in report.fused] == ["dense", DENSE] and "custom_vjp" in report.skipped[0].reason
 
 
 def test_counters_and_logging(caplog):

@@ -88,8 +88,25 @@ class IndexMap:
 
     def reshaped(self, shape) -> Self | None:
         """None where an axis of the shape would end inside a sub-axis that is not divided there."""
-        axes = regrouped(self.flat, shape)
-        return self.with_sub_axes(axes) if axes is not None else None
+        pending = list(reversed(self.flat))
+        axes: list[SubAxes] = []
+        for n in shape:
+            made, rest = [], n
+            while rest != 1:
+                if not pending:
+                    return None
+                *axis, stride, own = pending.pop()
+                if _divides(own, rest):
+                    made.append((*axis, stride, own))
+                    rest = 1 if rest == own else rest // own
+                elif _divides(rest, own):
+                    made.append((*axis, stride * (own // rest), rest))
+                    pending.append((*axis, stride, own // rest))
+                    rest = 1
+                else:
+                    return None
+            axes.append(merged(made))
+        return None if pending else self.with_sub_axes(axes)
 
     def merged_with(self, other: "IndexMap") -> "IndexMap | None":
         """That of an elementwise function of two values: each sub-axis that either of them has. None where they disagree."""
@@ -133,29 +150,6 @@ def merged(sub_axes: Iterable[tuple[int, ...]]) -> SubAxes:
             n *= out.pop()[-1]
         out.append((*axis, stride, n))
     return tuple(out)
-
-
-def regrouped(sub_axes: SubAxes, shape) -> tuple[SubAxes, ...] | None:
-    """The sub-axes of axes of these lengths; None where one would end inside a sub-axis that is not divided there."""
-    pending = list(reversed(sub_axes))
-    axes: list[SubAxes] = []
-    for n in shape:
-        made, rest = [], n
-        while rest != 1:
-            if not pending:
-                return None
-            *axis, stride, own = pending.pop()
-            if _divides(own, rest):
-                made.append((*axis, stride, own))
-                rest = 1 if rest == own else rest // own
-            elif _divides(rest, own):
-                made.append((*axis, stride * (own // rest), rest))
-                pending.append((*axis, stride, own // rest))
-                rest = 1
-            else:
-                return None
-        axes.append(merged(made))
-    return None if pending else tuple(axes)
 
 
 def _divides(n, of) -> bool:

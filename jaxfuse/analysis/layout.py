@@ -79,18 +79,15 @@ class Layout(IndexMap):
 
     def place(self, array, order=None):
         """The array in this layout; it is given as the origin with its axes in that order."""
-        given, placed = self._given_and_placed(order or range(len(self.origin)))
-        return _permuted(array, given, placed).reshape(self.shape)
+        return _permuted(array, self._given(order or range(len(self.origin))), self.in_order).reshape(self.shape)
 
     def undo(self, array, order):
         """`place` backwards."""
-        given, placed = self._given_and_placed(order)
-        return _permuted(array, placed, given).reshape([self.origin[d] for d in order])
+        return _permuted(array, self.in_order, self._given(order)).reshape([self.origin[d] for d in order])
 
-    def _given_and_placed(self, order) -> tuple[SubAxes, SubAxes]:
-        """All sub-axes as they lie in the origin with its axes in that order, and as they lie here."""
-        given = sorted(self.in_order, key=lambda sub_axis: (list(order).index(sub_axis[0]), -private.known(sub_axis[1])))
-        return tuple(given), self.in_order
+    def _given(self, order) -> SubAxes:
+        """All sub-axes as they lie in the origin with its axes in that order."""
+        return tuple(sorted(self.in_order, key=lambda sub_axis: (list(order).index(sub_axis[0]), -private.known(sub_axis[1]))))
 
 
 def _permuted(array, given: SubAxes, wanted: SubAxes):
@@ -102,8 +99,7 @@ def is_reshape(node: Node) -> bool:
     """Same elements in the same order under another shape."""
     if node.primitive not in RESHAPES or node.inputs[0].literal is not None or len(node.inputs) != 1:
         return False
-    plain = node.params.get("dimensions") is None or node.primitive != "reshape"
-    return plain and node.params.get("sharding") is None and math.prod(node.inputs[0].shape) == math.prod(node.out.shape)
+    return node.params.get("sharding") is None and math.prod(node.inputs[0].shape) == math.prod(node.out.shape)
 
 
 def moves(node: Node) -> bool:

@@ -18,28 +18,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfuse.analysis.axes import is_long
-from jaxfuse.analysis.elementwise import RULES
+from jaxfuse.analysis.elementwise import RULES, is_known
 from jaxfuse.analysis.layout import RESHAPES
 from jaxfuse.program.graph import Node, Value
+from jaxfuse.runtime import private
 
 ADD = ("add", "add_any")
 CAST = "convert_element_type"
 
-Terms = tuple[tuple[Value, float], ...]
-
 
 @dataclasses.dataclass(frozen=True)
-class Sum:
+class _Terms:
+    terms: tuple[tuple[Value, float], ...]
+
+
+class Sum(_Terms):
     """Σ value·number"""
 
-    terms: Terms
 
-
-@dataclasses.dataclass(frozen=True)
-class Product:
+class Product(_Terms):
     """Π value^number"""
-
-    terms: Terms
 
 
 def _product(*terms: tuple[Value, float]) -> Sum | Product:
@@ -97,12 +95,12 @@ def constant(value: Value, depth: int = 8) -> float | None:
     node = value.producer
     if node is None or depth == 0:
         return None
-    if node.primitive in (*RESHAPES, CAST):
+    if node.primitive in RESHAPES:
         return constant(node.inputs[0], depth - 1)
     if node.primitive == "reduce_sum" and node.inputs[0].literal is None:  # a mask of ones, counted
         one = constant(node.inputs[0], depth - 1)
         return None if one is None else one * (size(node.inputs[0]) // max(1, size(value)))
-    if node.primitive not in RULES:
+    if not is_known(node):
         return None
     operands = [constant(v, depth - 1) for v in node.inputs]
     return None if None in operands else float(RULES[node.primitive](node.params, *operands))
@@ -122,6 +120,11 @@ def chosen(value: Value) -> Value:
 
 def size(value: Value) -> int:
     return math.prod(value.shape)
+
+
+def is_smaller(value: Value, other: Value) -> bool:
+    """Whether it has fewer elements; where a size is symbolic, of a representative batch."""
+    return private.known(size(value)) < private.known(size(other))
 
 
 def nbytes(value: Value) -> int:
@@ -163,8 +166,8 @@ def unwidened(value: Value) -> Value:
 
 
 def uncast(value: Value, *also: str) -> Value:
-    """What casts, and the primitives `also`, were made of."""
-    while value.producer is not None and value.producer.primitive in (CAST, *also):
+    """What casts between floats of 16 bits and more, and the primitives `also`, were made of."""
+    while value.producer is not None and (is_float_cast(value.producer) or value.producer.primitive in also):
         value = value.producer.inputs[0]
     return value
 

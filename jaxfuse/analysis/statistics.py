@@ -12,8 +12,9 @@ import numpy as np
 
 from jaxfuse.analysis.axes import IndexMap
 from jaxfuse.analysis.forms import Form, Forms, Known
+from jaxfuse.analysis.normal import ADD, constant
 from jaxfuse.analysis.sums import Reduction
-from jaxfuse.program.graph import Value
+from jaxfuse.program.graph import Node, Value
 
 _random = np.random.default_rng(0)
 MEAN = _random.normal(size=24)
@@ -39,11 +40,10 @@ class Moment(NamedTuple):
 
 
 def _moment(table: np.ndarray) -> Moment | None:
-    """Whose table it is, but for a factor; weights within a rounding of 1 are 1."""
+    """Whose table it is, but for a factor and the rounding of float64, so that an epsilon shows; weights within a rounding of 1 are 1."""
     for kind, exact in TABLES.items():
-        weights = table / exact
-        weight = float(weights[0])
-        if weight and np.allclose(weights, weight, 1e-6, 0):
+        weight = float(table[-1] / exact[-1])
+        if weight and np.all(np.abs(table - weight * exact) <= 1e-14 * abs(weight) * (np.abs(exact) + TABLES["E[x²]"])):
             return Moment(kind, 1.0 if abs(weight - 1) < 1e-6 else weight)
     return None
 
@@ -85,6 +85,19 @@ class Statistics(Forms):
         if moment and moment.weight == 1:  # its roundings must not grow where it is subtracted
             known = Known(known.index_map, Form.number(TABLES[moment.kind]))
         super()._found(value, known)
+
+    def _computed(self, node: Node) -> Known | None:
+        return None if self._is_unseen(node) else super()._computed(node)
+
+    def _is_unseen(self, node: Node) -> bool:
+        """Whether it adds a number to a statistic, or bounds it by one, that the values at (MEAN, VAR) cannot show."""
+        if node.primitive not in ("max", *ADD, "sub") or any(map(self.is_tensor, node.inputs)):
+            return False
+        numbers = [n for v in node.inputs if v not in self.known and (n := constant(v)) is not None]
+        if node.primitive != "max":
+            return any(0 < abs(n) < 5e-13 for n in numbers)
+        tables = [table for v in node.inputs if v in self.known and (table := self.known[v].form.table) is not None]
+        return any(0 < n <= table.min() for n in numbers for table in tables)
 
     def _summed(self, value: Value, reduction: Reduction, form: Form):
         """Σ(x - mean) is 0, Σ(x - mean)² is count·var. Of what is rounded, or scaled by a statistic, they are not x's."""

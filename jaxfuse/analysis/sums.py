@@ -67,18 +67,14 @@ def reductions(tensor: Value, index_map: IndexMap) -> Iterator[Reduction]:
             yield Reduction(value, weight, index_map, first)
         for node in value.users:
             factor = scale_factor(node, value) if first else None
-            if _is_sum(node):
+            # over axes of its operands, not over those of a mesh, which have names
+            if node.primitive in ("reduce_sum", "psum") and all(isinstance(axis, numbers.Integral) for axis in node.params["axes"]):
                 total = node.outputs[node.inputs.index(value)]
                 stack.append((total, weight, index_map.without(node.params["axes"]), first or node))
             elif factor or first and is_float_cast(node):
                 stack.append((node.out, weight * (factor or 1), index_map, first))
             elif first:
                 stack += [(node.out, weight, moved, first) for moved in _moved(node, value, index_map)]
-
-
-def _is_sum(node: Node) -> bool:
-    """Over axes of its operands, not over those of a mesh, which have names."""
-    return node.primitive in ("reduce_sum", "psum") and all(isinstance(axis, numbers.Integral) for axis in node.params["axes"])
 
 
 def _moved(node: Node, value: Value, index_map: IndexMap) -> Iterator[IndexMap]:

@@ -180,7 +180,8 @@ def fitted(points: np.ndarray, table: np.ndarray, evaluate: Evaluate) -> Piecewi
         with np.errstate(invalid="ignore"):
             value = function.evaluated(probes)
         same_signs = np.signbit(value[:2]) == np.signbit(truth[:2])
-        if np.allclose(value, truth, rtol=1e-9, atol=1e-9) and np.all(same_signs | (truth[:2] != 0)):
+        zeros = np.array_equal(value[:4] == 0, truth[:4] == 0)
+        if zeros and np.allclose(value, truth, rtol=1e-9, atol=1e-9) and np.all(same_signs | (truth[:2] != 0)):
             return function
     return None
 

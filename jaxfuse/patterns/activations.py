@@ -9,6 +9,7 @@ from jaxfuse.analysis.regions import Region
 from jaxfuse.ops.activations import Activation
 from jaxfuse.ops.naming import candidates, identified, known_table
 from jaxfuse.patterns.walk import WalkEnd
+from jaxfuse.program.equations import derivative
 
 # bf16 programs round the constants of gelu and its like to eight bits
 _TOLERANCE = {jnp.dtype(jnp.bfloat16): 1e-2, jnp.dtype(jnp.float16): 2e-3}
@@ -64,14 +65,13 @@ _tables: dict = {}
 
 
 def _cached(region: Region):
-    """(the table, its name, *mask_tables) by what the nodes say; the derivative rule of a custom_jvp is known by the function
-    that made it."""
+    """(the table, its name, *mask_tables) by what the nodes say, and the derivative rule of a custom_jvp."""
     numbers = {region.start: 0}
     text = []
     for node in region.nodes:
         wiring = [("value", numbers[v]) if v in numbers else constant(v) for v in node.inputs]
         numbers[node.out] = len(numbers)
-        text.append((node.primitive, node.source() if node.primitive == "custom_jvp_call" else "", str(wiring),
+        text.append((node.primitive, derivative(node.eqn) if node.primitive == "custom_jvp_call" else "", str(wiring),
                      str({k: v for k, v in node.params.items() if k != "jvp_jaxpr_fun"})))
     key = tuple(text), tuple(numbers[mask] for mask in region.masks), region.start.shape, str(region.start.dtype)
     if key not in _tables:

@@ -79,24 +79,18 @@ class Parts(NamedTuple):
 
 def _split(graph: Graph) -> Parts:
     if graph.marks.parts is None:
-        transposed = frozenset(node.index for node in graph.nodes if _is_transposed(node, _inside_backward(graph)))
+        # bodies of transposed loops carry no transform names of their own
+        is_inside = graph.outer is not None and graph.outer[1].index in backward(graph.outer[0])
+        stacks = {n.index: f"{_text(n.name_stack)}/{_text(n.eqn.source_info.name_stack)}" for n in graph.nodes}
+        transposed = frozenset(i for i, stack in stacks.items() if "transpose(" in stack or is_inside and RECOMPUTED not in stack)
         outputs = [v for i, v in enumerate(graph.outputs) if not _only_for_backward(graph, i)]
-        again = frozenset(node.index for node in graph.nodes if RECOMPUTED in _stack(node)) - transposed
+        again = frozenset(i for i, stack in stacks.items() if RECOMPUTED in stack) - transposed
         part = None
         if transposed or len(outputs) < len(graph.outputs):
             part = Subgraph(graph, _live(graph, transposed, outputs), outputs)
         whole = Subgraph(graph, _live(graph, transposed, outputs, again), outputs) if part and again else part
         graph.marks.parts = Parts(part, whole, transposed)
     return graph.marks.parts
-
-
-def _is_transposed(node: Node, inside_backward: bool) -> bool:
-    stack = _stack(node)
-    return "transpose(" in stack or inside_backward and RECOMPUTED not in stack
-
-
-def _stack(node: Node) -> str:
-    return f"{_text(node.name_stack)}/{_text(node.eqn.source_info.name_stack)}"
 
 
 def _is_fused(node) -> bool:
@@ -107,11 +101,6 @@ def _is_fused(node) -> bool:
 @functools.lru_cache(4096)
 def _text(name_stack) -> str:
     return str(name_stack)
-
-
-def _inside_backward(graph: Graph) -> bool:
-    """Bodies of transposed loops carry no transform names of their own."""
-    return graph.outer is not None and graph.outer[1].index in backward(graph.outer[0])
 
 
 def _only_for_backward(graph: Graph, i: int) -> bool:

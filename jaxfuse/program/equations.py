@@ -18,6 +18,8 @@ def key_of(eqn, inputs: list):
     """What is the same for equations that compute the same; None: nothing is known to be. A function with a derivative
     rule is made anew at every call: it is known by its text, its rule is then to be compared."""
     name, params = name_of(eqn), params_of(eqn)
+    if name == "rng_uniform":  # each call draws anew
+        return None
     if name in CUSTOM_DERIVATIVE_CALLS:
         if name != "custom_jvp_call" or len(params["call_jaxpr"].eqns) > LONGEST_CUSTOM_JVP:
             return None
@@ -44,20 +46,21 @@ def _repeated_number(value):
 
 
 def same_rule(one, other) -> bool:
-    """Whether two `custom_jvp_call`s with the same text have the same derivative. What that text cannot tell, constants and
-    rules within the rule, is taken to differ."""
+    """Whether two `custom_jvp_call`s with the same text have the same derivative."""
+    return derivative(one) == derivative(other)
 
-    def derivative(eqn):
-        types = tuple(v.aval for v in eqn.invars)
-        bind = functools.partial(eqn.primitive.bind, **eqn.primitive.get_bind_params(eqn.params))
-        traced = jax.make_jaxpr(lambda primals, tangents: jax.jvp(bind, primals, tangents))(types, types)
-        closed = traced.consts or params_of(eqn)["call_jaxpr"].consts
-        return object() if closed or any(name in str(traced) for name in CUSTOM_DERIVATIVE_CALLS[1:]) else str(traced)
 
+def derivative(eqn) -> object:
+    """The text of a `custom_jvp_call`'s derivative. What that text cannot tell, constants and rules within the rule, is taken to
+    differ from any other."""
+    types = tuple(v.aval for v in eqn.invars)
+    bind = functools.partial(eqn.primitive.bind, **eqn.primitive.get_bind_params(eqn.params))
     try:
-        return derivative(one) == derivative(other)
+        traced = jax.make_jaxpr(lambda primals, tangents: jax.jvp(bind, primals, tangents))(types, types)
     except TypeError:  # of an argument that has no tangent
-        return False
+        return object()
+    closed = traced.consts or params_of(eqn)["call_jaxpr"].consts
+    return object() if closed or any(name in str(traced) for name in CUSTOM_DERIVATIVE_CALLS[1:]) else str(traced)
 
 
 def inlinable(eqn) -> ClosedJaxpr | None:

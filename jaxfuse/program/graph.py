@@ -139,13 +139,10 @@ class Graph:
         self.nodes: list[Node] = []
         self.marks = Marks()
         self._seen: dict = {}
-        jaxpr = closed.jaxpr
-        self.inputs = [Value(v.aval) for v in jaxpr.invars]
-        self.constants = [Value(v.aval) for v in jaxpr.constvars]
-        self.constant_arrays = list(closed.consts)
-        environment = dict(zip(jaxpr.constvars, self.constants)) | dict(zip(jaxpr.invars, self.inputs))
-        self._inline(jaxpr, environment, source_info_util.new_name_stack())
-        self.outputs = [self._read(environment, v) for v in jaxpr.outvars]
+        self.inputs = [Value(v.aval) for v in closed.jaxpr.invars]
+        self.constants: list[Value] = []
+        self.constant_arrays: list = []
+        self.outputs = self._inline(closed, self.inputs, source_info_util.new_name_stack())
         self.returned = frozenset(self.outputs)
 
     def is_returned(self, value: Value) -> bool:
@@ -176,25 +173,21 @@ class Graph:
     def _read(self, environment, atom) -> Value:
         return Value(atom.aval, literal=atom.val) if isinstance(atom, Literal) else environment[atom]
 
-    def _inline(self, jaxpr, environment, name_stack, callers=()):
+    def _inline(self, closed: ClosedJaxpr, inputs: list[Value], name_stack, callers=()) -> list[Value]:
+        """Adds the nodes of a program of these inputs, and what it closes over; gives its outputs."""
+        jaxpr, constants = closed.jaxpr, [Value(v.aval) for v in closed.jaxpr.constvars]
+        self.constants += constants
+        self.constant_arrays += closed.consts
+        environment = dict(zip(jaxpr.constvars, constants)) | dict(zip(jaxpr.invars, inputs))
         for eqn in jaxpr.eqns:
-            inputs = [self._read(environment, v) for v in eqn.invars]
+            operands = [self._read(environment, v) for v in eqn.invars]
             inner = inlinable(eqn)
             if inner is not None:
-                inside = dict(zip(inner.jaxpr.invars, inputs))
-                for var, constant in zip(inner.jaxpr.constvars, inner.consts):
-                    inside[var] = self._closed_over(var, constant)
-                self._inline(inner.jaxpr, inside, name_stack + eqn.source_info.name_stack, (eqn, *callers))
-                outputs = [self._read(inside, v) for v in inner.jaxpr.outvars]
+                outputs = self._inline(inner, operands, name_stack + eqn.source_info.name_stack, (eqn, *callers))
             else:
-                outputs = self._node(eqn, inputs, name_stack, callers).outputs
+                outputs = self._node(eqn, operands, name_stack, callers).outputs
             environment.update(zip(eqn.outvars, outputs))
-
-    def _closed_over(self, var, constant) -> Value:
-        value = Value(var.aval)
-        self.constants.append(value)
-        self.constant_arrays.append(constant)
-        return value
+        return [self._read(environment, v) for v in jaxpr.outvars]
 
     def _node(self, eqn, inputs, name_stack, callers) -> Node:
         """A node for the equation, or the node that already computes the same."""

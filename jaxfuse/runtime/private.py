@@ -6,7 +6,7 @@ import pathlib
 from typing import Any
 
 import jax
-from jax._src import core, dispatch, traceback_util
+from jax._src import config, core, dispatch, traceback_util
 from jax._src.interpreters import mlir, partial_eval
 from jax.sharding import PartitionSpec
 
@@ -18,8 +18,11 @@ OBJECTS = {"CustomJVPTraced": "custom_jvp_call", "CustomVJPTraced": "custom_vjp_
 
 
 def name_of(eqn) -> str:
-    """The primitive's name; with `jax_custom_jvp3`, `jax_custom_vjp3` and `jax_remat3` the same as without."""
+    """The primitive's name; with `jax_custom_jvp3`, `jax_custom_vjp3` and `jax_remat3` the same as without. A reshape that permutes
+    axes first, as `order="F"` makes it, is none: patterns read a reshape's shape alone."""
     held = eqn.params.get("_prim")
+    if eqn.params.get("dimensions") is not None and eqn.primitive.name == "reshape":
+        return "transposed_reshape"
     return eqn.primitive.name if held is None else OBJECTS.get(type(held).__name__, type(held).__name__)
 
 
@@ -116,6 +119,11 @@ def run_alone(primitive) -> None:
     """Makes it compiled and run by itself where nothing is being traced, as JAX's own are: under `jax.disable_jit()` too, and a
     NaN under `jax_debug_nans` is an error that names it."""
     dispatch.simple_impl(primitive)
+
+
+def trace_context():
+    """All that a trace depends on beside the arguments, hashable: settings of JAX, and the named axes of `vmap` and meshes."""
+    return config.trace_context()
 
 
 def is_traced() -> bool:

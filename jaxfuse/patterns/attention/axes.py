@@ -59,13 +59,14 @@ def aligned(other: Value, value: Value, labels: Labels) -> Labels:
 
 def origin(value: Value, labels: Labels, until: Node | None = None) -> Operand:
     """What the value was repeated, moved and widened from; on the way to what the node `until` gives also what its maximum or sum was
-    rounded from: a softmax is the same whatever is taken from its rows."""
+    rounded from, and of a maximum what stops its gradient: a softmax is the same whatever is taken from its rows."""
     for _ in range(FARTHEST):
         node = value.producer
         source = next((v for v in node.inputs if constant(v) is None), None) if node is not None and node is not until else None
         if node is None or source is None:
             break
-        if not (is_float_cast(node) and widens(node) or until is not None and _keeps_a_maximum(node)):
+        rounds = until is not None and (_keeps_a_maximum(node) if until.primitive == "reduce_max" else is_float_cast(node))
+        if not (is_float_cast(node) and widens(node) or rounds):
             sources = _sources(node)
             if sources is None:
                 break

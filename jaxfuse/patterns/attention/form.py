@@ -2,7 +2,6 @@
 on to the product with the values. Every axis gets a letter at that first product, and keeps it (`ops/attention_config.py`)."""
 
 import dataclasses
-from typing import NamedTuple
 
 from jaxfuse.analysis.axes import is_long
 from jaxfuse.analysis.normal import ADD, CAST, constant, is_float_cast, scale_factor
@@ -48,15 +47,6 @@ def read_form(part, node: Node, dead) -> Form | None:
         if _leads_to_values(reader.value, reader.key_axis is not None):
             raise
         return None
-
-
-class _Step(NamedTuple):
-    """What is done to scores or to the softmax: a product with `number` ("scale") or `operand` ("mul"), a sum with it ("add"), or
-    `number`, None if it is none, where the mask that `operand` is does not take the value ("mask")."""
-
-    kind: str
-    number: float | None = None
-    operand: Operand | None = None
 
 
 class _Reader:
@@ -126,36 +116,37 @@ class _Reader:
     def _operand(self, value: Value, until: Node | None = None) -> Operand:
         return origin(value, aligned(value, self.value, self.labels), until)
 
-    def _step(self, node: Node) -> _Step | None:
-        """What the node does to the value, if a kernel could."""
+    def _step(self, node: Node) -> tuple | None:
+        """What the node does to the value, if a kernel could: a product with a number ("scale") or with an operand ("mul"), a sum with
+        one ("add"), or a number, None if it is none, where the mask that an operand is does not take the value ("mask")."""
         if len(node.outputs) != 1 or node.out.shape != self.value.shape:
             return None
         factor = scale_factor(node, self.value)
         if factor is not None:
-            return _Step("scale", factor)
+            return "scale", factor
         if node.primitive in (*ADD, "mul") and node.inputs[0] is not node.inputs[1]:
-            return _Step("mul" if node.primitive == "mul" else "add", operand=self._operand(node.other_input(self.value)))
+            return "mul" if node.primitive == "mul" else "add", self._operand(node.other_input(self.value))
         if node.primitive == "select_n" and len(node.inputs) == 3 and self.value in node.inputs[1:]:
             which, *cases = node.inputs
             inverted = cases[0] is self.value  # the value where `which` is False
-            return _Step("mask", constant(cases[inverted]), dataclasses.replace(self._operand(which), inverted=inverted))
+            return "mask", constant(cases[inverted]), dataclasses.replace(self._operand(which), inverted=inverted)
         return None
 
     def _before_softmax(self, node: Node):
         """Takes a scale, a bias or a mask."""
         form, step = self.form, self._step(node)
         match step:
-            case _Step("scale", float(factor)):
+            case "scale", factor:
                 if form.biases or form.masks:
                     raise Unfit(f"{node} scales what a bias or a mask was applied to")
                 form.scale *= factor
-            case _Step("add", _, Operand() as bias):
+            case "add", bias:
                 if form.masks:
                     raise Unfit(f"{node} adds a bias to masked scores")
                 form.biases.append(bias)
-            case _Step("mask", None):
+            case "mask", None, _:
                 raise Unfit(f"{node} gives masked scores something else than one number")
-            case _Step("mask", float(fill), Operand() as mask):
+            case "mask", fill, mask:
                 if form.masks and fill != form.fill:
                     raise Unfit(f"{node} is a mask with another number, {fill:g}, than the one before, {form.fill:g}")
                 form.fill = fill
@@ -169,9 +160,9 @@ class _Reader:
     def _after_softmax(self, node: Node):
         """Takes what multiplies the softmax: a number, an array, or a mask outside of which it is 0."""
         match self._step(node):
-            case _Step("scale", float(factor)):
+            case "scale", factor:
                 self.form.softmax_scale *= factor
-            case _Step("mul", _, Operand() as factors) | _Step("mask", 0, Operand() as factors):
+            case ("mul", factors) | ("mask", 0, factors):
                 self.form.dropout.append(factors)
             case _:
                 raise Unfit(f"{node} is between the softmax and the product with the values")

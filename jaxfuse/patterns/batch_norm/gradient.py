@@ -37,14 +37,6 @@ class Gradient(NamedTuple):
     nodes: frozenset[int]
     slope: ActivationGrad | None = None  # through which g comes from the cotangent of an activation's value
 
-    @property
-    def mean(self) -> Value:
-        return next(iter(self.statistics.means))
-
-    @property
-    def defines(self) -> tuple[Value, ...]:
-        return *self.sums, *self.zeros, *self.results
-
 
 def find(graph: Graph, statistics: Statistics) -> Gradient | None:
     """The gradient through the batch statistics of x, if the program computes it."""
@@ -86,7 +78,7 @@ def through_activation(graph: Graph, gradient: Gradient) -> Iterator[Gradient]:
                  and gradient.statistics.x in form.tensors and gradient.g not in form.tensors]
     for z in sorted(arguments, key=lambda v: v.index, reverse=True):
         for slope in activation_grads_at(graph, z, gradient.g):
-            made = (*gradient.defines, *gradient.statistics.moments, gradient.g)
+            made = (*gradient.sums, *gradient.zeros, *gradient.results, *gradient.statistics.moments, gradient.g)
             yield gradient._replace(nodes=only_for(graph, made, live=slope.dy), slope=slope)
 
 
@@ -142,7 +134,7 @@ def fused(site, gradient: Gradient) -> Match:
     if site.xla_fuses_neighbour:
         cost = site.unprofitable("batch_norm", config, full, "backward", cost=FUSED_BY_XLA)
         config = dataclasses.replace(config, xla_fuses_neighbour=bool(cost))
-    full_needs = (transposed(graph, dy, order), transposed(graph, x, order), gradient.mean, *site.saved)
+    full_needs = (transposed(graph, dy, order), transposed(graph, x, order), next(iter(statistics.means)), *site.saved)
     require(SUMS, config, (*full, vector, *site.saved), site.unprofitable, "batch_norm", config, full, "backward")
 
     g_is_read = graph.is_returned(g) or any(node.index not in gradient.nodes for node in g.users)

@@ -1,7 +1,7 @@
 """Batch norm with given statistics that no convolution before it took, and what follows it: left to XLA, which makes one pass of it."""
 
 from jaxfuse.analysis.axes import is_long
-from jaxfuse.analysis.normal import ADD, channel_factor, constant, size
+from jaxfuse.analysis.normal import ADD, channel_factor, constant, is_smaller, size
 from jaxfuse.analysis.regions import cone
 from jaxfuse.patterns.activations import name_activation
 from jaxfuse.patterns.dense.site import is_parameter
@@ -56,7 +56,7 @@ def _scaled(product: Node) -> tuple[Value, int] | None:
     ways = {axis: scaled for axis in range(product.out.ndim) if (scaled := channel_factor(product, axis))}
     for axis, (x, vector) in ways.items() if len(ways) == 1 else ():
         alike = cone([vector], lambda value: size(value) == size(vector), FARTHEST)
-        if size(vector) < size(x) and any(map(_is_root, alike)):
+        if is_smaller(vector, x) and any(map(_is_root, alike)):
             return x, axis
     return None
 

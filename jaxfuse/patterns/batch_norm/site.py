@@ -21,6 +21,7 @@ from jaxfuse.patterns.batch_norm import gradient as batch_norm_grad
 from jaxfuse.patterns.batch_norm.gradient import Gradient
 from jaxfuse.patterns.kernel import as_vector, require
 from jaxfuse.patterns.walk import Chain
+from jaxfuse.program.equations import CUSTOM_DERIVATIVE_CALLS, derivative
 from jaxfuse.program.graph import Emission, Graph, Node, Value, compute, evaluate
 from jaxfuse.program.liveness import FusedReader
 from jaxfuse.program.site import Match, Refusal, Unfit
@@ -164,7 +165,10 @@ class PerChannelProgram:
     def __init__(self, function, types):
         closed = jax.make_jaxpr(function)(*types)
         self.graph = Graph(closed)
-        self.text = str(closed.jaxpr), tuple(np.asarray(c).tobytes() for c in closed.consts)
+        custom = [node for node in self.graph.nodes if node.primitive in CUSTOM_DERIVATIVE_CALLS]
+        # the text has no rules: what is not a custom_jvp is taken to differ from any other
+        rules = tuple(derivative(node.eqn) if node.primitive == "custom_jvp_call" else object() for node in custom)
+        self.text = str(closed.jaxpr), tuple(np.asarray(c).tobytes() for c in closed.consts), rules
 
     def __call__(self, *arrays):
         """Inside a `shard_map` the arrays vary over its axes, and every number of the program has to follow them. On a shard of an

@@ -98,9 +98,9 @@ def _root(table) -> Root | None:
             if steepness == 0 or not np.isfinite(steepness):
                 continue
             epsilon = made[i] / steepness - at[i]
-            if abs(epsilon) < 1e-13:
+            if abs(epsilon) < 1e-13 * at[i]:
                 epsilon = 0.0
-            if epsilon >= 0 and np.allclose(made, (at + epsilon) * steepness, rtol=1e-6, atol=0):
+            if epsilon >= 0 and np.allclose(made, (at + epsilon) * steepness, rtol=1e-13, atol=0):
                 factor = 1 / steepness if outside else np.sign(table[0]) / math.sqrt(steepness)
                 return Root(float(factor), float(np.float32(epsilon)), outside, centered)
     return None

@@ -7,7 +7,7 @@ form.py reads off what the last of them is, site.py makes a Match of it.
 import functools
 from collections.abc import Iterator
 
-from jaxfuse.analysis.normal import ADD, narrowest, size, varying_axes
+from jaxfuse.analysis.normal import ADD, narrowest, varying_axes
 from jaxfuse.analysis.sums import squared
 from jaxfuse.patterns.activations import name_activation
 from jaxfuse.patterns.norm.form import UNREAD, read_form
@@ -52,7 +52,7 @@ def _rows(graph, node: Node, norm: Norm, end: Value, claimed: set[int], unprofit
     part, x = norm.part, norm.x
     name, reason = _name(norm, end)
     reason = reason or norm.stop_gradient_reason() or norm.read_elsewhere()
-    before = _add_before(part, x, claimed)
+    before = _add_before(x, claimed)
     label, nodes = (f"add+{name}", (before, *norm.nodes)) if before else (name, (*norm.nodes,))
     if reason:
         yield Refusal(label, node, (x,), reason, nodes=nodes)
@@ -92,11 +92,11 @@ def _unknown(norm: Norm) -> str:
     return (_name(norm, product.out)[1] or UNREAD) if product else ""
 
 
-def _add_before(part, x: Value, claimed: set[int]) -> Node | None:
+def _add_before(x: Value, claimed: set[int]) -> Node | None:
     """A residual add that nothing else took, right before the norm."""
     node = x.producer
     if node is not None and node.primitive in ADD and node.index not in claimed and len(set(node.inputs)) == 2:
-        if all(v.shape == x.shape and v.dtype == x.dtype and size(v) > 1 and len(varying_axes(v)) > 1 for v in node.inputs):
+        if all(v.shape == x.shape and v.dtype == x.dtype and len(varying_axes(v)) > 1 for v in node.inputs):
             return node
     return None
 

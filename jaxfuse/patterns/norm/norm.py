@@ -3,12 +3,13 @@ it ends."""
 
 from collections.abc import Callable
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxfuse.analysis.elementwise import RULES
 from jaxfuse.analysis.forms import Form, Known, Parameter
 from jaxfuse.analysis.layout import RESHAPES
-from jaxfuse.analysis.normal import ADD, CAST, constant, is_float_cast, size, varying_axes
+from jaxfuse.analysis.normal import ADD, CAST, constant, is_float_cast, is_smaller, varying_axes
 from jaxfuse.analysis.regions import cone, depends_on
 from jaxfuse.analysis.statistics import MEAN, Statistics
 from jaxfuse.patterns.dense.site import is_parameter
@@ -36,8 +37,9 @@ class Norm(Statistics):
         self.stop: WalkEnd | None = None  # the first gamma or beta that is no part of it, and why
         self.crossed: Node | None = None  # what combines rows with statistics of others
         self.given = _given(x)
-        casts = [n.out for value in self.given for n in value.users if is_float_cast(n) and n.out not in self.given]
-        super().__init__(x, kept, (*self.given, *casts))
+        same = [v for v in self.given if jnp.promote_types(v.dtype, x.dtype) == x.dtype]  # of which x is no rounding
+        casts = [n.out for value in same for n in value.users if is_float_cast(n) and n.out not in self.given]
+        super().__init__(x, kept, (*same, *casts))
         ends = [v for v in self.known if self._is_scaled(v) and self._is_read(v)]
         self._end_at(self._end(sorted(ends, key=lambda v: v.node.index)))
 
@@ -46,6 +48,8 @@ class Norm(Statistics):
     def _computed(self, node: Node) -> Known | None:
         if node.primitive == "stop_gradient":
             return self.known[node.inputs[0]]
+        if self._is_unseen(node):
+            return None
         full = next((v for v in node.inputs if self.is_tensor(v)), None)
         if full is None:
             operands = [self._operand(v, node) for v in node.inputs]
@@ -89,7 +93,7 @@ class Norm(Statistics):
         """A number, or a parameter: not another full-size value."""
         along = varying_axes(value)
         few = len(along) < len(self.kept) + 1 or value.ndim == self.x.ndim and along <= self.axes
-        smaller = few and (size(value) < size(self.x) or is_parameter(value))
+        smaller = few and (is_smaller(value, self.x) or is_parameter(value))
         return smaller or constant(value) is not None
 
     def _fits(self, node: Node, parameter: Value, value: Value) -> bool:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jaxfuse.analysis.elementwise import is_elementwise
-from jaxfuse.analysis.normal import ADD, CAST, constant, uncast
+from jaxfuse.analysis.normal import ADD, constant, is_float_cast, uncast
 from jaxfuse.analysis.regions import Region
 from jaxfuse.ops.activations import Activation
 from jaxfuse.patterns.activations import name_activation
@@ -88,7 +88,7 @@ def _kept_and_written(node: Node) -> tuple[Gate, Value, list[Gate]] | None:
 
 def _output(state: Value) -> tuple[Gate, Gate] | None:
     """(function of the state, up to the product; output gate) of h' = σ(o)·tanh(c')."""
-    for value in (state, *[n.out for n in state.users if n.primitive == CAST]):
+    for value in (state, *[n.out for n in state.users if is_float_cast(n)]):
         for node in value.users:
             if not (is_elementwise(node) and [v for v in node.inputs if constant(v) is None] == [value]):
                 continue

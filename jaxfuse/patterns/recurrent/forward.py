@@ -19,6 +19,7 @@ from jaxfuse.patterns.recurrent.gates import Depends, Follower, Steps, Sum, side
 from jaxfuse.program.autodiff import forward
 from jaxfuse.program.graph import Emission, Graph, Node, Value
 from jaxfuse.program.site import Match, Refusal, Unfit
+from jaxfuse.runtime.reasons import LeftOut
 
 ONE_STEP = "a cell outside a loop: XLA computes one step as fast"  # the figures are in benchmarks/results/kernels.md
 
@@ -65,11 +66,16 @@ def _loops(graph, node: Node, unprofitable) -> Iterable[Match]:
 
 
 def _why_not(graph, node: Node, unprofitable) -> str:
+    """Why the loop around a cell that fits is no fused sequence."""
     try:
-        _loop(graph, node, unprofitable)
+        if _loop(graph, node, unprofitable) is None:
+            return "another cell of its loop does not fit"
+    except Differentiated as unfit:
+        if not list(_loops(graph, node, unprofitable)):
+            return unfit.reason
     except Unfit as unfit:
         return unfit.reason
-    return ""
+    return LeftOut("its loop is left out")
 
 
 def _loop(graph, node: Node, unprofitable) -> Match | None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfuse.analysis.normal import ADD, CAST, uncast
+from jaxfuse.analysis.normal import ADD, CAST, is_float_cast, uncast
 from jaxfuse.analysis.scan_pairs import Loop
 from jaxfuse.patterns.recurrent.cell import Cell, Gate
 from jaxfuse.patterns.recurrent.products import over_time
@@ -145,7 +145,7 @@ class Follower:
         elif node is None:
             raise Unfit("a gate reads the state without a dense layer" if value is self.state else
                         f"its gates read {value!r}, which is carried from step to step and is not its state")
-        elif node.primitive in MOVES:
+        elif node.primitive in MOVES and (node.primitive != CAST or is_float_cast(node)):
             self._add(total, node.inputs[0], ((node, node.outputs.index(value)), *moves), gate)
         elif node.primitive == "mul":
             self._add_reset(total, node, moves)
