@@ -46,7 +46,8 @@ def fuse(fn=None, /, *, policy="measured", strict=False, patterns=None, skip=(),
       policy: "measured" rewrites where the fused kernel was measured faster, "always" every correct match, "never" none.
       strict: raise `FusionError`, with a line for each, if a site stays unfused that a kernel could have taken. What is
         recognised and has no kernel yet does not count.
-      patterns: the only patterns to fuse, None for all: "attention", "batch_norm", "conv", "dense", "max_pool", "norm", "recurrent".
+      patterns: the only patterns to fuse, None for all: "attention", "batch_norm", "conv", "dense", "global_average_pool", "max_pool",
+        "norm", "recurrent".
       skip: what is not fused: patterns, `file:line`s, names of sites such as "conv+bias+relu", `Site`s of a report.
       limit: how many sites are fused, in the order in which they are found.
       options: keyword arguments of `jax.jit`: `static_argnames`, `donate_argnums`, `in_shardings`, … They add to those that
@@ -137,11 +138,13 @@ def explain(fn: Callable, *args, policy: str = "measured", platform: str | None 
 
 def _run(unprofitable, selection: Selection, strict: bool, fn, args, kwargs):
     """Under `jax.jit`: traces fn, plans, and computes the rewritten program."""
-    return _rewritten(trace(fn, args, kwargs), Decider(unprofitable, selection), strict)
+    traced = trace(fn, args, kwargs, is_traced=lambda leaf: isinstance(leaf, jax.core.Tracer))  # the others are static
+    return _rewritten(traced, Decider(unprofitable, selection), strict)
 
 
 def _rewritten(traced: Traced, decider: Decider, strict: bool):
     program = plan(traced.closed, decider)
+    decider.tell()
     count(program)
     decider.selection.warn_of_strangers(program.found)
     if log.is_logged():

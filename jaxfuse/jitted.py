@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfuse.program import stateful
-from jaxfuse.program.signature import Constant, is_part_of_a_program
+from jaxfuse.program.signature import Constant, is_part_of_a_program, without_constants
 from jaxfuse.runtime import platforms, private
 
 P = ParamSpec("P")
@@ -51,7 +51,7 @@ class Fused(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if is_part_of_a_program():
             has_constants = any(isinstance(leaf, CONSTANT) for leaf in jax.tree.leaves((args, kwargs)))
-            inner = self.__wrapped__ if has_constants or stateful.holds_state((args, kwargs)) else self._part
+            inner = private.unjitted(self.__wrapped__) if has_constants or stateful.holds_state((args, kwargs)) else self._part
             return inner(*args, **kwargs)
         if self._has_constants or (platform := platforms.committed((args, kwargs))) and platform != platforms.current():
             return self._through("__call__", args, kwargs)
@@ -100,7 +100,7 @@ class Fused(Generic[P, R]):
         with platforms.assumed(platforms.committed((args, kwargs))):
             with self._lock:
                 jitted, has_constants = tried = self._jitted, self._has_constants
-            given = jax.tree.map(_wrapped, (args, kwargs)) if has_constants else (args, kwargs)
+            given = jax.tree.map(_wrapped, (args, kwargs), is_leaf=stateful.is_state) if has_constants else (args, kwargs)
             try:
                 return getattr(jitted, method)(*given[0], **given[1])
             except (Stateful, TypeError):
@@ -116,10 +116,8 @@ class Fused(Generic[P, R]):
         with self._lock:
             if tried != (self._jitted, self._has_constants):
                 return True
-            if stateful.is_nnx_jit(self._jitted):
-                return False
-            if stateful.holds_state((args, kwargs)):
-                self._jitted, self._has_constants = self._of_nnx(), False
+            if not stateful.is_nnx_jit(self._jitted) and stateful.holds_state((args, kwargs)):
+                self._jitted = self._of_nnx()
                 return True
             found = not self._has_constants and any(isinstance(leaf, CONSTANT) for leaf in jax.tree.leaves((args, kwargs)))
             self._has_constants = self._has_constants or found
@@ -158,6 +156,7 @@ def _run(plain: Callable[[], Any], rewritten, is_pure: bool):
     def run(*args, **kwargs):
         fn = plain()
         if is_part_of_a_program() or _is_looked_into():
+            args, kwargs = without_constants((args, kwargs))
             return fn(*args, **kwargs)
         if not is_pure and stateful.holds_state((args, kwargs)):
             raise Stateful

@@ -17,9 +17,10 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfuse.frozen.leaves import as_array, is_array
 from jaxfuse.runtime import near
 
-MAGIC, FORMAT, ALIGNED = b"JAXFUSE\n", 1, 64
+MAGIC, FORMAT, ALIGNED = b"JAXFUSE\n", 2, 64
 
 
 class ArtefactError(ValueError):
@@ -28,18 +29,21 @@ class ArtefactError(ValueError):
 
 def save(run: Callable, constants: list, path: str | os.PathLike, name: str, args: tuple, kwargs: dict) -> None:
     """Writes `run(constants, args, kwargs)` for arguments of these types."""
+    (args, kwargs), fixed = _parted((args, kwargs))
     types = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), constants)
     program = jax.export.export(jax.jit(run))(types, args, kwargs).serialize()
     parts, offset = [bytes(program)], _aligned(len(program))
     rows = []
     for constant in constants:
+        key = str(jax.random.key_impl(constant)) if jnp.issubdtype(constant.dtype, jax.dtypes.prng_key) else ""
+        constant = jax.random.key_data(constant) if key else constant
         data = np.asarray(constant).tobytes()
-        rows.append(dict(dtype=str(constant.dtype), shape=list(constant.shape), offset=offset, bytes=len(data)))
+        rows.append(dict(key=key, dtype=str(constant.dtype), shape=list(constant.shape), offset=offset, bytes=len(data)))
         parts.append(data)
         offset += _aligned(len(data))
     body = b"".join(part + bytes(_aligned(len(part)) - len(part)) for part in parts)
-    header = json.dumps(dict(format=FORMAT, name=name, program=len(program), constants=rows,
-                             sha256=hashlib.sha256(body).hexdigest())).encode()
+    fields = dict(format=FORMAT, name=name, program=len(program), constants=rows, fixed=fixed)
+    header = json.dumps(fields | dict(sha256=_digest(fields, body))).encode()
     Path(path).write_bytes(MAGIC + struct.pack("<Q", len(header)) + header + body)
 
 
@@ -60,12 +64,17 @@ def load(path: str | os.PathLike):
     program = jax.export.deserialize(bytearray(body[: header["program"]]))
     constants = [jnp.asarray(np.frombuffer(body, jnp.dtype(row["dtype"]), _count(row), row["offset"]).reshape(row["shape"]))
                  for row in header["constants"]]
+    constants = [jax.random.wrap_key_data(constant, impl=row["key"]) if row.get("key") else constant
+                 for constant, row in zip(constants, header["constants"])]
 
     @jax.jit
     def run(constants, args, kwargs):
         return program.call(constants, args, kwargs)
 
     def loaded(*args, **kwargs):
+        (args, kwargs), fixed = _parted((args, kwargs))
+        if fixed != header["fixed"]:
+            raise ArtefactError(f"{os.fspath(path)} was saved for {header['fixed']}, and is called with {fixed}; save it for these too")
         return run(constants, args, kwargs)
 
     loaded.__name__ = header["name"]
@@ -80,14 +89,30 @@ def _opened(data: bytes, path: str) -> tuple[dict, memoryview]:
     try:
         header = json.loads(data[begin : begin + length])
         version, digest = header["format"], header["sha256"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ArtefactError(f"{path} is truncated or altered: its header cannot be read; copy or save it again") from error
     if version != FORMAT:
-        raise ArtefactError(f"{path} is of format {version}, and this version of jaxfuse reads {FORMAT}; a newer jaxfuse may read it")
+        raise ArtefactError(f"{path} is of format {version}, and this version of jaxfuse reads {FORMAT}: "
+                            + ("save it again" if version == 1 else "a newer jaxfuse may read it"))
     body = memoryview(data)[begin + length :]
-    if hashlib.sha256(body).hexdigest() != digest:
+    if _digest(header, body) != digest:
         raise ArtefactError(f"{path} is truncated or altered: its SHA-256 is another than its header says; copy or save it again")
     return header, body
+
+
+def _parted(tree) -> tuple:
+    """The tree with None for what is no array, and those leaves in words: they are part of the program."""
+    tree = jax.tree.map(as_array, tree)
+    fixed = [repr(leaf) for leaf in jax.tree.leaves(tree) if not is_array(leaf)]
+    return jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, tree), fixed
+
+
+def _digest(header: dict, body) -> str:
+    """Of all but itself."""
+    fields = {name: value for name, value in header.items() if name != "sha256"}
+    found = hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
+    found.update(body)
+    return found.hexdigest()
 
 
 def _count(row: dict) -> int:

@@ -10,14 +10,14 @@ import jax
 
 from jaxfuse.frozen import artefact, calibration
 from jaxfuse.frozen.int8 import Choice, Int8Site, Layers
-from jaxfuse.frozen.leaves import as_array, is_array, type_of
+from jaxfuse.frozen.leaves import as_array, is_array, type_of, unshared
 from jaxfuse.frozen.module import of_module
 from jaxfuse.frozen.packing import Filter, Packed
 from jaxfuse.frozen.program import Freed, Program
 from jaxfuse.fuse import fuse, inline
 from jaxfuse.ops.errors import OpError
 from jaxfuse.program.signature import as_a_program_of_its_own, is_part_of_a_program, trace
-from jaxfuse.runtime import platforms
+from jaxfuse.runtime import platforms, private
 
 FREED = ("jaxfuse.freeze: a weight is not there any more: its only use was to be folded into a layer, and these arguments need it in "
          "another way. Freeze the function again, and call it with these arguments first")
@@ -47,6 +47,7 @@ class Frozen:
         functools.update_wrapper(self, fn, updated=())
         self._fn, self._positions, self._policy = fn, positions, policy
         self._leaves, self._tree = jax.tree.flatten(bound)
+        self._leaves = list(map(unshared, self._leaves))
         self._types = list(map(type_of, self._leaves))
         self._made: dict[Any, Made] = {}
         self._layers: Callable[[], Layers] = functools.partial(Choice, policy, None, 0)
@@ -121,7 +122,7 @@ class Frozen:
         args, kwargs = jax.tree.map(as_array, (args, kwargs))
         leaves, tree = jax.tree.flatten((args, kwargs))
         types = [type_of(leaf) for leaf in leaves]
-        signature = tree, *[(t.shape, t.dtype, t.weak_type) if is_array(t) else (type(t), t) for t in types]
+        signature = private.trace_context(), tree, *[(t.shape, t.dtype, t.weak_type) if is_array(t) else (type(t), t) for t in types]
         with self._lock:
             if signature not in self._made:
                 self._made[signature] = self._make(args, kwargs)
@@ -131,6 +132,9 @@ class Frozen:
         def whole(bound, args, kwargs):
             args = list(args)
             for position, value in zip(self._positions, bound):
+                if position > len(args):
+                    raise TypeError(f"{len(args)} positional arguments, and the one at position {position} is bound: "
+                                    "give those before it by position")
                 args.insert(position, value)
             return self._fn(*args, **kwargs)
 
@@ -151,7 +155,7 @@ class Frozen:
         with as_a_program_of_its_own():
             run_fused, layers = inline(program, policy=self._policy, inference=True), self._layers()
             fused = Packed(run_fused, program.constants, *program.types, layers, self._packed)
-        self._keep(program, fused, [*traced.closed.consts, *self._arrays()])
+        self._keep(program, fused, [*map(unshared, traced.closed.consts), *self._arrays()])
 
         def run(constants, arrays):
             return jax.tree.unflatten(traced.out_tree, fused(constants, arrays))

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def is_array(leaf) -> bool:
@@ -11,6 +12,11 @@ def is_array(leaf) -> bool:
 def as_array(leaf):
     """Python's numbers are traced, as `jax.jit` traces them."""
     return jnp.asarray(leaf) if isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool) else leaf
+
+
+def unshared(leaf):
+    """A copy of what its owner may write to: what is frozen does not change."""
+    return jnp.array(leaf) if isinstance(leaf, (np.ndarray, np.generic)) else leaf
 
 
 def type_of(leaf):

@@ -82,7 +82,7 @@ def _broadcast(arguments, name: str, array, sizes):
     arguments.check(fits, name, f"of shape {tuple(array.shape)}", f"one that broadcasts to {wanted}", "check its axes")
     split = [shared, groups] if shape[1] > 1 else [1, 1]
     array = jnp.asarray(array).reshape(shape[0], *split, *shape[2:])
-    long = [d for d, n in enumerate(array.shape) if n > 1]
+    long = [d for d, n in enumerate(array.shape) if n != 1]
     return "".join("bngts"[d] for d in long), array.reshape([array.shape[d] for d in long])
 
 

@@ -38,7 +38,7 @@ class Standard:
     epsilon: float
 
     def __call__(self, mean, var, gamma, beta):
-        return mean, gamma * lax.rsqrt(var + self.epsilon), beta
+        return mean, wide(gamma) * lax.rsqrt(wide(var) + self.epsilon), beta
 
 
 @checked_names

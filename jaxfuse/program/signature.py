@@ -37,18 +37,18 @@ class Traced(NamedTuple):
     out_tree: jax.tree_util.PyTreeDef
 
 
-def trace(fn, args, kwargs, concrete: bool = True) -> Traced:
+def trace(fn, args, kwargs, concrete: bool = True, is_traced=None) -> Traced:
     """Traces fn for these arguments; raises what fn raises, with a note of what to do where that is known.
 
     Arrays are traced. So are Python's ints and floats, unless `concrete`. Bools, strings and everything else stay as they are.
     """
 
     def given(leaf):
-        return leaf if _is_array(leaf) or not concrete and _is_number(leaf) else Constant(leaf)
+        return leaf if (is_traced or _is_array)(leaf) or not concrete and _is_number(leaf) else Constant(leaf)
 
     @functools.partial(functools.update_wrapper, wrapped=fn, updated=())
     def whole(*args, **kwargs):
-        args, kwargs = jax.tree.map(_value, (args, kwargs), is_leaf=_is_constant)
+        args, kwargs = without_constants((args, kwargs))
         return fn(*args, **kwargs)
 
     args, kwargs = jax.tree.map(given, (args, kwargs))
@@ -60,6 +60,11 @@ def trace(fn, args, kwargs, concrete: bool = True) -> Traced:
             error.add_note(f"jaxfuse: {words}")
         raise
     return Traced(closed, jax.tree.leaves((args, kwargs)), jax.tree.structure(shapes))
+
+
+def without_constants(tree):
+    """The tree with what its `Constant`s stand for in their place."""
+    return jax.tree.map(_value, tree, is_leaf=lambda node: isinstance(node, Constant))
 
 
 def as_a_program_of_its_own():
@@ -85,12 +90,8 @@ def _is_number(leaf) -> bool:
     return isinstance(leaf, (float, complex)) or isinstance(leaf, int) and -(2**31) <= leaf < 2**31
 
 
-def _is_constant(node) -> bool:
-    return isinstance(node, Constant)
-
-
 def _value(leaf):
-    return leaf.value if _is_constant(leaf) else leaf
+    return leaf.value if isinstance(leaf, Constant) else leaf
 
 
 def _is_hashable(value) -> bool:

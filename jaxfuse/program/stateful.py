@@ -17,8 +17,14 @@ def holds_state(tree) -> bool:
     nnx: Any = sys.modules.get("flax.nnx")
     if nnx is None:
         return False
-    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, (nnx.Pytree, nnx.Variable, nnx.State)))
-    return any(isinstance(node, (nnx.Pytree, nnx.Variable)) for node in nodes)
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nnx.State) or is_state(node))
+    return any(map(is_state, nodes))
+
+
+def is_state(node) -> bool:
+    """Whether it is one of them."""
+    nnx: Any = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(node, (nnx.Pytree, nnx.Variable))
 
 
 def is_nnx_jit(fn) -> bool:

@@ -15,6 +15,7 @@ import functools
 from flax import nnx
 
 from jaxfuse.fuse import inline
+from jaxfuse.program.stateful import holds_state
 from jaxfuse.program.signature import is_part_of_a_program
 
 
@@ -27,7 +28,7 @@ def fused(method):
 
     @functools.wraps(method)
     def call(self, *args, **kwargs):
-        if is_part_of_a_program():
+        if is_part_of_a_program() or holds_state((args, kwargs)):  # the state of the arguments is to change too
             return method(self, *args, **kwargs)
         graphdef, state = nnx.split(self)
         graphs = []
