@@ -98,6 +98,10 @@ def max_pool(name, x, window_shape, **options):
     return Case(name, "max_pool", dict(x=x), dict(window_shape=window_shape) | options)
 
 
+def global_average_pool(name, x):
+    return Case(name, "global_average_pool", dict(x=x))
+
+
 def example(activation):
     return {"alpha": 0.3} if activation.has_alpha else {}
 
@@ -252,6 +256,14 @@ MAX_POOL = [
     max_pool("3d_asymmetric", (1, 4, 5, 4, 8), (2, 3, 2), strides=(2, 1, 2), padding=((0, 1), (1, 1), (0, 0))),
 ]
 
+GLOBAL_AVERAGE_POOL = [
+    global_average_pool("images", (2, 5, 7, 13)),
+    global_average_pool("many_places", (1, 90, 70, 24)),
+    global_average_pool("many_channels", (2, 3, 3, 1030)),
+    global_average_pool("tokens", (3, 9, 16)),
+    global_average_pool("one_place", (2, 1, 1, 1, 5)),
+]
+
 NORM = [
     norm("layer_norm", "tokens", (2, 5, 24)),
     norm("layer_norm", "residual", (2, 5, 24), "residual"),
@@ -307,7 +319,8 @@ ATTENTION = [
     attention("one_shared_head", 1, 5, 9, 4, 8, shared=1, mask=LATER[:5] | LATER[:5, ::-1]),
 ]
 
-CASES = {f"{case.op}-{case.name}": case for case in (*CONV, *BATCH_NORM, *DENSE, *MAX_POOL, *NORM, *RECURRENT, *ATTENTION)}
+CASES = {f"{case.op}-{case.name}": case for case in (*CONV, *BATCH_NORM, *DENSE, *MAX_POOL, *GLOBAL_AVERAGE_POOL, *NORM, *RECURRENT,
+                                                    *ATTENTION)}
 
 # One of each kind of rule behind autodiff and batching; the transformations run over these.
 CORE = [
@@ -324,6 +337,7 @@ CORE = [
     "dense-bias_residual_silu",  # from what the activation was applied to
     "dense-batched",
     "max_pool-3x3_overlapping",
+    "global_average_pool-images",  # nothing is kept
     "layer_norm-residual_sum_gelu",  # two outputs, two equal gradients
     "group_norm-channels_first_relu",  # repeated parameters
     "group_norm-images_silu",

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cases import CHANNELS_FIRST, Case, attention, batch_norm, conv, dense, max_pool, norm, recurrent
+from cases import CHANNELS_FIRST, Case, attention, batch_norm, conv, dense, global_average_pool, max_pool, norm, recurrent
 from compare import as_float64, distance, jit, pairs, value_and_gradients, with_cotangents
 from fuzz_programs import seeds
 from jaxfuse.ops.activations import TABLE as ACTIVATIONS
@@ -97,6 +97,10 @@ def of_max_pool(r, name):
     return max_pool(name, (int(r.integers(1, 4)), *image, int(r.integers(1, 40))), window, strides=strides, padding=padding)
 
 
+def of_global_average_pool(r, name):
+    return global_average_pool(name, tuple(int(r.integers(1, n)) for n in (4, *r.among((30,), (40, 40), (9, 9, 9)), 300)))
+
+
 def of_recurrent(r, name):
     op = r.among("lstm", "gru")
     sizes, hidden = tuple(int(r.integers(1, 9)) for _ in range(3)), int(r.integers(1, 50))
@@ -116,7 +120,8 @@ def of_attention(r, name):
     return attention(name, batch, rows, keys, heads, features, of_values=int(r.integers(1, 40)), shared=shared, **given)
 
 
-OPS = (of_conv, of_conv, of_conv, of_dense, of_dense, of_batch_norm, of_norm, of_max_pool, of_recurrent, of_attention)
+OPS = (of_conv, of_conv, of_conv, of_dense, of_dense, of_batch_norm, of_norm, of_max_pool, of_global_average_pool, of_recurrent,
+       of_attention)
 
 
 def cases_of(seed: int) -> list[tuple[Case, str]]:

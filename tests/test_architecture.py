@@ -107,7 +107,7 @@ def test_an_op_has_one_name_on_every_level():
     patterns, ops, rules, handlers = (
         {path.stem for path in (ROOT / folder).iterdir()} for folder in
         ("jaxfuse/patterns", "jaxfuse/ops", "jaxfuse/tuning/rules", "xla_ext"))
-    for op in ("attention", "batch_norm", "conv", "dense", "max_pool", "norm", "recurrent"):
+    for op in ("attention", "batch_norm", "conv", "dense", "global_average_pool", "max_pool", "norm", "recurrent"):
         assert op in patterns & ops & rules & handlers
 
 

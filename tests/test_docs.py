@@ -26,7 +26,7 @@ TEXTS = {str(path.relative_to(ROOT)): path.read_text()
          for path in (*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "xla_ext/README", "xla_ext/KERNELS",
                                                          "cuda/README", "benchmarks/README")), *OF_THE_SITE)}
 SNIPPETS = {page: snippets for page, text in TEXTS.items() if (snippets := re.findall(r"```python\n(.*?)```", text, re.DOTALL))}
-OPS = ("conv", "dense", "batch_norm", "norm", "attention", "lstm", "gru", "max_pool", "optimizer")
+OPS = ("conv", "dense", "batch_norm", "norm", "attention", "lstm", "gru", "max_pool", "global_average_pool", "optimizer")
 ORDER = ["Meaning", "Shapes", "Dtypes", "Kernels", "Limits", "Figures"]
 
 

@@ -17,22 +17,23 @@ from benchmarks.networks import NETWORKS
 from compare import jit
 from exact import in_float64
 
-RESNET = {"conv+bn+relu": 5, "conv+bn": 2, "conv+bn+add+relu": 2, "max_pool": 1}
+RESNET = {"conv+bn+relu": 5, "conv+bn": 2, "conv+bn+add+relu": 2, "max_pool": 1, "global_average_pool": 1}
 EQUINOX = {"conv+bn+relu": 2, "conv+bn+add+relu": 1}
 # name -> the fused sites in inference, and of the convolutions in the loss, whose norms then stand apart
 SITES = {
-    "keras ResNet50": ({"pad+conv+bn+relu": 1, "conv+bn+relu": 32, "conv+bn": 4, "conv+bn+add+relu": 16, "max_pool": 1},
-                       {"pad+conv+bias": 1, "conv+bias": 52}),
-    "keras MobileNet": ({"conv+bn+relu6": 23, "pad+conv+bn+relu6": 4, "conv+bias": 1}, {"conv": 23, "pad+conv": 4, "conv+bias": 1}),
-    "keras VGG16": ({"conv+bias+relu": 13, "max_pool": 5}, {"conv+bias+relu": 13}),
-    "keras InceptionV3": ({"conv+bn+relu": 94, "max_pool": 4}, {"conv": 94}),
-    "haiku ResNet18": ({"conv+bn+relu": 5, "conv+bn": 3, "conv+bn+add+relu": 4, "max_pool": 1}, {"conv": 12}),
-    "haiku MobileNetV1": ({"conv+bn+relu": 5}, {"conv": 5}),
+    "keras ResNet50": ({"pad+conv+bn+relu": 1, "conv+bn+relu": 32, "conv+bn": 4, "conv+bn+add+relu": 16, "max_pool": 1,
+                        "global_average_pool": 1}, {"pad+conv+bias": 1, "conv+bias": 52}),
+    "keras MobileNet": ({"conv+bn+relu6": 23, "pad+conv+bn+relu6": 4, "conv+bias": 1, "global_average_pool": 1},
+                        {"conv": 23, "pad+conv": 4, "conv+bias": 1}),
+    "keras VGG16": ({"conv+bias+relu": 13, "max_pool": 5, "global_average_pool": 1}, {"conv+bias+relu": 13}),
+    "keras InceptionV3": ({"conv+bn+relu": 94, "max_pool": 4, "global_average_pool": 1}, {"conv": 94}),
+    "haiku ResNet18": ({"conv+bn+relu": 5, "conv+bn": 3, "conv+bn+add+relu": 4, "max_pool": 1, "global_average_pool": 1}, {"conv": 12}),
+    "haiku MobileNetV1": ({"conv+bn+relu": 5, "global_average_pool": 1}, {"conv": 5}),
     "flax linen ResNet50": (RESNET, {"conv": 9}),
     "flax linen ResNet50 bf16": (RESNET, {"conv": 9}),
     "flax nnx ResNet50": (RESNET, {"conv": 9}),
     "flax nnx U-Net": ({"conv+bn+relu": 10, "conv+bias": 3, "max_pool": 2}, {"conv": 10, "conv+bias": 3}),
-    "flax linen MLP-Mixer": ({"conv+bias": 1}, {"conv+bias": 1}),
+    "flax linen MLP-Mixer": ({"conv+bias": 1, "global_average_pool": 1}, {"conv+bias": 1}),
     "equinox CNN, ema": (EQUINOX, {"conv+bias": 2, "conv": 1}),
     "equinox CNN, batch": (EQUINOX, {"conv+bias": 2, "conv": 1}),
     "transformers ResNet": (
@@ -49,7 +50,7 @@ def counted(sites, part: str) -> int:
 
 
 def in_loss(name):
-    """Batch norms with their residuals and activations, max pools, and the convolutions alone."""
+    """Batch norms with their residuals and activations, pools, and the convolutions alone."""
     inference, convolutions = SITES[name]
     apart = collections.Counter(convolutions)
     for pattern, n in inference.items():

@@ -21,6 +21,7 @@ SELECTED = """
     dense-alone dense-three_axes_bias_gelu dense-bias_residual_silu dense-odd_sizes_relu dense-one_row dense-batched
     dense-attention_scores dense-many_rows dense-float32_result
     max_pool-3x3_overlapping max_pool-2x2_stride2 max_pool-3d_asymmetric
+    global_average_pool-images global_average_pool-many_places
     layer_norm-tokens layer_norm-residual layer_norm-residual_sum_gelu rms_norm-residual_sum_silu
     group_norm-images_silu group_norm-channels_first_relu
     lstm-sequence lstm-plain_odd_reverse gru-sequence gru-resets_first

@@ -207,6 +207,8 @@ def test_autodiff_keeps_inputs_statistics_and_outputs(name, kernel):
             allowed += [y.size // channels * -(-channels // 8) if masked else arrays["residual"].nbytes]
     if case.op == "max_pool":
         allowed += [y.size]
+    if case.op == "global_average_pool":
+        allowed = []
     if case.op == "attention":  # two numbers of each row, too
         allowed = [a.nbytes for a in (*arrays.values(), y, *[case.options[n] for n in ("mask", "factor") if n in case.options])]
         allowed += [4 * y.size // y.shape[-1]] * 2

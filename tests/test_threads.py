@@ -27,7 +27,7 @@ from processes import python
 
 COUNTS = [1, 2, 3, 16]
 # Of these no sum is oneDNN's, which cuts its own by the number of threads.
-OURS = ["batch_norm-residual_relu", "batch_norm-relu", "max_pool-3x3_stride2", "layer_norm-many_rows",
+OURS = ["batch_norm-residual_relu", "batch_norm-relu", "max_pool-3x3_stride2", "global_average_pool-many_places", "layer_norm-many_rows",
         "rms_norm-residual_sum_silu", "group_norm-images_silu",
         "lstm-two_threads", "gru-two_threads_zrn", "attention-plain", "attention-many_keys"]
 FORWARD = ["conv-3x3", "conv-depthwise", "conv-groups_4", "dense-many_columns"]

@@ -60,7 +60,8 @@ def test_inference(dtype):
 
     args = problem.params, statistics, problem.x
     report = explain(apply, *args)
-    expected = {"conv+bias+relu": 1, "conv+bn+relu": 4, "conv+bn": 1, "conv+bn+add+relu": 2, "conv+bias+relu6": 1, "dense+bias": 1}
+    expected = {"conv+bias+relu": 1, "conv+bn+relu": 4, "conv+bn": 1, "conv+bn+add+relu": 2, "conv+bias+relu6": 1, "dense+bias": 1,
+                "global_average_pool": 1}
     assert sites(report, "forward") == expected and not report.skipped
     lines = {site.source for site in report.fused}
     assert all("layers.py:" in line for line in lines) and len(lines) > 4
@@ -74,9 +75,11 @@ def test_same_sites_and_numbers_as_through_the_loss(dtype):
     report = explain(problem.step, *problem.arguments)
     backward, forward = sites(report, "backward"), sites(report, "forward")
     assert forward == sites(through_loss, "forward") == {
-        "conv": 7, "bn+relu": 4, "bn": 1, "bn+add+relu": 2, "conv+bias+relu": 1, "conv+bias+relu6": 1, "dense+bias": 1}
+        "conv": 7, "bn+relu": 4, "bn": 1, "bn+add+relu": 2, "conv+bias+relu": 1, "conv+bias+relu6": 1, "dense+bias": 1,
+        "global_average_pool": 1}
     assert not through_loss.skipped
     assert backward.pop("dense_grad+bias_grad") == forward.pop("dense+bias") == 1
+    assert forward.pop("global_average_pool") == 1  # its gradient is a broadcast
     assert backward == forward
     residual = [site for site in report.unfused_steps if site.pattern == "conv+residual gradient"]
     # the second block's skip connection; and in the first the gradients of two convolutions meet in one sum

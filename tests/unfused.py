@@ -51,6 +51,10 @@ def _max_pool(x, *, window_shape, strides=None, padding="VALID"):
     return (lax.reduce_window(x, -jnp.inf, lax.max, whole(window_shape), whole(strides), padding),)
 
 
+def _global_average_pool(x):
+    return (x.mean(tuple(range(1, x.ndim - 1))),)
+
+
 def _dense(x, w, bias=None, residual=None, *, activation=None, alpha=0.0, dimension_numbers=None,
            preferred_element_type=None):
     numbers = dimension_numbers or (((x.ndim - 1,), (0,)), ((), ()))
@@ -125,5 +129,6 @@ def _attention(q, k, v, bias=None, mask=None, factor=1, *, scale=None):
     return (jnp.einsum("bnts,bsnd->btnd", (jax.nn.softmax(scores) * factor).astype(q.dtype), v),)
 
 
-UNFUSED = dict(attention=_attention, conv=_conv, batch_norm=_batch_norm, dense=_dense, gru=_gru, group_norm=_group_norm,
-               layer_norm=_layer_norm, lstm=_lstm, max_pool=_max_pool, rms_norm=functools.partial(_layer_norm, centered=False))
+UNFUSED = dict(attention=_attention, conv=_conv, batch_norm=_batch_norm, dense=_dense, global_average_pool=_global_average_pool,
+               gru=_gru, group_norm=_group_norm, layer_norm=_layer_norm, lstm=_lstm, max_pool=_max_pool,
+               rms_norm=functools.partial(_layer_norm, centered=False))

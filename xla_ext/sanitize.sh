@@ -53,7 +53,7 @@ from jaxfuse.runtime import ffi
 reason = ffi.no_onednn()
 raise SystemExit(reason and f'the tests of convolutions would all be skipped: {reason}')"
 LD_PRELOAD=$runtime setarch -R python -m pytest -q -s -p no:cacheprovider --share "$@" tests/test_attention.py tests/test_concurrency.py \
-  tests/test_dense.py tests/test_filter_gradient_sums.py tests/test_max_pool.py \
+  tests/test_dense.py tests/test_filter_gradient_sums.py tests/test_global_average_pool.py tests/test_max_pool.py \
   tests/test_native_{batch_norm,bounds,contraction,conv,depthwise,int8,onednn}.py tests/test_nonfinite.py tests/test_norm.py \
   tests/test_freeze.py tests/test_freeze_{int8,packed}.py tests/test_int8.py tests/test_ops.py tests/test_per_sample_gradients.py \
   tests/test_piecewise.py tests/test_products_and_taps.py tests/test_recurrent_loops.py

@@ -11,7 +11,7 @@ larger comes first: a cell's dense layers belong to its row.
 
 from types import ModuleType
 
-from jaxfuse.patterns import exported, max_pool, optimizer
+from jaxfuse.patterns import exported, global_average_pool, max_pool, optimizer
 from jaxfuse.patterns.attention import forward as attention, scores as attention_scores
 from jaxfuse.patterns.batch_norm import forward as batch_norm, inference as batch_norm_inference
 from jaxfuse.patterns.conv import forward as conv, gradient as conv_grad, weight_gradient as conv_weight_grad
@@ -26,5 +26,5 @@ def name_of(pattern: ModuleType) -> str:
 
 
 ORDER = (batch_norm, conv_grad, conv_weight_grad, conv, max_pool, recurrent, attention, dense_grad, attention_scores, dense, norm,
-         batch_norm_inference, optimizer, exported)
+         batch_norm_inference, global_average_pool, optimizer, exported)
 NAMES = tuple(sorted(set(map(name_of, ORDER))))

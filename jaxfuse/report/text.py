@@ -12,7 +12,7 @@ from rich.table import Table
 from jaxfuse.report.site import Rows, Site
 from jaxfuse.runtime.reasons import Untraced, heading
 
-NOTHING = "nothing to fuse: no convolution, dense layer, attention, norm, recurrent cell or max pool in this program, " \
+NOTHING = "nothing to fuse: no convolution, dense layer, attention, norm, recurrent cell or pool in this program, " \
     "but for what it calls of jaxfuse.ops"
 NUMBERS = ("forward", "backward", "sites", "MB saved", "ms unfused", "ms fused")
 

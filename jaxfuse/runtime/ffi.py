@@ -30,6 +30,7 @@ TARGETS = (
     "jaxfuse_batch_norm_bwd_apply",
     "jaxfuse_dense_fwd",
     "jaxfuse_dense_bwd",
+    "jaxfuse_global_average_pool",
     "jaxfuse_max_pool_fwd",
     "jaxfuse_max_pool_bwd",
     "jaxfuse_norm_fwd",

@@ -6,9 +6,9 @@ measures it on a quiet machine; its file goes to `tuning/measured/`. The pattern
 both cases.
 """
 
-from jaxfuse.tuning.rules import attention, batch_norm, conv, dense, max_pool, norm, recurrent
+from jaxfuse.tuning.rules import attention, batch_norm, conv, dense, global_average_pool, max_pool, norm, recurrent
 from jaxfuse.tuning.rules.rule import OpRules
 
 TABLE: dict[str, OpRules] = dict(
-    attention=attention.RULES, conv=conv.RULES, batch_norm=batch_norm.RULES, dense=dense.RULES, gru=recurrent.GRU, lstm=recurrent.LSTM,
-    max_pool=max_pool.RULES, norm=norm.RULES)
+    attention=attention.RULES, conv=conv.RULES, batch_norm=batch_norm.RULES, dense=dense.RULES,
+    global_average_pool=global_average_pool.RULES, gru=recurrent.GRU, lstm=recurrent.LSTM, max_pool=max_pool.RULES, norm=norm.RULES)
