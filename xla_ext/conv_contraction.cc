@@ -243,7 +243,10 @@ Tensor padded_lines(const Tensor& x, int64_t low, int64_t high, char zero, char*
 }
 
 bool convolve(Forward f, const char* panels, const Int8* int8) {
-  if (f.x.size() == 0) return epilogue::apply(f.epilogue, f.geometry.out_spec[1], nullptr, f.y().dtype), true;
+  if (f.x.size() == 0) {
+    epilogue::apply(f.epilogue, f.geometry.out_spec[1], nullptr, f.y().dtype);
+    return true;
+  }
   if (!merges_lines(f.geometry, f.w)) return Convolution(f, f.geometry.transposed(), panels, int8).run();
   int64_t &low = f.geometry.padding_low.back(), &high = f.geometry.padding_high.back();
   const bool has_padding = low > 0 || high > 0;

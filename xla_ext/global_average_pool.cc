@@ -1,11 +1,11 @@
 // jaxfuse_global_average_pool: x -> y, the mean of each channel over an image in f32, x being (batch..., places..., channels) and
 // y (batch..., channels). In f32 are sums of kLongestSum numbers at most, the rest is in double.
 #include <algorithm>
-#include <vector>
 
 #include "cut.h"
 #include "epilogue.h"
 #include "parallel.h"
+#include "partial_sums.h"
 #include "scratch.h"
 
 namespace jaxfuse {
@@ -37,12 +37,9 @@ void global_average_pool(const Call& call) {
     epilogue::kernels().gradient(tile, image * places + begin, image * places + end, sums + i * channels);
   });
   parallel_for(images, [&](int64_t image) {
-    const float* const of_image = sums + image * count * channels;
-    std::vector<double> total(channels);
-    for (int64_t i = 0; i < count; ++i) {
-      for (int64_t c = 0; c < channels; ++c) total[c] += of_image[i * channels + c];
-    }
-    for (int64_t c = 0; c < channels; ++c) y.as<float>()[image * channels + c] = float(total[c] / double(places));
+    float* const mean = y.as<float>() + image * channels;
+    add_parts(sums + image * count * channels, count, channels, mean);
+    for (int64_t c = 0; c < channels; ++c) mean[c] /= float(places);
   });
 }
 

@@ -86,8 +86,8 @@ class Statistics(Forms):
             known = Known(known.index_map, Form.number(TABLES[moment.kind]))
         super()._found(value, known)
 
-    def _computed(self, node: Node) -> Known | None:
-        return None if self._is_unseen(node) else super()._computed(node)
+    def _made(self, node: Node) -> Known | None:
+        return None if self._is_unseen(node) else super()._made(node)
 
     def _is_unseen(self, node: Node) -> bool:
         """Whether it adds a number to a statistic, or bounds it by one, that the values at (MEAN, VAR) cannot show."""

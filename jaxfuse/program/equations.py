@@ -52,7 +52,9 @@ def same_rule(one, other) -> bool:
 
 def derivative(eqn) -> object:
     """The text of a `custom_jvp_call`'s derivative. What that text cannot tell, constants and rules within the rule, is taken to
-    differ from any other."""
+    differ from any other, and so are all other rules."""
+    if name_of(eqn) != "custom_jvp_call":
+        return object()
     types = tuple(v.aval for v in eqn.invars)
     bind = functools.partial(eqn.primitive.bind, **eqn.primitive.get_bind_params(eqn.params))
     try:

@@ -48,8 +48,6 @@ class Norm(Statistics):
     def _computed(self, node: Node) -> Known | None:
         if node.primitive == "stop_gradient":
             return self.known[node.inputs[0]]
-        if self._is_unseen(node):
-            return None
         full = next((v for v in node.inputs if self.is_tensor(v)), None)
         if full is None:
             operands = [self._operand(v, node) for v in node.inputs]
