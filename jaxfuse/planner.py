@@ -36,7 +36,7 @@ def plan(closed: ClosedJaxpr, decider: Decider, outer: tuple[Graph, Node] | None
     try:
         return _plan(closed, graph, decider.of_symbolic_shapes())
     except Exception as error:
-        del decider.taken[before:]
+        decider.give_up(decider.taken[before:])
         return Plan(closed, graph, {}, found=[Refusal("program", graph.nodes[0], (), symbolic.cannot_be_told(error))])
 
 
@@ -146,7 +146,7 @@ class _Planner:
             before = len(self.decider.taken)
             result = scan_pairs.rewritten(graph, first, second, lambda closed: plan(closed, self.decider))
             if result is None:
-                del self.decider.taken[before:]
+                self.decider.give_up(self.decider.taken[before:])
             else:
                 results |= {first.node.index: (result[0], [result[1]]), second.node.index: ((), [])}
         return results

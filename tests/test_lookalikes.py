@@ -160,8 +160,18 @@ def clipped_at_a_whole_number(x, w, b):
     return bounded(x @ w + b, jnp.float32(2.7))
 
 
+def what_wraps_around(x, w, b):
+    number = jnp.full((), 200, jnp.uint8)
+    return jax.nn.leaky_relu(x @ w + b, (number + number).astype(jnp.float32) / 1000)
+
+
+def what_overflows(x, w, b):
+    number = jnp.full((), 300, jnp.float16)
+    return jax.nn.leaky_relu(x @ w + b, 1e4 / (number * number).astype(jnp.float32))
+
+
 @pytest.mark.parametrize("function", [columns_first, norm_in_columns, leaks_of_whole_numbers, masked_whole_numbers,
-                                      clipped_at_a_whole_number])
+                                      clipped_at_a_whole_number, what_wraps_around, what_overflows])
 def test_numbers_of_the_program(function):
     correct_with_gradients(function, X, W, B)
 

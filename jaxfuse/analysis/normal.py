@@ -25,6 +25,7 @@ from jaxfuse.runtime import private
 
 ADD = ("add", "add_any")
 CAST = "convert_element_type"
+EXACT = 2**53  # up to here a float64 is every integer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +90,20 @@ def scale_factor(node: Node, value: Value) -> float | None:
 
 def constant(value: Value, depth: int = 8) -> float | None:
     """The real number, if the value is one number that the program fixes: written into it, broadcast, cast, or computed from
-    such numbers (jnp.var divides by `144 - ddof`) in a few steps, at most `depth` deep."""
+    such numbers (jnp.var divides by `144 - ddof`) in a few steps, at most `depth` deep. None where its type does not hold the
+    number: there the program wraps around, or overflows."""
+    number = _constant(value, depth)
+    return None if number is None or not _holds(value.dtype, number) else number
+
+
+def _holds(dtype, number: float) -> bool:
+    if jnp.issubdtype(dtype, jnp.integer):
+        info = jnp.iinfo(dtype)
+        return max(int(info.min), -EXACT) <= number <= min(int(info.max), EXACT)
+    return not jnp.issubdtype(dtype, jnp.floating) or not math.isfinite(number) or abs(number) <= float(jnp.finfo(dtype).max)
+
+
+def _constant(value: Value, depth: int) -> float | None:
     if value.literal is not None:
         return float(value.literal) if np.ndim(value.literal) == 0 and not np.iscomplexobj(value.literal) else None
     node = value.producer
