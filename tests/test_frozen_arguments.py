@@ -59,6 +59,17 @@ def test_a_key_among_the_constants(tmp_path):
     np.testing.assert_allclose(jaxfuse.load(tmp_path / "f")(X), frozen(X), rtol=1e-6)
 
 
+def test_what_a_nested_jit_closes_over_is_kept_once_for_all_batches():
+    table, key = np.ones((4, 4), np.float32), jax.random.key(0)
+    nested = jax.jit(lambda x: x @ jnp.tanh(jnp.asarray(table)) + jax.random.normal(key, (4,)))
+    frozen = jaxfuse.freeze(lambda w, x: nested(x * w), jnp.ones(4))
+    kept = []
+    for x in (X[None], jnp.stack([X, X])):
+        np.testing.assert_allclose(frozen(x), nested(x), rtol=1e-6)
+        kept.append(frozen.nbytes)
+    assert kept[0] == kept[1]
+
+
 def test_every_bit_of_a_files_header_counts(tmp_path):
     """Of one that still reads as a header too."""
     frozen = jaxfuse.freeze(lambda w, b, x: x @ w + b, jnp.arange(16.0).reshape(4, 4), jnp.ones(4), argnums=(0, 1), policy="never")

@@ -189,12 +189,13 @@ class Program:
         pending = [value]
         while pending:
             value = pending[-1]
-            inputs = [v for v in (value.producer.inputs if value.producer else ()) if v.literal is None and v not in self._names]
-            if value in self._names or not inputs:
+            if value in self._names:
                 pending.pop()
-                self._names.setdefault(value, self._digest(value))
-            else:
-                pending += inputs
+                continue
+            inputs = [v for v in (value.producer.inputs if value.producer else ()) if v.literal is None and v not in self._names]
+            if not inputs:
+                self._names[value] = self._digest(value)
+            pending += inputs
         return self._names[value]
 
     def _fold_names(self, fold: Fold) -> tuple[str, str]:
@@ -210,7 +211,7 @@ class Program:
     def _digest(self, value: Value) -> str:
         node = value.producer
         if node is None:
-            return f"given {id(value)}"
+            return _of_array(self.graph.constant_arrays[self.graph.constants.index(value)])
         parts = [self._name_or_literal(v) for v in node.inputs]
         params = sorted((name, _text(param)) for name, param in node.params.items())
         text = f"{node.primitive} {params} {parts} {node.outputs.index(value)}"
@@ -218,11 +219,19 @@ class Program:
 
 
 def _text(param) -> str:
-    """What tells parameters of equations apart; those with arrays of their own are like no other."""
+    """What tells parameters of equations apart."""
     if isinstance(param, (tuple, list)):
         return f"({', '.join(map(_text, param))})"
-    has_arrays = isinstance(param, np.ndarray) or isinstance(param, ClosedJaxpr) and bool(param.consts)
-    return f"{param} {id(param)}" if has_arrays else str(param)
+    if isinstance(param, np.ndarray):
+        return _of_array(param)
+    return " ".join([str(param), *map(_of_array, param.consts)]) if isinstance(param, ClosedJaxpr) else str(param)
+
+
+def _of_array(array) -> str:
+    """By its contents."""
+    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+    contents = np.asarray(jax.random.key_data(array) if is_key else array)
+    return f"{array.dtype}{array.shape} {hashlib.sha256(contents.tobytes()).hexdigest()}"
 
 
 def _known(value: Value, array) -> Emission:
