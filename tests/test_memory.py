@@ -53,7 +53,8 @@ def test_by_the_environment():
     code = "import jaxfuse, os; print(jaxfuse.runtime.memory.is_retained())"
     assert python("-c", code, JAXFUSE_RETAIN_MEMORY="1").stdout == "True\n"
     by_default = code + "; jaxfuse.runtime.memory.retain_if_asked(by_default=True); print(jaxfuse.runtime.memory.is_retained())"  # the demo
-    assert [python("-c", by_default, JAXFUSE_RETAIN_MEMORY=asked).stdout for asked in ("", "0")] == ["False\nTrue\n", "False\nFalse\n"]
+    said = {asked: python("-c", by_default, JAXFUSE_RETAIN_MEMORY=asked).stdout for asked in ("", "0", "False")}
+    assert said == {"": "False\nTrue\n", "0": "False\nFalse\n", "False": "False\nFalse\n"}
     late = python("-c", COMPUTED + code, JAXFUSE_RETAIN_MEMORY="1")
     assert late.stdout == "False\n" and "RuntimeWarning: JAXFUSE_RETAIN_MEMORY: retain_memory: too late" in late.stderr
 

@@ -9,6 +9,8 @@ import os
 import resource
 import warnings
 
+from jaxfuse.runtime.environment import is_on
+
 ENVIRONMENT = "JAXFUSE_RETAIN_MEMORY"
 # of malloc.h
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8
@@ -49,7 +51,7 @@ def retain_memory() -> bool:
 def retain_if_asked(by_default: bool = False) -> None:
     """`retain_memory` where the environment asks for it; too late is a warning there, for it is an import that comes too late.
     by_default: also where the environment does not say."""
-    if (os.environ.get(ENVIRONMENT) or str(int(by_default))) != "0":
+    if is_on(ENVIRONMENT, by_default):
         try:
             retain_memory()
         except RuntimeError as error:
