@@ -22,14 +22,14 @@ static_assert(Forward::kThreads * Forward::kOctets * 8 == kLongestRow && Backwar
 // passed the barrier of one knows that the numbers of the other are read.
 struct TeamSums {
   static constexpr int kWarps = Backward::kThreads / 32;
-  float of_warp[2][2][kWarps];
+  float of_warp[2][3][kWarps];
 
   template <int n>
   __device__ __forceinline__ void add(float (&v)[n], int turn) {
     for (int k = 0; k < n; ++k) v[k] = warp_sum(v[k], 32);
     const int warps = blockDim.x / 32;
     if (warps == 1) return;
-    float(&sums)[2][kWarps] = of_warp[turn];
+    float(&sums)[3][kWarps] = of_warp[turn];
     if (threadIdx.x % 32 == 0) {
       for (int k = 0; k < n; ++k) sums[k][(threadIdx.y * blockDim.x + threadIdx.x) / 32] = v[k];
     }
@@ -163,23 +163,24 @@ __global__ void __launch_bounds__(Backward::kThreads, 1) backward_kernel(const A
 #pragma unroll
     for (int o = 0; o < kOctets; ++o) s[o] = next_s[o], dy[o] = next_dy[o];
     if (kAhead && i + 1 < rows.rounds) take_next(rows.row(i + 1));
-    float sums[2] = {};  // of g and g·x̂
+    float sums[3] = {};  // of g, g·x̂ and (s - mean)²
 #pragma unroll
     for (int o = 0; o < kOctets; ++o) {
       if (columns.count(o) == 0 || !here) continue;
       float scale[8];
       load_floats<aligned>(scale, args.gamma + first_channel + columns.at(o), columns.count(o));
       for (int k = 0; k < 8; ++k) {  // where there is no column, dy is 0
-        const float x = (s[o].at(k) - mean) * rstd, g = dy[o].at(k);
+        const float centered = aligned || k < columns.count(o) ? s[o].at(k) - mean : 0.0f, x = centered * rstd, g = dy[o].at(k);
         dgamma[o][k] = fmaf(g, x, dgamma[o][k]);
         dbeta[o][k] += g;
         sums[0] = fmaf(g, scale[k], sums[0]);
         sums[1] = fmaf(g * scale[k], x, sums[1]);
+        sums[2] = fmaf(centered, centered, sums[2]);
       }
     }
     team.add(sums, i % 2);
     if (!here) continue;
-    const float slope = args.epsilon_outside ? 1.0f / (1.0f / rstd - args.epsilon) : rstd;
+    const float slope = args.epsilon_outside ? 1.0f / sqrtf(sums[2] * args.inverse_length) : rstd;
     const float shift = args.centered ? rstd * (sums[0] * args.inverse_length) : 0.0f, factor = slope * (sums[1] * args.inverse_length);
 #pragma unroll
     for (int o = 0; o < kOctets; ++o) {

@@ -26,6 +26,8 @@ struct Dimension {
   int64_t phase_of(int64_t tap) const { return taps == 1 ? 0 : tap * dilation % stride; }
   int64_t place_of(int64_t tap) const { return taps == 1 ? 0 : tap * dilation / stride; }
   bool inside(int64_t input) const { return input >= 0 && input < in; }
+  // Output o reads input o alone, and every input is read.
+  bool is_pointwise() const { return taps == 1 && stride == 1 && padding_low == 0 && in == out; }
 };
 
 struct Problem {
@@ -42,7 +44,7 @@ struct Problem {
       *dimensions[2 - n + i] = {in.shape[i + 1],     dy.shape[i + 1],      dw.shape[geometry.rhs_spec[i + 2]],
                                 geometry.strides[i], geometry.dilation[i], geometry.padding_low[i]};
     }
-    if (rows.taps == 1 && columns.taps == 1 && rows.stride == 1 && columns.stride == 1) {  // every pixel by itself
+    if (rows.is_pointwise() && columns.is_pointwise()) {  // every pixel by itself
       columns = {images * rows.in * columns.in, images * rows.out * columns.out, 1, 1, 1, 0};
       rows = {}, images = 1;
     }

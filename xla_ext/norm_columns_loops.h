@@ -170,6 +170,20 @@ void gradient_sums(const Gradients<T>& gradients, const Block& block, float* par
   });
 }
 
+// Σ (s - mean)² over a group, of what is normalised.
+template <class T>
+double squares_of_group(const Backward& b, const Block& block, int64_t group, const float* centers, float* sums) {
+  const Forward f{b.options, b.s, nullptr, nullptr, nullptr, nullptr, nullptr, false};
+  Block one = block;
+  one.start += group * block.length, one.width = block.length;
+  double sum = 0;
+  for_positions(one, [&](int64_t first, int64_t last) {
+    add_positions<T, 2>(f, one, first, last, centers + group * block.length, sums);
+    sum += sum_of_group(sums, block.length);
+  });
+  return sum;
+}
+
 template <class T>
 void backward_columns(const Backward& b, Columns columns, float* dgamma, float* dbeta, Scratch scratch) {
   const Options& options = b.options;
@@ -196,8 +210,10 @@ void backward_columns(const Backward& b, Columns columns, float* dgamma, float* 
       mean_g += gamma[i] * sum_g[i] / count;
       mean_gx += gamma[i] * (sum_gx[i] * rstd) / count;
     }
+    const auto variance = [&] { return squares_of_group<T>(b, block, g, centers, second + g * block.length) / count; };
+    const float factor = slope(options, rstd, variance);
     fill(first + g * block.length, block.length, options.centered ? -rstd * float(mean_g) : 0);
-    fill(second + g * block.length, block.length, -slope(options, rstd) * rstd * float(mean_gx));
+    fill(second + g * block.length, block.length, -factor * rstd * float(mean_gx));
   }
   for (int64_t position = 0; position < block.positions; ++position) {
     const int64_t row = block.start + position * block.stride;

@@ -40,9 +40,11 @@ inline float reciprocal_root(const Options& options, double variance) {
   return 1.0f / __builtin_sqrtf(var + options.epsilon);
 }
 
-// -2·drstd/dvar / rstd², which is rstd unless epsilon is outside of the root.
-inline float slope(const Options& options, float rstd) {
-  return options.epsilon_outside ? 1.0f / (1.0f / rstd - options.epsilon) : rstd;
+// -2·drstd/dvar / rstd²: rstd, or 1/sqrt(var) where epsilon is outside of the root. There var() is Σ(s - mean)²/n once more: as
+// (1/rstd - epsilon)² it would cancel.
+template <class Variance>
+float slope(const Options& options, float rstd, Variance var) {
+  return options.epsilon_outside ? 1.0f / __builtin_sqrtf(float(var())) : rstd;
 }
 
 // ---- forward
@@ -154,7 +156,13 @@ void backward_block(const Backward& b, Rows rows, float* dgamma, float* dbeta, P
       sum_g += total(part_g), sum_gx += total(part_gx);
     }
     shifts[k] = options.centered ? rstd * float(sum_g / n) : 0;
-    factors[k] = slope(options, rstd) * float(sum_gx / n);
+    const auto variance = [&] {
+      return sum_over(n, [&](int64_t i, auto lanes) {
+        const Floats centered = load(s + start + i, lanes) - mean;
+        return centered * centered;
+      }) / n;
+    };
+    factors[k] = slope(options, rstd, variance) * float(sum_gx / n);
   }
   for (int64_t k = 0; k < count; ++k) {
     const int64_t row = rows.begin + k, channel = row % options.extent.groups * n, start = k * n;

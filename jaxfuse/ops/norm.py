@@ -110,11 +110,12 @@ def _pullback(linear: Linear, *args):
     s, gamma, beta, mean, rstd, dy, *ds = lax.optimization_barrier(args)  # else x̂ of the forward pass may be kept
     shape = (*config.batch(s), *config.inner[1:])
     gamma, beta = (_repeated(config, wide(v)) for v in (gamma, beta))
-    normalised = (reshaped(wide(s), shape) - mean[..., None]) * rstd[..., None]
+    centered = reshaped(wide(s), shape) - mean[..., None]
+    normalised = centered * rstd[..., None]
     g = config.activation.cotangent(normalised * gamma + beta, reshaped(wide(dy), shape))
     mean_g, mean_gx = ((v * gamma).mean(-1, keepdims=True) for v in (g, g * normalised))
-    if config.epsilon_outside:  # drstd/dvar = -rstd²/(2·sqrt(var)), and sqrt(var) = 1/rstd - epsilon
-        mean_gx = mean_gx / (1 - config.epsilon * rstd[..., None])
+    if config.epsilon_outside:  # drstd/dvar = -rstd²/(2·sqrt(var)); sqrt(var) as 1/rstd - epsilon would cancel
+        mean_gx = mean_gx / (rstd[..., None] * jnp.sqrt(jnp.square(centered).mean(-1, keepdims=True)))
     dx = rstd[..., None] * (g * gamma - (mean_g if config.centered else 0) - normalised * mean_gx)
     dx = sum((wide(v) for v in ds), reshaped(dx, s.shape)).astype(s.dtype)
     sums = [v.sum(tuple(range(v.ndim - 2))) for v in (g * normalised, g)]

@@ -217,7 +217,7 @@ class Gradients:
             z = original(region.start)
             slopes = [slope for slope in activation_grads_at(graph, z, self.dz) if slope.dy.aval == self.dz.aval]
             for known in dict.fromkeys((activation, SAME_VALUES.get(activation, activation))):
-                if slope := next((slope for slope in slopes if slope.is_of(known)), None):
+                if slope := next((slope for slope in slopes if slope.is_of(known, region if known is activation else None)), None):
                     saved = original(region.end) if known.derivative_from_y else z
                     return dataclasses.replace(self, dy=slope.dy, activation=known, saved=(saved,), products=tuple(slope.products))
         return None

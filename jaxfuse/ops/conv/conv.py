@@ -44,16 +44,16 @@ def _epilogue(config: ConvConfig, y, scale, bias, residual):
 
 def _decomposed(config: ConvConfig, *args):
     """The same value by ops that are differentiable: scale, whose gradient needs the product, goes into w
-    (scale·conv(x, w) = conv(x, w·scale)). Of another dtype than x's, the product is one in that dtype, as JAX differentiates it;
-    or it is by itself, where its cotangent has x's."""
+    (scale·conv(x, w) = conv(x, w·scale)), but in float16, where that might overflow. Of another dtype than x's, the product is one
+    in that dtype, as JAX differentiates it; or it is by itself, where its cotangent has x's."""
     if config.rounds_filter:
         config, args = config.rounded(args)
         return tuple(OP(config, *args))
     x, w, scale, bias, residual = config.unpack(args)
-    if config.rounds:
+    if config.rounds or config.has_scale and w.dtype == jnp.float16:
         alone = dataclasses.replace(config, has_scale=False, has_bias=False, has_residual=False, residual_last=False,
                                     activation=NO_ACTIVATION, out_dtype=None, rounds=False)
-        return _epilogue(config, OP(alone, x, w)[0].astype(config.out_dtype), scale, bias, residual)
+        return _epilogue(config, OP(alone, x, w)[0].astype(config.out_dtype or x.dtype), scale, bias, residual)
     if config.out_dtype:
         x, w = x.astype(config.out_dtype), w.astype(config.out_dtype)
         return OP(dataclasses.replace(config, out_dtype=None), x, w, *args[2:])

@@ -11,7 +11,9 @@ from jax import lax
 
 from jaxfuse.analysis.gradients import Gradient, gradients
 from jaxfuse.analysis.normal import unwidened
-from jaxfuse.ops.attention import OP
+from jaxfuse.analysis.regions import cone
+from jaxfuse.ops.arrays import wide
+from jaxfuse.ops.attention import MASKED, OP
 from jaxfuse.ops.attention_config import AttentionConfig, to_layout
 from jaxfuse.ops.dense import refused_precision
 from jaxfuse.ops.op import Linear
@@ -24,6 +26,9 @@ from jaxfuse.program.autodiff import backward, forward
 from jaxfuse.program.graph import Emission, Graph, Node, Value
 from jaxfuse.program.liveness import dead
 from jaxfuse.program.site import Match, Refusal, Unfit
+from jaxfuse.runtime.reasons import no_kernel
+
+RANDOM = ("random_bits", "rng_bit_generator", "rng_uniform", "threefry2x32")  # what a dropout's mask is made of
 
 
 def anchors(graph):
@@ -52,7 +57,7 @@ class _Site:
         self.primals = [*narrow, *self.inputs[3:]] if len({v.dtype for v in narrow}) == 1 else self.inputs
         added = dict(bias=form.biases, mask=form.masks, dropout=form.dropout)
         self.label = "+".join(["attention", *[name for name, found in added.items() if found]])
-        config = AttentionConfig(*form.specs, form.out.replace("e", "") + "e", scale=form.scale, fill=form.fill,
+        config = AttentionConfig(*form.specs, form.out.replace("e", "") + "e", scale=form.scale, fill=_fill(form),
                                  out_dtype=str(self.end.dtype))
 
         def spec(found: list[Operand]) -> str | None:
@@ -63,6 +68,8 @@ class _Site:
     def matches(self, unprofitable) -> list[Match]:
         """The match, and that of the gradients if the program computes them. Raises `Unfit` where no kernel takes it."""
         self._require_precision()
+        if self.inputs[2].dtype == jnp.float16 and (self.form.factors or self.form.softmax_scale != 1):
+            raise Unfit(no_kernel("a factor of float16 values, which may overflow"))
         gradient = self._gradient() if self.part is not self.graph else None
         require_unread(self.graph, self.form.nodes, (self.end, *(gradient.defines if gradient else ())))
         avals = [v.aval for v in self.primals], [v.aval for v in self.fixed]
@@ -91,6 +98,7 @@ class _Site:
         form, config = self.form, self.config
         q, k, v, *biases = primals
         arrays = iter(fixed)
+        biases = [wide(a) for a in biases] if len(biases) > 1 else biases  # the sum of two is none of 16 bits
         masks, factors, dropout = ([jnp.logical_not(a) if o.inverted else a for o, a in zip(found, arrays)]
                                    for found in (form.masks, form.factors, form.dropout))
         for operand, array in zip(form.factors, factors):
@@ -147,6 +155,21 @@ class _Site:
             return jax.vjp(lambda *primals: self._operands(primals, fixed)[: len(wanted)], *primals)[1](cotangents)
 
         return gradient_emission(gradient, (*self.primals, *self.fixed, *saved), arrays)
+
+
+def _fill(form: Form) -> float:
+    """The score where a mask is False. A mask after the softmax is a factor to the kernel, and NaN·0 is NaN: where it is the mask before
+    the softmax, rows without any score get a finite one, and end as 0 as well. Raises `Unfit` where such rows cannot be told."""
+    after = {o for o in form.dropout if o.value.dtype == bool and not _is_random(o.value)}
+    if not after or not (form.biases or form.masks and form.fill == -math.inf):
+        return form.fill
+    if form.biases or not after.issuperset(form.masks):
+        raise Unfit(no_kernel("a mask after the softmax that may clear rows which are -inf before it"))
+    return MASKED
+
+
+def _is_random(value: Value) -> bool:
+    return any(node.primitive in RANDOM for node in cone([value], lambda value: True))
 
 
 def _to_layout(operand: Operand, array, letters: str):

@@ -105,7 +105,9 @@ class Site:
     def includes_activation(self) -> bool:
         """Whether the gradient is that of the chain's activation too, by a function of the activation's argument."""
         slope, chain = self.gradient and self.gradient.slope, self.chain
-        return bool(slope and chain.region and chain.activation and chain.region.start is slope.z and slope.is_of(chain.activation))
+        if not (slope and chain.region and chain.activation):
+            return False
+        return chain.region.start is slope.z and slope.is_of(chain.activation, chain.region)
 
     def _derivative(self) -> GradientConfig | None:
         """Where the passes of the gradient take the activation's derivative from, if they can begin before the activation."""

@@ -135,10 +135,12 @@ def _may_be_alone(gradients: Gradients) -> bool:
 
 def _ways(graph: Graph, config: ConvConfig, found: ConvGradients, claimed: set[int]) -> Iterator[ConvGradients]:
     """The same gradients from a cotangent behind a scale, and behind an activation, if there is one: the furthest first. To
-    look behind a number that no parameter makes is worth it only where there is an activation behind it."""
+    look behind a number that no parameter makes is worth it only where there is an activation behind it. A float16 filter times
+    the scale, or its gradient without, might overflow."""
     channels = config.out_spec[1]
     plain = found.with_bias(tuple(other_axes(found.dz, channels)))
-    scales = list(_scaled(graph, found.node, found.dz, channels)) if found.dw else []
+    looks_behind = found.dw and found.dw.dtype != jnp.float16
+    scales = list(_scaled(graph, found.node, found.dz, channels)) if looks_behind else []
     behind = [dataclasses.replace(found, dz=s.g, dy=s.g, scaled=s, sums=tuple(v for v, _ in s.sums), parameters=s.needs) for s in scales]
     by_parameters, by_numbers = ([way for way in behind if way.scaled and way.scaled.is_number == number] for number in (False, True))
     part, own = forward(graph), forward(graph).node_in_subgraph(found.node)

@@ -30,7 +30,7 @@ def match(graph: Graph, node: Node, claimed: set[int], unprofitable):
     layers = [layer_of(graph, part, n, claimed) for n in siblings(node) if n.index not in claimed]
     for layer in layers:
         if layer.chain.activation:
-            yield from activation_grad(graph, part.original(layer.chain.region.start), layer.chain.activation)
+            yield from activation_grad(graph, part.original(layer.chain.region.start), layer.chain.activation, layer.chain.region)
     for row in [row for layer in layers for row in _gated(part, layer, layers, claimed)]:
         if all(layer in layers for layer in row.layers):
             layers = [layer for layer in layers if layer not in row.layers]

@@ -102,9 +102,9 @@ class Site:
         ways = (gradients(self.graph, [x, *self.parameters], v, backward(self.graph)) for v in ends for x in self.given)
         for gradient in itertools.chain.from_iterable(ways):
             dy: Value | None = gradient.dy
-            if activation := chain.activation:
+            if (activation := chain.activation) and (region := chain.region):
                 slopes = activation_grads_at(self.graph, end, gradient.dy)
-                dy = next((slope.dy for slope in slopes if slope.dy.shape == end.shape and slope.is_of(activation)), None)
+                dy = next((slope.dy for slope in slopes if slope.dy.shape == end.shape and slope.is_of(activation, region)), None)
             if dy is not None and gradient.defines:
                 return gradient._replace(dy=dy)
         return None

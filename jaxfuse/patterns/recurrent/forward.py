@@ -93,14 +93,14 @@ def _loop(graph, node: Node, unprofitable) -> Match | None:
 
 
 def _carried(part, cell: Cell) -> tuple[bool, str]:
-    """Whether the cell's state is what a scan hands to its steps, and, if so, why the next state is not the cell's."""
+    """Whether the cell is in a scan, and, if so, why its state is not what the scan hands to its steps, or not the next one."""
     if part.outer is None or part.outer[1].primitive != "scan":
         return False, ""
-    loop = Loop(part.outer[1])
+    loop, state = Loop(part.outer[1]), uncast(cell.state)
     _, carried, _ = loop.split(part.inputs)
-    if cell.state not in carried:
-        return False, ""
-    after, next_state = part.outputs[carried.index(cell.state)], cell.made[-1]
+    if state not in carried:
+        return True, f"its state is not one that the loop carries: {state.producer or repr(state)} comes between"
+    after, next_state = part.outputs[carried.index(state)], cell.made[-1]
     if uncast(after) is uncast(next_state):
         return True, ""
     between = next((n for n in next_state.users if after in n.outputs), None)
