@@ -8,6 +8,7 @@ import pytest
 import jaxfuse
 
 X = jnp.arange(4.0) - 1
+BATCH = jnp.linspace(-2, 2, 16).reshape(2, 8)
 
 
 def test_the_size_of_a_named_axis():
@@ -51,6 +52,27 @@ def test_flags_and_strings_of_a_saved_function(tmp_path):
     for arguments, options in (((X, False, 10 * X), dict(mode="difference")), ((X, True, 10 * X), dict(mode="sum"))):
         with pytest.raises(jaxfuse.ArtefactError, match="saved for .*True.*, and is called with"):
             loaded(*arguments, **options)
+
+
+def test_a_layer_of_another_flag_has_no_range_of_this_one():
+    w = jnp.eye(8)
+    frozen = jaxfuse.freeze(lambda w, x, large: jax.nn.relu((100 * x if large else x) @ w), w, policy="always", int8=[(BATCH, False)])
+    np.testing.assert_allclose(frozen(BATCH, True), jax.nn.relu(100 * BATCH), rtol=1e-5)
+    assert [site.reason for site in frozen.int8_sites(BATCH, True)] in (["no example came through it"], [])
+
+
+def test_an_array_of_the_batchs_size(tmp_path):
+    frozen = jaxfuse.freeze(lambda w, x: jnp.concatenate([jnp.zeros((x.shape[0], 2)), x @ w], 1), jnp.eye(8))
+    (batch,) = jax.export.symbolic_shape("n")
+    frozen.save(tmp_path / "f", jax.ShapeDtypeStruct((batch, 8), jnp.float32))
+    np.testing.assert_allclose(jaxfuse.load(tmp_path / "f")(BATCH)[:, 2:], BATCH, rtol=1e-6)
+
+
+def test_a_value_that_overflows_between_two_scales():
+    function = lambda w, a, b, x: ((x @ w) * a).astype(jnp.float16).astype(jnp.float32) * b
+    bound = jnp.eye(8), jnp.full(8, 1e5), jnp.full(8, 1e-5)
+    frozen = jaxfuse.freeze(function, *bound, argnums=(0, 1, 2), policy="always")
+    np.testing.assert_array_equal(jnp.isfinite(frozen(BATCH)), jnp.isfinite(jax.jit(function)(*bound, BATCH)))
 
 
 def test_a_key_among_the_constants(tmp_path):

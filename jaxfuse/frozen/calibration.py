@@ -50,9 +50,9 @@ def examples(given: Any) -> list[tuple]:
 def calibrated(runs: list[Run]) -> dict[Key, Measured]:
     """What all runs say of every layer that could be int8. Raises OpError where a layer reads what is not finite."""
     ranges = {key: _range(key, bounds, runs) for key, bounds in _of_all(runs, _bounds, {}).items()}
-    filters = {key: int8_filter(key[0], layer, ranges[key]) for run in runs for key, (_, layer) in run.candidates.items() if key in ranges}
+    filters = {key: int8_filter(key[1], layer, ranges[key]) for run in runs for key, (_, layer) in run.candidates.items() if key in ranges}
     weights = {name: w for run in runs for name, w in zip(run.program.names, run.constants)}
-    packed = {key: filter_.packed(weights[key[0]]) for key, filter_ in filters.items()}
+    packed = {key: filter_.packed(weights[key[1]]) for key, filter_ in filters.items()}
 
     def squared(key: Key, node: Node, x, w, rest, y, arrays):
         """Sums of squares: of the difference that int8 makes, and of the output."""

@@ -3,7 +3,7 @@
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -50,7 +50,7 @@ class Frozen:
         self._leaves = list(map(unshared, self._leaves))
         self._types = list(map(type_of, self._leaves))
         self._made: dict[Any, Made] = {}
-        self._layers: Callable[[], Layers] = functools.partial(Choice, policy, None, 0)
+        self._layers: Callable[[Hashable], Layers] = functools.partial(Choice, policy, None, 0)
         self._constants: dict[str, jax.Array] = {}
         self._packed: dict[str, Filter] = {}  # by the names of the constants in whose place they stand
         self._closed_over: list = []  # arrays that constants are named by stay alive
@@ -82,7 +82,7 @@ class Frozen:
         made, _ = self._of(args, kwargs)
         lines = made.program.sources
         return [site._replace(source=lines[name][use]) if use < len(lines.get(name, ())) else site
-                for (name, use), site in made.layers.sites.items()]
+                for (_, name, use), site in made.layers.sites.items()]
 
     def folds(self, *args, **kwargs) -> list[str]:
         """Which layers took a normalisation or a scale into their weights, in the program for these arguments: a line for each."""
@@ -122,13 +122,14 @@ class Frozen:
         args, kwargs = jax.tree.map(as_array, (args, kwargs))
         leaves, tree = jax.tree.flatten((args, kwargs))
         types = [type_of(leaf) for leaf in leaves]
+        static = tuple((type(t), t) for t in types if not is_array(t))
         signature = private.trace_context(), tree, *[(t.shape, t.dtype, t.weak_type) if is_array(t) else (type(t), t) for t in types]
         with self._lock:
             if signature not in self._made:
-                self._made[signature] = self._make(args, kwargs)
+                self._made[signature] = self._make(args, kwargs, static)
             return self._made[signature], [leaf for leaf in leaves if is_array(leaf)]
 
-    def _make(self, args: tuple, kwargs: dict) -> Made:
+    def _make(self, args: tuple, kwargs: dict, static: Hashable) -> Made:
         def whole(bound, args, kwargs):
             args = list(args)
             for position, value in zip(self._positions, bound):
@@ -153,7 +154,7 @@ class Frozen:
 
         functools.update_wrapper(plain, self._fn, updated=())
         with as_a_program_of_its_own():
-            run_fused, layers = inline(program, policy=self._policy, inference=True), self._layers()
+            run_fused, layers = inline(program, policy=self._policy, inference=True), self._layers(static)
             fused = Packed(run_fused, program.constants, *program.types, layers, self._packed)
         self._keep(program, fused, [*map(unshared, traced.closed.consts), *self._arrays()])
 

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import hashlib
 import math
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import jax
@@ -17,7 +18,9 @@ from jaxfuse.runtime.private import known
 from jaxfuse.tuning.policy import not_in_int8
 from jaxfuse.tuning.rules.int8 import most
 
-Key = tuple[str, int]  # a layer in every program of the function: the name of its weight, and which of the weight's layers it is
+# A layer in every program of the function with the same flags: the arguments that are no arrays, the name of its weight, and which of
+# the weight's layers it is.
+Key = tuple[Hashable, str, int]
 LAYERS = {"jaxfuse_conv": "conv", "jaxfuse_dense": "dense", "conv_general_dilated": "conv", "dot_general": "dense"}
 
 
@@ -82,16 +85,17 @@ def int8_filter(name: str, layer: Layer, range_: int8.Range) -> Int8Filter:
 
 class Layers:
     """The layers of a program whose weights are constants, by their keys; none is packed. `sites` are rows of them, but for their
-    lines, where int8 was asked for."""
+    lines, where int8 was asked for. `static` are the arguments that are no arrays."""
 
-    def __init__(self) -> None:
+    def __init__(self, static: Hashable):
+        self.static = static
         self.found: dict[Key, tuple[Node, Layer | str]] = {}
         self.sites: dict[Key, Int8Site] = {}
         self._uses: collections.Counter[str] = collections.Counter()
 
     def __call__(self, node: Node, name: str) -> Filter | Int8Filter | None:
         if node.primitive in LAYERS:
-            self.found[name, self._uses[name]] = node, int8_layer(node)
+            self.found[self.static, name, self._uses[name]] = node, int8_layer(node)
             self._uses[name] += 1
         return None
 
@@ -100,8 +104,8 @@ class Choice(Layers):
     """The same, in int8 where that was measured to be near enough and the policy has it so; the others are packed by the policy.
     Without `measured` no layer is int8."""
 
-    def __init__(self, policy: str, measured: dict[Key, Measured] | None, allowed: float):
-        super().__init__()
+    def __init__(self, policy: str, measured: dict[Key, Measured] | None, allowed: float, static: Hashable):
+        super().__init__(static)
         self._policy, self._measured, self._allowed = policy, measured, allowed
 
     def __call__(self, node: Node, name: str) -> Filter | Int8Filter | None:

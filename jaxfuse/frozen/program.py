@@ -15,6 +15,7 @@ from jaxfuse.analysis.normal import constant, is_float_cast, repeats, size, wide
 from jaxfuse.ops.arrays import beside, wide
 from jaxfuse.patterns.walk import Chain, Walk, WalkEnd
 from jaxfuse.program.graph import Emission, Graph, Node, Value, compute, evaluate
+from jaxfuse.runtime.private import is_symbolic
 
 SMALL = 1 << 16  # bytes; of the constants themselves a value that is larger than they are is no constant: a broadcast
 
@@ -142,7 +143,8 @@ class Program:
         """Those that depend on the constants alone. Random numbers of a constant key are; what is broadcast is not."""
         fixed = {*self.graph.inputs[: self.bound], *self.graph.constants}
         for node in self.graph.nodes:
-            if not node.eqn.effects and all(v.literal is not None or v in fixed for v in node.inputs):
+            unknown = is_symbolic([v.aval for v in node.outputs])
+            if not node.eqn.effects and not unknown and all(v.literal is not None or v in fixed for v in node.inputs):
                 made, given = (sum(size(v) * v.dtype.itemsize for v in values) for values in (node.outputs, node.inputs))
                 fixed |= set(node.outputs) if made <= max(SMALL, given) else set()
         return fixed

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import jet
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import ManualAxisType
@@ -72,6 +73,8 @@ class Stage:
         STAGES[p] = self
         p.multiple_results = True
         private.run_alone(p)
+        private.check_for_nans(p)
+        jet.jet_rules[p] = self._jet
         p.def_abstract_eval(self._abstract_eval)
         ad.primitive_jvps[p] = self._jvp
         ad.primitive_transposes[p] = self._transpose
@@ -114,6 +117,11 @@ class Stage:
         return jvp_of(functools.partial(self.reference, config), primals, tangents)
 
     @ours
+    def _jet(self, primals, series, *, config):
+        """Taylor series, of the reference."""
+        return jet.jet(functools.partial(self.reference, config), primals, series, factorial_scaled=False)
+
+    @ours
     def _transpose(self, cotangents, *args, config):
         """That of the reference, where it is linear in those arguments (for `tangent`, FusedOp's own)."""
         linear = [i for i, a in enumerate(args) if ad.is_undefined_primal(a)]
@@ -127,6 +135,9 @@ class Stage:
         """vmap: into the batch axis where every output has one, else one call per item."""
         axes = self.batch_axes(config, [jnp.ndim(a) - (d is not None) for a, d in zip(args, dims)])
         size = next(a.shape[d] for a, d in zip(args, dims) if d is not None)
+        if size == 0:
+            outs = jax.vmap(functools.partial(self.reference, config), in_axes=tuple(dims))(*args)
+            return outs, [0] * len(outs)
         mergeable = None not in axes.outputs and all(d is None or ax is not None for d, ax in zip(dims, axes.inputs))
         plain = None if mergeable and self.kernels else self._plain(config, args, dims)
         if plain:

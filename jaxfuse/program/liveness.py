@@ -62,10 +62,12 @@ def _revive(graph: Graph, needs: list[Value]) -> None:
 
 def circular(graph: Graph, replacements: dict[Value, Emission]) -> list[Emission]:
     """Emissions of which each needs what the next defines, and the last what the first defines: each match is sound by
-    itself, two that wait for each other are not."""
+    itself, two that wait for each other are not. Neither is one that a side effect reads, and that needs what a later one gives."""
     path: dict[Value, None] = {}  # values whose needs are being looked at, in their order
     done: set[Value] = set()
-    stack = [(value, False) for value in graph.outputs] + [(v, False) for n in graph.nodes if n.eqn.effects for v in n.inputs]
+    effects = [node for node in graph.nodes if node.eqn.effects and (node.inputs or node.outputs)]
+    before = {node: [*earlier.inputs, *earlier.outputs] for earlier, node in zip(effects, effects[1:])}
+    stack = [(value, False) for value in (*graph.outputs, *[v for node in effects for v in (*node.inputs, *node.outputs)])]
     while stack:
         value, looked_at = stack.pop()
         emission = replacements.get(value)
@@ -77,7 +79,8 @@ def circular(graph: Graph, replacements: dict[Value, Emission]) -> list[Emission
         elif value not in done:
             path[value] = None
             stack.append((value, True))
-            needs = emission.needs if emission else value.producer.inputs if value.producer else ()
+            node = value.producer
+            needs = emission.needs if emission else (*node.inputs, *before.get(node, ())) if node else ()
             stack += [(need, False) for need in needs]
     return []
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jaxfuse.program.graph import Emission, Graph, Value, evaluate
+from jaxfuse.runtime import private
 from jaxfuse.runtime.settings import ours
 
 
@@ -24,8 +25,13 @@ class Plan(NamedTuple):
         if not self.replacements:  # with its nested jits, which need not be traced and compiled anew
             return jaxpr_as_fun(self.closed)(*arguments)
         try:
-            return evaluate(self.graph, arguments, self.replacements)
+            return list(map(_typed, evaluate(self.graph, arguments, self.replacements), self.graph.outputs))
         except Exception:
             if not self.graph.is_symbolic:
                 raise
             return jaxpr_as_fun(self.closed)(*arguments)  # whether all of it can be written for unknown sizes is seen by trying
+
+
+def _typed(array, value: Value):
+    """Weakly typed where the program's value is: what is made of it next decides the dtype."""
+    return private.weakly_typed(array) if getattr(value.aval, "weak_type", False) else array

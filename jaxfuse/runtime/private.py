@@ -1,13 +1,15 @@
 """The private parts of JAX that cannot be avoided. Tried with jax 0.10.2, 0.11.2 and 0.12.0.1."""
 
 import dataclasses
+import functools
 import importlib
 import pathlib
 from typing import Any
 
 import jax
-from jax._src import config, core, dispatch, traceback_util
+from jax._src import checkify, config, core, dispatch, traceback_util
 from jax._src.interpreters import mlir, partial_eval
+from jax._src.lax import lax
 from jax.sharding import PartitionSpec
 
 JITTED = type(jax.jit(lambda: None))
@@ -119,6 +121,16 @@ def run_alone(primitive) -> None:
     """Makes it compiled and run by itself where nothing is being traced, as JAX's own are: under `jax.disable_jit()` too, and a
     NaN under `jax_debug_nans` is an error that names it."""
     dispatch.simple_impl(primitive)
+
+
+def check_for_nans(primitive) -> None:
+    """Makes `checkify`'s NaN checks ask what the primitive gives, as they do of JAX's own."""
+    checkify.error_checks[primitive] = functools.partial(checkify.nan_error_check, primitive)
+
+
+def weakly_typed(array):
+    """The array as JAX has what is made of Python's numbers alone."""
+    return lax._convert_element_type(array, weak_type=True)
 
 
 def trace_context():

@@ -16,6 +16,7 @@ from collections.abc import Callable
 import flax.linen as nn
 import jax
 from flax.core import lift
+from flax.errors import TransformedMethodReturnValueError
 from flax.linen.transforms import lift_transform
 
 from jaxfuse.fuse import inline
@@ -25,17 +26,31 @@ from jaxfuse.program.signature import is_part_of_a_program
 def fused(method):
     """Decorates a method of a `flax.linen.Module`: what it computes, layers and all, is fused as one program.
 
-    Variables, mutable collections and RNG streams behave as under `flax.linen.remat`. While parameters are initialised, and
-    within a program that is fused as a whole, the method runs as it is.
+    Variables, mutable collections, RNG streams and intercepted methods behave as under `flax.linen.remat`. While parameters are
+    initialised, within a program that is fused as a whole, without variables, and where it returns a module, the method runs
+    as it is.
     """
     through = lift_transform(_lifted, method)
+    as_it_is = through.__wrapped__  # in Flax's wrapper, which sets the module up
 
-    @functools.wraps(method)
+    @functools.wraps(through)
     def call(self, *args, **kwargs):
-        plain = self.is_initializing() or is_part_of_a_program()
-        return (method if plain else through)(self, *args, **kwargs)
+        if self.scope is None or self.is_initializing() or is_part_of_a_program():
+            return as_it_is(self, *args, **kwargs)
+        try:
+            return through(self, *args, **kwargs)
+        except TransformedMethodReturnValueError:
+            return as_it_is(self, *args, **kwargs)
 
     return call
+
+
+def own(method):
+    """What was written as a module's method, without Flax's wrapper: called from the method that takes its place it is no call of
+    its own, which would be intercepted and captured once more."""
+    written = getattr(method, "__wrapped__", method)
+    is_plain = hasattr(method, "method_handler_wrapped") and not hasattr(written, "method_handler_wrapped")  # no remat, no jit
+    return written if is_plain else method
 
 
 def _lifted(fn):
@@ -54,9 +69,10 @@ def _lifted(fn):
 class Fused(nn.Module):
     """Mixed into a module: its call is fused."""
 
-    @fused
-    def __call__(self, *args, **kwargs):
-        return super().__call__(*args, **kwargs)
+    def __init_subclass__(cls, **kwargs):
+        if "__call__" not in vars(cls):
+            cls.__call__ = fused(own(cls.__call__))
+        super().__init_subclass__(**kwargs)
 
 
 class Epilogue(nn.Module):
@@ -65,8 +81,9 @@ class Epilogue(nn.Module):
     activation: Callable[[jax.Array], jax.Array] | None = None
 
     @fused
+    @nn.compact
     def __call__(self, *args, residual=None, **kwargs):
-        y = super().__call__(*args, **kwargs)
+        y = own(super().__call__.__func__)(self, *args, **kwargs)
         if residual is not None:
             y = y + residual
         return y if self.activation is None else self.activation(y)

@@ -8,7 +8,7 @@ import re
 import flax.linen as nn
 
 from jaxfuse.flax import Exchanged
-from jaxfuse.flax.linen.layers import EXCHANGE, Epilogue, Fused, fused
+from jaxfuse.flax.linen.layers import EXCHANGE, Epilogue, Fused, fused, own
 from jaxfuse.fuse import explain
 
 
@@ -37,8 +37,8 @@ def _fused_class(cls: type) -> type:
     """Of the same name, after which Flax names parameters."""
     if issubclass(cls, (Fused, Epilogue)):
         return cls
-    own = {"__doc__": cls.__doc__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return type(cls.__name__, (Fused, cls), own | {name: _fused_method(cls, name) for name in _public_methods(cls)})
+    named = {"__doc__": cls.__doc__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls.__name__, (Fused, cls), named | {name: fused(own(getattr(cls, name))) for name in _public_methods(cls)})
 
 
 def _public_methods(cls: type) -> set[str]:
@@ -47,14 +47,6 @@ def _public_methods(cls: type) -> set[str]:
     others = {"setup", *(field.name for field in dataclasses.fields(cls))}  # a field's default may be a function
     return {name for base in written for name, method in vars(base).items()
             if inspect.isfunction(method) and not hasattr(method, "nowrap") and not name.startswith("_")} - others
-
-
-def _fused_method(cls: type, name: str):
-    def call(self, *args, **kwargs):
-        return getattr(cls, name)(self, *args, **kwargs)
-
-    call.__name__ = name
-    return fused(call)
 
 
 def exchanged(module: nn.Module, variables, *args, policy: str = "measured", **kwargs) -> tuple[Exchanged, ...]:

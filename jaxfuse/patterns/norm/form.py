@@ -51,7 +51,8 @@ class NormForm(NamedTuple):
         def per_channel(parameter):
             vector = parameter.vector(read).astype(jnp.float32)
             inside = parameter.stride // self.repeats if parameter.length > 1 else 1
-            return jnp.tile(jnp.repeat(vector, inside), groups * length // (inside * parameter.length)).reshape(groups, length)
+            repeated = jnp.broadcast_to(vector[:, None], (groups * length // (inside * parameter.length), parameter.length, inside))
+            return repeated.reshape(groups, length)
 
         def total(terms, otherwise):
             products = [math.prod(map(per_channel, product), start=jnp.float32(c)) for c, product in terms]
