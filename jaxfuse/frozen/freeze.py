@@ -220,7 +220,8 @@ def freeze(fn: Callable, *bound: Any, argnums: int | Sequence[int] = 0, policy: 
       argnums: the positions of `bound` among fn's arguments; by default the first.
       policy: as of `fuse`; of int8 too.
       int8: examples of the other arguments, representative ones: tuples of them, or where there is one argument the argument. With
-        them convolutions and dense layers are computed in int8, each by the range of numbers that it reads in the examples.
+        them convolutions and dense layers are computed in int8, each by the range of numbers that it reads in the examples. With
+        other flags (arguments that are no arrays) than an example has, they stay in floats.
       int8_error: how large the relative root mean square error of a layer's output in int8 may be, on the examples; layers with a
         larger one stay in floats.
 
