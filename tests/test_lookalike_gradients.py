@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from layers import randn
-from recognition import correct_with_gradients, fuse
+from layers import conv, randn
+from recognition import correct_with_gradients, fuse, patterns
 
 X, W, B, T = randn(64, 8), randn(8, 4), randn(4), randn(64, 4)
 ARRAYS = X, W, B
@@ -97,6 +97,13 @@ def test_a_factor_near_one(layer, dtype, factor, activation):
         assert abs(a @ c / (c @ c) - 1) < (2e-5 if dtype == "float32" else 6e-3)
 
 
+@pytest.mark.parametrize("function", [jnp.tanh, jax.nn.sigmoid, jax.nn.softplus], ids=lambda f: f.__name__)
+def test_a_number_near_one_is_no_rounded_constant(function):
+    """In bfloat16, whose gelu and selu have rounded ones."""
+    names = patterns(lambda x, w: function(0.99 * (x @ w)), X.astype(jnp.bfloat16), W.astype(jnp.bfloat16))[0]
+    assert names in (["dense"], ["dense+scale"])
+
+
 # --- casts -----------------------------------------------------------------------------------------------------------
 
 
@@ -132,6 +139,32 @@ def test_a_layers_value_that_overflows_on_its_way():
     made, plain = fuse(function)(*ARRAYS), jax.jit(function)(*ARRAYS)
     np.testing.assert_array_equal(np.isfinite(made), np.isfinite(plain))
     assert not np.isfinite(plain).all()
+
+
+def test_a_bfloat16_value_that_is_rounded_to_float16():
+    function = lambda x, w: jax.nn.relu((x @ w).astype(jnp.float16).astype(jnp.bfloat16))
+    arguments = 1e5 * jnp.eye(8, dtype=jnp.bfloat16), jnp.eye(8, dtype=jnp.bfloat16)
+    np.testing.assert_array_equal(fuse(function)(*arguments), jax.jit(function)(*arguments))
+
+
+# --- gradients of gradients ------------------------------------------------------------------------------------------
+
+
+def gradient_of_two_layers(w, b, x):
+    return jax.grad(lambda w: (jax.nn.relu(x @ w[0] + b) * jax.nn.relu(x @ w[1] + b)).sum())(w)
+
+
+def two_cotangents(w, b, x):
+    y, vjp = jax.vjp(lambda x: jax.nn.relu(conv(x, w) + b), x)
+    return vjp(y)[0] + vjp(jnp.cos(y))[0]
+
+
+@pytest.mark.parametrize("function, arrays", [(gradient_of_two_layers, (randn(2, 8, 4), B, X)),
+                                              (two_cotangents, (FILTERS, randn(8), IMAGES))], ids=["dense", "convolution"])
+def test_what_is_fused_with_its_gradient_is_differentiated(function, arrays):
+    gradient = lambda f: jax.grad(lambda *arrays: (f(*arrays) ** 2).sum(), (0, 1, 2))(*arrays)
+    for made, plain in zip(gradient(fuse(function)), gradient(function)):
+        np.testing.assert_allclose(made, plain, rtol=1e-4, atol=1e-3)
 
 
 # --- numbers at their limits -----------------------------------------------------------------------------------------

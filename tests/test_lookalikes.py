@@ -40,6 +40,24 @@ def test_what_is_added_to_an_activation_that_vanishes(name):
     np.testing.assert_allclose(fuse(function)(X, 6 * W), plain, rtol=2e-2 if "bfloat16" in name else 1e-4, atol=2e-3)
 
 
+# --- activations: between the points where they are looked at ---------------------------------------------------------
+
+BETWEEN = {
+    "a band": lambda z: jnp.where((z > 0.51) & (z < 0.55), 0, jax.nn.relu(z)),
+    "one number": lambda z: jnp.where(z == -100, 0, jax.nn.leaky_relu(z)),
+    "one number of a line": lambda z: jnp.where(3 * z + 7 == -293, 0, jax.nn.leaky_relu(z)),
+    "a dead zone": lambda z: jnp.where(z > 5e-4, z, 0),
+    "a cut": lambda z: jnp.log(jnp.where(z < -11, 0, jax.nn.sigmoid(z))),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_an_activation_is_one_between_its_points(name):
+    z = jnp.asarray([[-100.0, -14, -11.5, -3, 2e-4, 4e-4, 0.53, 0.54]])
+    function, argument = BETWEEN[name], jnp.eye(8)
+    np.testing.assert_allclose(fuse(lambda x, w: function(x @ w))(z, argument), function(z), rtol=1e-5, atol=1e-7)
+
+
 # --- norms: rows that are constant ----------------------------------------------------------------------------------
 
 NORMS = {
@@ -56,6 +74,28 @@ NORMS = {
 def test_a_small_epsilon_stays(name, epsilon):
     function = lambda x: NORMS[name](x, epsilon)
     np.testing.assert_allclose(fuse(function)(ROWS), jax.jit(function)(ROWS), rtol=1e-4, atol=1e-4)
+
+
+def test_a_small_number_times_a_large_parameter():
+    function = lambda x, b: centred(x) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5) + jnp.broadcast_to(b, x.shape) * 1e-8
+    arguments = ROWS, jnp.full(32, 1e8)
+    np.testing.assert_allclose(fuse(function)(*arguments), jax.jit(function)(*arguments), rtol=1e-4, atol=1e-4)
+
+
+IN_FLOAT64 = {
+    "layer norm": lambda x: centred(x) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5),
+    "RMS norm": lambda x: x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5),
+    "batch norm": lambda x: (x - x.mean((0, 1))) * lax.rsqrt(x.var((0, 1)) + 1e-5),
+    "pool": lambda x: x.mean((1, 2)),
+}
+
+
+@pytest.mark.parametrize("name", IN_FLOAT64)
+def test_statistics_that_the_program_takes_in_float64(name):
+    with jax.enable_x64(True):
+        function = lambda x: IN_FLOAT64[name](x.astype(jnp.float64)).astype(jnp.float32)
+        x = randn(4, 8, 8, 16) * (1e38 if name == "pool" else 1e25)
+        np.testing.assert_allclose(fuse(function)(x), jax.jit(function)(x), rtol=1e-5, atol=1e-5)
 
 
 def test_norms_with_the_epsilon_of_bert_are_fused():

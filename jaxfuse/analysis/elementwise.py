@@ -5,7 +5,7 @@ in the table, and interpreted in float64 on a few hundred points: no compilation
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,8 @@ FINITE = np.concatenate([np.linspace(-9, 9, 289), [-2.5, 2.5, 5.999, 6.001, -1e-
 SPECIAL = np.array([1000.0, -1000.0, np.inf, -np.inf, np.nan])
 POINTS = np.concatenate([FINITE, SPECIAL])
 CALLS = ("custom_jvp_call", "custom_vjp_call", *INLINED)
+_COMPARING = ("lt", "le", "gt", "ge", "eq", "ne", "max", "min", "clamp", "abs", "sign")
+_GRID = np.concatenate([-np.geomspace(1e4, 1e-9, 700), np.geomspace(1e-9, 1e4, 700)])
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 _erfc = np.vectorize(math.erfc, otypes=[np.float64])
@@ -102,6 +104,52 @@ def _is_elementwise(eqn) -> bool:
     return name in RULES and len(shapes) <= 1
 
 
+class Traced:
+    """A function of one array, of the type `like`, as it is traced and interpreted in float64."""
+
+    def __init__(self, function, like):
+        self._graph = Graph(jax.make_jaxpr(function)(like))
+
+    def __call__(self, points: np.ndarray, interpreted=None) -> np.ndarray | None:
+        """[outputs, points]: what it gives at each of the points; None if a primitive is unknown."""
+        try:
+            with np.errstate(all="ignore"):
+                values = evaluate(self._graph, [points], {}, interpreted or _interpreted)
+        except KeyError:
+            return None
+        return np.stack([np.broadcast_to(np.asarray(a, np.float64), points.shape) for a in values])
+
+    def between(self) -> np.ndarray:
+        """Points between all those at which something that it compares changes sides, and close to each of them on both sides."""
+        differences: list[np.ndarray] = []
+
+        def noting(node: Node, values: list) -> list:
+            if node.primitive in CALLS:
+                return evaluate(Graph(_body(node.eqn)), list(map(_wide, values)), {}, noting)
+            operands = list(map(_wide, values))
+            if node.primitive in _COMPARING:
+                at = 1 if node.primitive == "clamp" else 0
+                differences.extend(np.subtract(operands[at], other, dtype=np.float64) for i, other in enumerate(operands) if i != at)
+            return _interpreted(node, values)
+
+        self(_GRID, noting)
+        turns = _zeros(np.broadcast_to(d, _GRID.shape) for d in differences)
+        apart = np.maximum(1e-6 * np.abs(turns), 1e-12)
+        return np.concatenate([turns, turns - apart, turns + apart, (turns[1:] + turns[:-1]) / 2])
+
+
+def _zeros(differences: Iterable[np.ndarray]) -> np.ndarray:
+    """Where they are 0 on the grid's lines, as float32 has these numbers and as they are; sorted."""
+    found: list[np.ndarray] = []
+    for d in differences:
+        low, high = d[:-1], d[1:]
+        with np.errstate(all="ignore"):
+            zeros = _GRID[:-1] + (_GRID[1:] - _GRID[:-1]) * low / (low - high)
+        zeros = zeros[(low * high <= 0) & (low != high) & np.isfinite(zeros)]
+        found += [zeros, zeros.astype(np.float32).astype(np.float64)]
+    return np.unique(np.concatenate(found)) if found else np.zeros(0)
+
+
 def table_of(function, like, points: np.ndarray = POINTS) -> np.ndarray | None:
     """[2, points]: value and derivative, by default on FINITE then SPECIAL; None if a primitive is unknown, if the argument, of
     the type `like`, is not one of real numbers, or if a derivative rule gives another value than the function. Derivatives far out
@@ -116,27 +164,15 @@ def table_of(function, like, points: np.ndarray = POINTS) -> np.ndarray | None:
         y, pullback = jax.vjp(function, x)
         return pullback(jnp.ones_like(y))  # the function may round: y's type is its own
 
-    found = values_of(values_and_slope, like, points)
+    found = Traced(values_and_slope, like)(points)
     if found is None or not np.allclose(found[0], found[1], rtol=1e-9, atol=1e-9, equal_nan=True):
         return None
     table = found[1:]
     if points is POINTS:
         far = slice(len(FINITE), len(FINITE) + 2)
-        reverse = values_of(reverse_slope, like, POINTS[far])
+        reverse = Traced(reverse_slope, like)(POINTS[far])
         table[1, far] = table[1, far] if reverse is None else reverse[0]
     return table
-
-
-def values_of(function, like, points: np.ndarray) -> np.ndarray | None:
-    """[outputs, points]: what the function of one array, of the type `like`, gives at each of the points; None if a primitive is
-    unknown."""
-    traced = jax.make_jaxpr(function)(like)
-    try:
-        with np.errstate(all="ignore"):
-            values = evaluate(Graph(traced), [points], {}, _interpreted)
-    except KeyError:
-        return None
-    return np.stack([np.broadcast_to(np.asarray(a, np.float64), points.shape) for a in values])
 
 
 def same(table: np.ndarray, known: np.ndarray, tolerance: float) -> bool:

@@ -21,7 +21,7 @@ import numpy as np
 from jaxfuse.analysis.axes import IndexMap, length, merged
 from jaxfuse.analysis.layout import RESHAPES
 from jaxfuse.analysis.normal import (
-    Sum, chosen, constant, is_float_cast, narrowest, normal, per_channel, scaled, size, unwidened, varying_axes, widens)
+    Sum, chosen, constant, is_float_cast, is_rounded, narrowest, normal, per_channel, scaled, size, unwidened, varying_axes)
 from jaxfuse.analysis.sums import Reduction, reductions
 from jaxfuse.program.graph import Node, Value
 
@@ -140,11 +140,6 @@ class Forms:
         self.seen: set[int] = set()
         self._pending: list[tuple[int, Node]] = []
 
-    @property
-    def narrowest(self) -> int:
-        """Bytes of the narrowest type that x is of: what a cast rounds below that is another value when it is widened again."""
-        return min(v.dtype.itemsize for v in (narrowest(self.x), *self.fixed))
-
     def _follow(self):
         """Goes through what reads a known value, in program order. What is fixed may be made of another tensor: it is itself."""
         while self._pending:
@@ -173,7 +168,7 @@ class Forms:
         if (same := chosen(node.out)) is not node.out:
             return self.known.get(same)
         known = self.known.get(node.inputs[0])
-        if known and is_float_cast(node) and not (widens(node) and node.inputs[0].dtype.itemsize < self.narrowest):
+        if known and is_float_cast(node) and not is_rounded(node.inputs[0], (narrowest(self.x), *self.fixed)):
             return known
         moved = known and known.index_map and len(node.inputs) == 1 and known.index_map.then(node)
         if known and moved:

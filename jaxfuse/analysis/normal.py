@@ -11,7 +11,7 @@ of another value, through reshapes, broadcasts and casts (`per_channel`).
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
@@ -157,9 +157,15 @@ def filled(value: Value, number):
 
 
 def is_float_cast(node: Node) -> bool:
-    """Between floats of 16 bits and more. Those of 8 bits are formats of storage: what is rounded to them stays rounded."""
+    """Between floats of 16 and 32 bits. Those of 8 bits are formats of storage: what is rounded to them stays rounded. No kernel
+    computes in 64."""
     return node.primitive == CAST and all(
-        jnp.issubdtype(v.dtype, jnp.floating) and v.dtype.itemsize > 1 for v in (node.inputs[0], node.out))
+        jnp.issubdtype(v.dtype, jnp.floating) and v.dtype.itemsize in (2, 4) for v in (node.inputs[0], node.out))
+
+
+def is_rounded(value: Value, sources: Iterable[Value]) -> bool:
+    """Whether it is of 16 bits that none of its sources has: what a cast makes of it next is not what a kernel would, which rounds once."""
+    return value.dtype.itemsize == 2 and all(value.dtype != source.dtype for source in sources)
 
 
 def widens(cast: Node) -> bool:

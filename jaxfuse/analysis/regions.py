@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.analysis.elementwise import POINTS, is_elementwise, table_of, values_of
+from jaxfuse.analysis.elementwise import POINTS, Traced, is_elementwise, table_of
 from jaxfuse.analysis.normal import constant, filled, is_float_cast
 from jaxfuse.program.graph import Node, Transposed, Value
 
@@ -34,13 +34,19 @@ class Region:
 
     def values(self, wanted: tuple[Value, ...], points: np.ndarray) -> np.ndarray | None:
         """What values of the region are at these points of its argument."""
-        return values_of(lambda x: self.replay(x, wanted), self.start.aval, points)
+        return Traced(lambda x: self.replay(x, wanted), self.start.aval)(points)
+
+    def between(self) -> np.ndarray:
+        """Points between and beside those at which what the region compares changes sides."""
+        return Traced(lambda x: self.replay(x, (self.end, *self.masks)), self.start.aval).between()
 
     def mask_tables(self) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """What the masks are on the points of analysis/elementwise.py, and what they would be if they were computed from the function's
-        value instead of its argument. Where both agree, as for x > 0 and relu(x) > 0, nothing needs to keep the argument."""
-        ends = self.values((self.end,), POINTS)
-        return (None, None) if ends is None else (self.values(self.masks, POINTS), self.values(self.masks, ends[0]))
+        """What the masks are on the points of analysis/elementwise.py and those between which they change, and what they would be if they
+        were computed from the function's value instead of its argument. Where both agree, as for x > 0 and relu(x) > 0, nothing needs to
+        keep the argument."""
+        points = np.concatenate([POINTS, self.between()])
+        ends = self.values((self.end,), points)
+        return (None, None) if ends is None else (self.values(self.masks, points), self.values(self.masks, ends[0]))
 
 
 def replayed(nodes: Iterable[Node], made: dict[Value, Any]) -> dict[Value, Any]:

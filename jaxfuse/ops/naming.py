@@ -14,14 +14,32 @@ from jaxfuse.ops.piecewise import RELU, Evaluate, PiecewiseLinear, fitted
 
 ActivationArgument = str | Callable[[Any], Any] | None  # of an op
 
-_LIKE = jax.ShapeDtypeStruct((2,), np.float32)
+_FLOAT32 = np.dtype(np.float32)
+_LIKE = jax.ShapeDtypeStruct((2,), _FLOAT32)
 
 
 @functools.cache
-def known_table(activation: Activation) -> np.ndarray:
-    table = table_of(activation.value, _LIKE)
+def known_table(activation: Activation, dtype: np.dtype = _FLOAT32) -> np.ndarray:
+    """With the activation's constants rounded to the dtype."""
+    table = table_of(activation.value, jax.ShapeDtypeStruct((2,), dtype))
     assert table is not None, f"{activation} cannot be interpreted"
     return table
+
+
+@functools.cache
+def tolerance(activation: Activation, dtype: np.dtype) -> float:
+    """How far a spelling of the activation may be off: twice what rounding its constants to the dtype does, of which gelu and selu have
+    some."""
+    if dtype.itemsize >= 4:
+        return 2e-5
+    exact, rounded = (known_table(activation, of)[:, : len(FINITE)] for of in (_FLOAT32, dtype))
+    return 2e-5 + 2 * float((np.abs(rounded - exact) / (1 + np.abs(exact))).max())
+
+
+def values_of(activation: Activation, points: np.ndarray) -> np.ndarray:
+    table = table_of(activation.value, _LIKE, points)
+    assert table is not None
+    return table[0]
 
 
 def derivatives(activation: Activation, points: np.ndarray) -> np.ndarray:
@@ -39,14 +57,15 @@ def candidates(table: np.ndarray):
             yield named(name, alpha)
 
 
-def identified(table: np.ndarray, evaluate: Evaluate, tolerance: float) -> Activation | None:
-    """The activation with the same values, the same derivatives (ties included) and the same NaN and infinities."""
+def identified(table: np.ndarray, evaluate: Evaluate, dtype: np.dtype) -> Activation | None:
+    """The activation with the same values, the same derivatives (ties included) and the same NaN and infinities, but for what constants
+    lose in the dtype."""
     n = len(FINITE)
     points, finite = POINTS[:n], table[:, :n]
     if function := fitted(points, finite, evaluate):
         return _canonical("piecewise_linear", function)
     smooth = [(np.abs(finite - known_table(a)[:, :n]).max(), a) for a in candidates(table)
-              if not isinstance(a.parameter, PiecewiseLinear) and a.kind != "relu" and same(table, known_table(a), tolerance)]
+              if not isinstance(a.parameter, PiecewiseLinear) and a.kind != "relu" and same(table, known_table(a), tolerance(a, dtype))]
     if smooth:
         return min(smooth, key=lambda fit: fit[0])[1]  # the first of equals: elu(1) is celu(1) too
     gate = fitted(points[points != 0], *_gate(points, finite, evaluate))
@@ -59,7 +78,7 @@ def of_function(function: Callable) -> Activation | None:
         return table_of(function, _LIKE, points)
 
     table = evaluate(POINTS)
-    return None if table is None else identified(table, evaluate, 2e-5)
+    return None if table is None else identified(table, evaluate, _FLOAT32)
 
 
 def activation_of(arguments: Arguments, activation: ActivationArgument, alpha: float = 0.0) -> Activation:

@@ -78,7 +78,7 @@ class FusedOp:
         differentiated, primals = self.for_autodiff(config), equally_varying(primals)
         if several_ops := self.decomposed(config):
             return jvp_of(several_ops, primals, tangents)
-        if differentiated == config and config.residual_outs:  # a second derivative of a call that was already differentiated once
+        if config.residual_outs:  # a second derivative of a call that was already differentiated once, or that saves for a gradient
             return jvp_of(functools.partial(self.forward.reference, config), primals, tangents)
         outs = self.forward(differentiated, *primals)
         n_outs = len(outs) - differentiated.residual_outs

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.analysis.elementwise import FINITE, is_elementwise, values_of
+from jaxfuse.analysis.elementwise import FINITE, Traced, is_elementwise
 from jaxfuse.analysis.normal import ADD, CAST, constant, filled, is_float_cast, scaled, widens
 from jaxfuse.analysis.regions import Region, replayed
 from jaxfuse.ops.activations import Activation
@@ -21,7 +21,6 @@ from jaxfuse.runtime.reasons import no_kernel
 
 LARGEST = 80  # nodes: the activation, its derivative, and their product with dy
 LINEAR = (*ADD, "sub", "neg", "mul", "div", "select_n", CAST)
-COMPARING = ("lt", "le", "gt", "ge", "eq", "ne", "max", "min", "clamp")
 
 
 class ActivationGrad(NamedTuple):
@@ -41,9 +40,9 @@ class ActivationGrad(NamedTuple):
         def function(x):
             return [replayed(steps, {self.z: x, self.dy: filled(self.dy, 1)})[self.dz]]
 
-        beside = [number * side for number in _compared(steps) for side in (0.999, 1.001)]
-        points = np.concatenate([FINITE, [1000.0, -1000.0, np.inf, -np.inf], activated.ties, beside])
-        slope = values_of(function, self.z.aval, points)
+        traced = Traced(function, self.z.aval)
+        points = np.concatenate([FINITE, [1000.0, -1000.0, np.inf, -np.inf], activated.ties, traced.between()])
+        slope = traced(points)
         own = region.table(points) if region else None
         known = derivatives(activated, points) if own is None else own[1]
         if slope is None:
@@ -51,12 +50,6 @@ class ActivationGrad(NamedTuple):
         far, lost = np.abs(points) >= 1000, ~np.isfinite(slope[0]) & (np.abs(known) < 1e-9)
         agrees = np.isclose(slope[0], known, rtol=1e-5, atol=1e-5) | far & (lost | np.isnan(known))  # 0·Inf in another order
         return bool(agrees.all())
-
-
-def _compared(steps: list[Node]) -> list[float]:
-    """The numbers beside which the steps change."""
-    numbers = [constant(v) for n in steps if n.primitive in COMPARING for v in n.inputs]
-    return sorted({number for number in numbers if number is not None and np.isfinite(number)})
 
 
 def activation_grad(graph: Graph, z: Value, activated: Activation, region: Region) -> Iterator[Refusal]:

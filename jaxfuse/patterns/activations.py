@@ -1,18 +1,14 @@
 """Which of the known activations an elementwise region is, decided by what it computes."""
 
 import numpy as np
-import jax.numpy as jnp
 
 from jaxfuse.analysis.elementwise import FINITE, same_limits
 from jaxfuse.analysis.normal import constant
 from jaxfuse.analysis.regions import Region
 from jaxfuse.ops.activations import Activation
-from jaxfuse.ops.naming import candidates, identified, known_table
+from jaxfuse.ops.naming import candidates, identified, known_table, tolerance, values_of
 from jaxfuse.patterns.walk import WalkEnd
 from jaxfuse.program.equations import derivative
-
-# bf16 programs round the constants of gelu and its like to eight bits
-_TOLERANCE = {jnp.dtype(jnp.bfloat16): 1e-2, jnp.dtype(jnp.float16): 2e-3}
 
 
 def name_activation(region: Region) -> Activation | WalkEnd:
@@ -82,7 +78,7 @@ def _cached(region: Region):
 
 
 def _tabled(region: Region) -> tuple[np.ndarray | None, Activation | None]:
-    table, tolerance = region.table(), _TOLERANCE.get(jnp.dtype(region.start.dtype), 2e-5)
+    table = region.table()
     if table is None:
         return None, None
 
@@ -91,4 +87,13 @@ def _tabled(region: Region) -> tuple[np.ndarray | None, Activation | None]:
         assert found is not None, "what could be interpreted can be on other points"
         return found
 
-    return table, identified(table, evaluate, tolerance)
+    activation = identified(table, evaluate, np.dtype(region.start.dtype))
+    return table, activation if activation and _agrees(region, activation) else None
+
+
+def _agrees(region: Region, activation: Activation) -> bool:
+    """Whether they have the same values, and zeros, where something that the region compares changes sides, and between."""
+    points = region.between()
+    values, known = region.values((region.end,), points), values_of(activation, points)
+    near = tolerance(activation, np.dtype(region.start.dtype))
+    return values is not None and np.array_equal(values[0] == 0, known == 0) and np.allclose(values[0], known, rtol=near, atol=near)

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxfuse.analysis.elementwise import is_elementwise
 from jaxfuse.analysis.layout import Layout
-from jaxfuse.analysis.normal import ADD, NotPerChannel, constant, is_float_cast, per_channel, repeats, unwidened, widens
+from jaxfuse.analysis.normal import ADD, NotPerChannel, constant, is_float_cast, is_rounded, per_channel, repeats, unwidened
 from jaxfuse.analysis.regions import Region, regions
 from jaxfuse.ops.activations import Activation
 from jaxfuse.program.graph import Node, Value
@@ -133,8 +133,7 @@ class Walk:
     def chains(self, start: Value, first: Node | None = None) -> tuple[list[Chain], WalkEnd]:
         """Every chain from `start` (shortest first, the empty one included unless `first`, the step to begin with, is
         given) and why the last could not be extended."""
-        made_of = (start, *(start.producer.inputs if start.producer else ()))
-        self.narrowest = min(v.dtype.itemsize for v in made_of)  # of a bfloat16 layer's values none need be wider
+        self.sources = start, *(start.producer.inputs if start.producer else ())
         chain = Chain(start, Layout.of(start.shape))
         found = [chain] if first is None else []
         while True:
@@ -164,8 +163,8 @@ class Walk:
         if isinstance(node, FusedReader) or node.index in self.claimed:
             return WalkEnd(f"{node} belongs to another fused site")
         if is_float_cast(node) and not chain.masks:
-            if widens(node) and value.dtype.itemsize < self.narrowest:
-                return WalkEnd(no_kernel(f"{node} widens what was rounded to {value.dtype}"))
+            if is_rounded(value, self.sources):
+                return WalkEnd(no_kernel(f"{node} casts what was rounded to {value.dtype}"))
             return chain.then(node)
         layout = None if chain.masks else chain.layout.then(node)
         if layout:

@@ -80,7 +80,8 @@ def read_form(norm: Statistics, end: Value) -> NormForm:
             raise Unfit(UNREAD)
         if factor:
             gammas.append((float(factor), key))
-        if abs(shift) > 1e-7:
+        beside = (table, rest) if key else (table, rest, root.factor * unit)
+        if abs(shift) > 1e-10 * max(np.abs(a).max() for a in beside):  # else what arithmetic in float64 left
             betas.append((float(shift), key))
     if len(gammas) == 1 and not gammas[0][1] and abs(gammas[0][0] - 1) < 1e-6:
         gammas = []
