@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +74,7 @@ class Stage:
         p.multiple_results = True
         private.run_alone(p)
         private.check_for_nans(p)
-        jet.jet_rules[p] = self._jet
+        cast(dict, jet.jet_rules)[p] = self._jet
         p.def_abstract_eval(self._abstract_eval)
         ad.primitive_jvps[p] = self._jvp
         ad.primitive_transposes[p] = self._transpose

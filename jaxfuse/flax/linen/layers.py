@@ -71,7 +71,7 @@ class Fused(nn.Module):
 
     def __init_subclass__(cls, **kwargs):
         if "__call__" not in vars(cls):
-            cls.__call__ = fused(own(cls.__call__))
+            cls.__call__ = fused(own(cls.__call__))  # type: ignore[method-assign]
         super().__init_subclass__(**kwargs)
 
 
@@ -83,7 +83,7 @@ class Epilogue(nn.Module):
     @fused
     @nn.compact
     def __call__(self, *args, residual=None, **kwargs):
-        y = own(super().__call__.__func__)(self, *args, **kwargs)
+        y = own(super().__call__.__func__)(self, *args, **kwargs)  # type: ignore[attr-defined]  # it is bound
         if residual is not None:
             y = y + residual
         return y if self.activation is None else self.activation(y)
