@@ -51,7 +51,8 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         wrong = re.search(r"invalid choice: '([^']+)'|unrecognized arguments: (\S+)", message)
-        super().error(message + (near.meant(wrong[1] or wrong[2], self._known()) if wrong else ""))
+        known = [name for name in self._known() if wrong and name not in wrong.groups()]
+        super().error(message + (near.meant(wrong[1] or wrong[2], known) if wrong else ""))
 
     def _known(self) -> list[str]:
         """The commands and every option, of the commands too."""
@@ -63,6 +64,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
+    arguments.given = sys.argv[1:] if argv is None else argv
     try:
         return arguments.run(arguments)
     except KeyboardInterrupt:
@@ -79,14 +81,14 @@ def _parser() -> argparse.ArgumentParser:
     text = "train and run real networks, unfused and fused: speed and numbers side by side"
     more = " A small residual network on handwritten digits, then ResNet-50 on a photograph. Takes some minutes on a few cores; " \
         "the speeds count only where nothing else runs."
-    demo = commands.add_parser("demo", help=text, description=f"{text.capitalize()}.{more}")
+    demo = commands.add_parser("demo", help=text, description=f"{_sentence(text)}.{more}")
     demo.add_argument("--quick", action="store_true", help="fewer steps and repetitions")
     demo.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="where the loss curves go (default: here)")
     demo.set_defaults(run=_demo)
 
     text = "start a Python script as `python script.py` does, with memory retained (jaxfuse.retain_memory)"
     more = " `-m module` starts a module. What follows the script belongs to it."
-    run = commands.add_parser("run", help=text, description=f"{text.capitalize()}.{more}", usage="%(prog)s [-m] script [args]")
+    run = commands.add_parser("run", help=text, description=f"{_sentence(text)}.{more}", usage="%(prog)s [-m] script [args]")
     run.add_argument("-m", dest="is_module", action="store_true", help="it is a module, not a file")
     run.add_argument("script")
     run.add_argument("rest", nargs=argparse.REMAINDER, metavar="args")
@@ -94,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
 
     text = "what becomes of a function when it is fused: an overview here, and a page"
     more = " `module:example_arguments`, a tuple or a dict or a function that returns one, has its arguments; --arguments names another."
-    explain = commands.add_parser("explain", help=text, description=f"{text.capitalize()}.{more}")
+    explain = commands.add_parser("explain", help=text, description=f"{_sentence(text)}.{more}")
     explain.add_argument("target", metavar="module:function", help="or file.py:function")
     explain.add_argument("--arguments", default="", metavar="NAME", help="where the arguments are (default: example_arguments)")
     explain.add_argument("--out", type=Path, metavar="FILE", help=".html, .svg or .json (default: function.html)")
@@ -124,6 +126,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
 def _demo(arguments) -> int:
     missing = [package for module, package in DEMO_NEEDS.items() if importlib.util.find_spec(module) is None]
     if missing:
@@ -131,6 +137,10 @@ def _demo(arguments) -> int:
     from jaxfuse.commands import demo
 
     memory.retain_if_asked(by_default=True)
+    try:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return _fail(f"demo: no folder can be made at {arguments.out}: {error.strerror}")
     demo.run(arguments.quick, arguments.out)
     return 0
 
@@ -139,7 +149,7 @@ def _run(arguments) -> int:
     """The script gets `sys.argv` and `sys.path` as Python would set them; its exit code and its errors are its own."""
     if not memory.retain_memory():
         print("jaxfuse: memory cannot be retained here: it takes glibc", file=sys.stderr)
-    sys.argv = [arguments.script, *arguments.rest]
+    sys.argv = arguments.given[arguments.given.index(arguments.script) :]  # argparse drops a "--"
     if arguments.is_module:
         sys.path[0] = os.getcwd()
         runpy.run_module(arguments.script, run_name="__main__", alter_sys=True)
@@ -147,7 +157,7 @@ def _run(arguments) -> int:
         return _fail(f"run: there is no file {arguments.script}{near.files(arguments.script)}")
     else:
         sys.path[0] = str(Path(arguments.script).resolve().parent)
-        runpy.run_path(arguments.script, run_name="__main__")
+        runpy.run_path(os.path.abspath(arguments.script), run_name="__main__")
     return 0
 
 
@@ -174,10 +184,10 @@ def _doctor(arguments) -> int:
 def _explain(arguments) -> int:
     from jaxfuse.commands import explain, target
 
-    given = {name: value for name, value in vars(arguments).items() if name != "run"}
+    given = {name: value for name, value in vars(arguments).items() if name not in ("run", "given")}
     try:
         return explain.run(**given)
-    except (target.Unusable, ValueError) as error:
+    except target.Unusable as error:
         return _fail(f"explain: {error}")
 
 

@@ -98,12 +98,21 @@ def test_a_reader_that_stops_early_is_no_error(command, unbuffered):
 
 
 PROGRAM = """
+import jax, jax.numpy as jnp, jaxfuse
+
 def untraceable(x):
     return float(x)
 
 def check():
     pass
 
+def wrong():
+    return jnp.all(jaxfuse.fuse(lambda x: jax.nn.relu(x @ x), policy="always")(jnp.ones((4, 4))) < 0)
+
+def layer(x):
+    return x + 1
+
+named = dict(policy=1.0)
 example_arguments = (1.0, 2.0)
 """
 
@@ -111,12 +120,26 @@ example_arguments = (1.0, 2.0)
 @pytest.mark.parametrize("arguments, words", [
     (["explain", "program.py:untraceable"], "cannot be traced for these arguments: TypeError"),
     (["explain", "program.py:xyz"], "has no xyz; it has untraceable, check"),
+    (["explain", ".program:layer"], "begins with a dot"),
+    (["explain", "program.py:layer", "--arguments", "named"], "has the key 'policy'"),
+    (["explain", "program.py:layer", "--out", "page.html"], "page.html is a folder"),
+    (["explain", "copy.py:untraceable"], "cannot be traced"),
+    (["explain", "broken.py:layer"], "invalid literal"),
+    (["demo", "--out", "program.py"], "no folder can be made at program.py"),
     (["bisect", "program.py:check"], "nothing is fused in it"),
+    (["bisect", "program.py:wrong"], "it returned False"),
 ])
 def test_a_command_that_cannot_do_it(tmp_path, monkeypatch, capsys, arguments, words):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "program.py").write_text(PROGRAM)
+    files = {"program.py": PROGRAM, "broken.py": "int('seven')"} | ({"copy.py": PROGRAM} if "copy.py:untraceable" in arguments else {})
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "page.html").mkdir()
+    if "broken.py:layer" in arguments:  # the module's own error, with its traceback
+        with pytest.raises(ValueError, match=words):
+            cli.main(arguments)
+        return
     assert cli.main(arguments) == 1
     out, err = capsys.readouterr()
     assert words in out + err
-    assert not list(tmp_path.glob("*.html"))
+    assert [path.name for path in tmp_path.glob("*.html")] == ["page.html"]

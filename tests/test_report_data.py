@@ -67,11 +67,15 @@ def test_times_and_symbolic_sizes_are_data_too():
     batch, = jax.export.symbolic_shape("b")
     symbolic = jaxfuse.explain(network, jax.ShapeDtypeStruct((batch, 16, 16, 8), jnp.float32), W, B)
     assert "b" in json.dumps(json.loads(symbolic.to_json())["program"]["equations"])
+    large = jax.ShapeDtypeStruct((batch * 8192, 2048), jnp.float32)  # more bytes than 32 bits count
+    symbolic = jaxfuse.explain(lambda x, w: jax.nn.gelu(x @ w), large, jax.ShapeDtypeStruct((2048, 4096), jnp.float32), policy="always")
+    (site,) = FusionReport.from_json(symbolic.to_json()).fused
+    assert symbolic.fused[0].bytes_saved == site.bytes_saved > 2**31
 
 
-@pytest.mark.parametrize("wrong", [{}, {"schema": 0}, [], {"schema": 2, "fused": []}])
+@pytest.mark.parametrize("wrong", [{}, {"schema": 0}, [], {"schema": 2, "fused": []}, {"schema": 1}])
 def test_data_of_another_schema_is_refused(wrong):
-    with pytest.raises(ValueError, match="no report of schema 1"):
+    with pytest.raises(ValueError, match="report of schema 1"):
         FusionReport.from_dict(wrong)
 
 

@@ -7,11 +7,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from rich.console import Console
+import numpy as np
 from rich.table import Table
 
 from jaxfuse import selection
 from jaxfuse.commands.target import Unusable, found, split
+from jaxfuse.commands.terminal import Terminal
 
 ALL = 1 << 30  # sites; more than any program has
 CHILD = "import sys; from jaxfuse.commands import bisect; bisect.child(*sys.argv[1:])"
@@ -38,7 +39,7 @@ def run(target: str) -> int:
 
     Raises: Unusable for a name that is not there.
     """
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = Terminal(highlight=False, markup=False, soft_wrap=True)
     runs: list[Run] = []
 
     def tried(limit: int) -> Run:
@@ -67,11 +68,16 @@ def child(target: str, limit: str, path: str) -> None:
         tell(begun=True)
         selection.limit_process(int(limit), lambda words: tell(site=words))
         try:
-            tell(failure="it returned False" if found(*split(target))() is False else "")
+            tell(failure="it returned False" if _is_false(found(*split(target))()) else "")
         except Unusable as error:
             tell(unusable=str(error))
         except Exception as error:
             tell(failure=f"{type(error).__name__}: {error}".splitlines()[0])
+
+
+def _is_false(result) -> bool:
+    """False, as Python, NumPy and JAX have it."""
+    return result is not None and np.shape(result) == () and np.asarray(result).dtype == bool and not result
 
 
 def _run(target: str, limit: int) -> Run:

@@ -5,8 +5,8 @@ from typing import Any
 
 import jax
 import jax.export
-from rich.console import Console
 
+from jaxfuse.commands.terminal import Terminal
 from jaxfuse.commands.target import Unusable, found, split
 from jaxfuse.fuse import explain
 from jaxfuse.report.report import FusionReport, writer
@@ -30,8 +30,8 @@ def run(target: str, arguments: str = "", out: Path | None = None, policy: str =
 
     Returns: the exit code.
 
-    Raises: Unusable for a name or a folder that is not there, for arguments of another kind, and for a function that cannot be traced;
-      ValueError for an ending that no report has.
+    Raises: Unusable for a name or a folder that is not there, for an ending that no report has, for arguments of another kind, and for
+      a function that cannot be traced.
     """
     module, name = split(target)
     fn = found(module, name)
@@ -43,19 +43,30 @@ def run(target: str, arguments: str = "", out: Path | None = None, policy: str =
         hint = f"; {given} is a tuple of its arguments, or a function that returns them" if given == ARGUMENTS else ""
         args, kwargs = _arguments(found(where, given, hint), f"{where}:{given}")
     path = out or Path(f"{name.rsplit('.', 1)[-1]}.html")
-    writer(path)  # said before the work, which may take a while
+    try:
+        writer(path)  # said before the work, which may take a while
+    except ValueError as error:
+        raise Unusable(str(error)) from error
     if not path.parent.is_dir():
         raise Unusable(f"there is no folder {path.parent} for {path.name}")
-    report = explain(fn, *args, policy=policy, platform=platform, measure=measure, **kwargs)
+    if path.is_dir():
+        raise Unusable(f"{path} is a folder: give a file in it")
+    try:
+        report = explain(fn, *args, policy=policy, platform=platform, measure=measure, **kwargs)
+    except ValueError as error:  # of the options: what the function raises is in the report
+        raise Unusable(str(error)) from error
     if any(isinstance(site.reason, Untraced) for site in report.skipped):
         raise Unusable(report.overview())
-    report.save(path)
+    try:
+        report.save(path)
+    except OSError as error:
+        raise Unusable(f"{path} cannot be written: {error.strerror}") from error
     _show(report, path)
     return 0
 
 
 def _show(report: FusionReport, path: Path) -> None:
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = Terminal(highlight=False, markup=False, soft_wrap=True)
     console.print(report.overview() if report.fused or report.skipped else str(report))
     console.print(f"\n{path} is written.")
 
@@ -70,5 +81,7 @@ def _arguments(given: Any, where: str) -> tuple[tuple, dict]:
     if isinstance(given, tuple):
         return given, {}
     if isinstance(given, dict):
+        if wrong := [name for name in given if not isinstance(name, str) or name in ("fn", "policy", "platform", "measure")]:
+            raise Unusable(f"{where} has the key {wrong[0]!r}, which names no argument here: give a tuple of positional arguments")
         return (), given
     raise Unusable(f"{where} is a {type(given).__name__}: expected a tuple of positional arguments or a dict of keyword arguments")

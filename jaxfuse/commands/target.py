@@ -1,6 +1,7 @@
 """The functions that a command is told of, as "module:function" or "file.py:function"."""
 
 import importlib
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -32,14 +33,29 @@ def _module(name: str) -> ModuleType:
     if path.suffix == ".py":
         if not path.exists():
             raise Unusable(f"there is no file {name}{near.files(name)}")
-        sys.path.insert(0, str(path.resolve().parent))
-        name = path.stem
+        return _of_file(path.resolve())
+    if name.startswith("."):
+        raise Unusable(f"{name} begins with a dot: give the module's whole name, or its file")
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name != name.split(".")[0] and error.name != name:
             raise
         raise Unusable(f"there is no module {name} in {os.getcwd()}, nor among the installed packages") from error
+
+
+def _of_file(path: Path) -> ModuleType:
+    """The file as a module of its name, though another module has the same."""
+    known = sys.modules.get(path.stem)
+    if known and getattr(known, "__file__", None) == str(path):
+        return known
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec and spec.loader, f"{path} ends with .py"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _functions(of: Any) -> list[str]:

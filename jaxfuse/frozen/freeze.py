@@ -1,6 +1,7 @@
 """`jaxfuse.freeze`: a function with some of its arguments bound for good."""
 
 import functools
+import numbers
 import os
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -242,7 +243,7 @@ def freeze(fn: Callable, *bound: Any, argnums: int | Sequence[int] = 0, policy: 
         raise TypeError(f"jaxfuse.freeze: fn is of type {type(fn).__name__}, expected a function or a module; give model.apply, not what "
                         "it returns")
     fuse(fn, policy=policy)  # for its checks of both
-    if not int8_error > 0:
+    if not (isinstance(int8_error, numbers.Real) and int8_error > 0):
         raise OpError(f"jaxfuse.freeze: int8_error is {int8_error!r}, expected a positive number; give a share such as 0.05")
     frozen = Frozen(fn, bound, positions, policy)
     if int8 is not None:

@@ -24,8 +24,11 @@ def from_dict(found: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a `FusionReport`."""
     if not isinstance(found, dict) or found.get("schema") != SCHEMA:
         raise ValueError(f"no report of schema {SCHEMA}, as FusionReport.to_dict gives it")
-    sites = {part: tuple(map(_read_site, found[part])) for part in Rows._fields}
-    return {**sites, "program": _read_program(found["program"]) if found["program"] else None}
+    try:
+        sites = {part: tuple(map(_read_site, found[part])) for part in Rows._fields}
+        return {**sites, "program": _read_program(found["program"]) if found["program"] else None}
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"a report of schema {SCHEMA} that lacks a part: {error}") from error
 
 
 def _site(site: Site) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 import io
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -57,7 +59,7 @@ def every(rows: Rows) -> list[Block]:
 
 def printed(block: Block) -> str:
     """The block as a table drawn with lines."""
-    table = Table(title_justify="left")
+    table = Table(title_justify="left", box=box.HEAVY_HEAD if _has_lines() else box.ASCII)
     for name in block.columns:
         table.add_column(name, justify="right" if name in NUMBERS else "left", overflow="fold")
     for row in block.rows:
@@ -65,6 +67,15 @@ def printed(block: Block) -> str:
     out = io.StringIO()
     Console(file=out, width=_width(), no_color=True, markup=False).print(table)
     return out.getvalue().rstrip()
+
+
+def _has_lines() -> bool:
+    """Whether what is printed may have characters that draw lines."""
+    try:
+        "┏━┡".encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def megabytes(sites: Iterable[Site]) -> str:

@@ -72,7 +72,10 @@ BATCH = 32  # what a size is taken to be that is not known
 
 def known(size) -> int:
     """The size itself, or of a symbolic one what it is for a representative batch."""
-    return size._evaluate(dict.fromkeys(size._get_vars(), BATCH)) if hasattr(size, "_get_vars") else size
+    if not hasattr(size, "_get_vars"):
+        return size
+    with jax.enable_x64(True):  # else JAX computes it in 32 bits
+        return int(size._evaluate(dict.fromkeys(size._get_vars(), BATCH)))
 
 
 def is_exported(ctx) -> bool:
