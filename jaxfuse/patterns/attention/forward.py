@@ -68,7 +68,8 @@ class _Site:
     def matches(self, unprofitable) -> list[Match]:
         """The match, and that of the gradients if the program computes them. Raises `Unfit` where no kernel takes it."""
         self._require_precision()
-        if self.inputs[2].dtype == jnp.float16 and (self.form.factors or self.form.softmax_scale != 1):
+        grows = self.form.factors or not self.form.dropout and abs(self.form.softmax_scale) > 1
+        if self.inputs[2].dtype == jnp.float16 and grows:
             raise Unfit(no_kernel("a factor of float16 values, which may overflow"))
         gradient = self._gradient() if self.part is not self.graph else None
         require_unread(self.graph, self.form.nodes, (self.end, *(gradient.defines if gradient else ())))
