@@ -149,7 +149,7 @@ def _run(arguments) -> int:
     """The script gets `sys.argv` and `sys.path` as Python would set them; its exit code and its errors are its own."""
     if not memory.retain_memory():
         print("jaxfuse: memory cannot be retained here: it takes glibc", file=sys.stderr)
-    sys.argv = arguments.given[arguments.given.index(arguments.script) :]  # argparse drops a "--"
+    sys.argv = arguments.given[arguments.given.index(arguments.script, 1) :]  # argparse drops a "--"
     if arguments.is_module:
         sys.path[0] = os.getcwd()
         runpy.run_module(arguments.script, run_name="__main__", alter_sys=True)

@@ -55,8 +55,10 @@ def test_flags_and_strings_of_a_saved_function(tmp_path):
 
 
 def test_a_layer_of_another_flag_has_no_range_of_this_one():
-    w = jnp.eye(8)
-    frozen = jaxfuse.freeze(lambda w, x, large: jax.nn.relu((100 * x if large else x) @ w), w, policy="always", int8=[(BATCH, False)])
+    def function(w, x, large):
+        return jax.nn.relu((100 * x if large else x) @ w)
+
+    frozen = jaxfuse.freeze(function, jnp.eye(8), policy="always", int8=[(BATCH, False), (BATCH, None)])
     np.testing.assert_allclose(frozen(BATCH, True), jax.nn.relu(100 * BATCH), rtol=1e-5)
     assert [site.reason for site in frozen.int8_sites(BATCH, True)] in (["no example came through it"], [])
 

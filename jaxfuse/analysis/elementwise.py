@@ -21,7 +21,7 @@ FINITE = np.concatenate([np.linspace(-9, 9, 289), [-2.5, 2.5, 5.999, 6.001, -1e-
 SPECIAL = np.array([1000.0, -1000.0, np.inf, -np.inf, np.nan])
 POINTS = np.concatenate([FINITE, SPECIAL])
 CALLS = ("custom_jvp_call", "custom_vjp_call", *INLINED)
-_COMPARING = ("lt", "le", "gt", "ge", "eq", "ne", "max", "min", "clamp", "abs", "sign")
+_COMPARING = ("lt", "le", "gt", "ge", "eq", "ne", "max", "min", "clamp", "abs", "sign")  # two operands, or one with 0
 _GRID = np.concatenate([-np.geomspace(1e4, 1e-9, 700), np.geomspace(1e-9, 1e4, 700)])
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.export
 
-from jaxfuse.commands.terminal import Terminal
 from jaxfuse.commands.target import Unusable, found, split
+from jaxfuse.commands.terminal import Terminal
 from jaxfuse.fuse import explain
 from jaxfuse.report.report import FusionReport, writer
 from jaxfuse.runtime.reasons import Untraced

@@ -4,7 +4,7 @@ import functools
 import numbers
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -51,7 +51,7 @@ class Frozen:
         self._leaves = list(map(unshared, self._leaves))
         self._types = list(map(type_of, self._leaves))
         self._made: dict[Any, Made] = {}
-        self._layers: Callable[[Hashable], Layers] = functools.partial(Choice, policy, None, 0)
+        self._layers: Callable[[str], Layers] = functools.partial(Choice, policy, None, 0)
         self._constants: dict[str, jax.Array] = {}
         self._packed: dict[str, Filter] = {}  # by the names of the constants in whose place they stand
         self._closed_over: list = []  # arrays that constants are named by stay alive
@@ -123,14 +123,14 @@ class Frozen:
         args, kwargs = jax.tree.map(as_array, (args, kwargs))
         leaves, tree = jax.tree.flatten((args, kwargs))
         types = [type_of(leaf) for leaf in leaves]
-        static = tuple((type(t), t) for t in types if not is_array(t))
+        flags = repr([t for t in types if not is_array(t)])
         signature = private.trace_context(), tree, *[(t.shape, t.dtype, t.weak_type) if is_array(t) else (type(t), t) for t in types]
         with self._lock:
             if signature not in self._made:
-                self._made[signature] = self._make(args, kwargs, static)
+                self._made[signature] = self._make(args, kwargs, flags)
             return self._made[signature], [leaf for leaf in leaves if is_array(leaf)]
 
-    def _make(self, args: tuple, kwargs: dict, static: Hashable) -> Made:
+    def _make(self, args: tuple, kwargs: dict, flags: str) -> Made:
         def whole(bound, args, kwargs):
             args = list(args)
             for position, value in zip(self._positions, bound):
@@ -155,7 +155,7 @@ class Frozen:
 
         functools.update_wrapper(plain, self._fn, updated=())
         with as_a_program_of_its_own():
-            run_fused, layers = inline(program, policy=self._policy, inference=True), self._layers(static)
+            run_fused, layers = inline(program, policy=self._policy, inference=True), self._layers(flags)
             fused = Packed(run_fused, program.constants, *program.types, layers, self._packed)
         self._keep(program, fused, [*map(unshared, traced.closed.consts), *self._arrays()])
 
