@@ -67,6 +67,19 @@ def test_what_is_captured_is_the_layers_output():
     np.testing.assert_array_equal(own, y)
 
 
+class Both(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        layer = nn.Dense(4)
+        return nn.Dropout(0.5, deterministic=False)(layer(x)), layer
+
+
+def test_a_method_that_returns_a_module_draws_the_same_numbers():
+    variables = Both().init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X)
+    plain, ours = (module.apply(variables, X, rngs={"dropout": jax.random.key(2)})[0] for module in (Both(), fnn.replace(Both())))
+    np.testing.assert_allclose(ours, plain, rtol=1e-6)
+
+
 def test_methods_that_compute_nothing():
     module = fnn.replace(Network())
     assert module.initial(3).shape == (3, 4)

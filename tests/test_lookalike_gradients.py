@@ -141,6 +141,24 @@ def test_a_layers_value_that_overflows_on_its_way():
     assert not np.isfinite(plain).all()
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_mixed_precision_is_fused_all_the_same(dtype):
+    """Products are summed in float32, and so are activations and norms; what goes from layer to layer is of 16 bits."""
+    def product(x, w):
+        return lax.dot_general(x, w, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+    def norm(x, w, b):
+        return batch_norm(product(x, w), jnp.eye(4), b.astype(jnp.float32)).astype(dtype)
+
+    def activated(x, w, b):
+        return jax.nn.silu(product(x, w).astype(dtype).astype(jnp.float32)).astype(dtype)
+
+    arrays = [a.astype(dtype) for a in ARRAYS]
+    for layer, name in ((norm, "bn"), (activated, "silu_grad+dense_grad")):
+        step = jax.grad(lambda *arrays: (layer(*arrays) * T.astype(dtype)).astype(jnp.float32).sum(), (0, 1))
+        assert name in patterns(step, *arrays)[0]
+
+
 def test_a_bfloat16_value_that_is_rounded_to_float16():
     function = lambda x, w: jax.nn.relu((x @ w).astype(jnp.float16).astype(jnp.bfloat16))
     arguments = 1e5 * jnp.eye(8, dtype=jnp.bfloat16), jnp.eye(8, dtype=jnp.bfloat16)

@@ -74,11 +74,16 @@ def attention(q, k, v, before=None, after=None, biases=(), times=1):
     return jnp.einsum("bhts,bhse->bhte", p if after is None else jnp.where(after, p, 0), v)
 
 
+def kept(share):
+    return jax.random.bernoulli(jax.random.key(0), share, (2, 3, 16, 16))
+
+
 ATTENTIONS = {
     "cleared by the mask": lambda *qkv: attention(*qkv, before=MASK, after=MASK),
     "cleared row by row": lambda *qkv: attention(*qkv, before=MASK, after=MASK.any(-1, keepdims=True)),
     "cleared by another mask": lambda *qkv: attention(*qkv, before=MASK & (jnp.arange(16) < 9), after=MASK),
     "cleared after a bias": lambda *qkv: attention(*qkv, biases=[jnp.where(MASK, 0, -jnp.inf)], after=MASK),
+    "cleared where dropout is too": lambda *qkv: attention(*qkv, before=MASK, after=MASK & kept(0.9)),
     "not cleared": lambda *qkv: attention(*qkv, before=MASK),
     "two biases of 16 bits": lambda *qkv: attention(*qkv, biases=[jnp.full((16, 1), 300, jnp.bfloat16).astype(jnp.float32),
                                                                  jnp.linspace(0, 0.9, 16).astype(jnp.bfloat16).astype(jnp.float32)]),
@@ -94,16 +99,19 @@ def test_rows_without_a_score(name):
 
 
 def test_cleared_rows_are_fused_and_dropout_too():
-    keep = lambda: jax.random.bernoulli(jax.random.key(0), 0.5, (2, 3, 16, 16))
-    for function in (ATTENTIONS["cleared by the mask"], lambda *qkv: attention(*qkv, before=MASK, after=keep())):
-        assert [site.pattern for site in jaxfuse.explain(function, Q, K, V, policy="always").fused] == ["attention+mask+dropout"]
+    for function in (ATTENTIONS["cleared by the mask"], lambda *qkv: attention(*qkv, before=MASK, after=kept(0.5), times=2)):
+        for dtype in (jnp.float32, jnp.float16):
+            report = jaxfuse.explain(function, *(a.astype(dtype) for a in (Q, K, V)), policy="always")
+            assert [site.pattern for site in report.fused] == ["attention+mask+dropout"]
 
 
-def test_a_number_after_the_softmax_in_float16():
+@pytest.mark.parametrize("computed_in", [jnp.float16, jnp.float32])
+def test_a_number_after_the_softmax_in_float16(computed_in):
     q, v = jnp.full((1, 1, 2, 4), 0.1, jnp.float16), jnp.full((1, 1, 2, 4), 100, jnp.float16)
 
     def function(q, v):
-        p = jax.nn.softmax(jnp.einsum("bhtd,bhsd->bhts", q, q), -1) * jnp.float16(1000)
+        q, v = q.astype(computed_in), v.astype(computed_in)
+        p = jax.nn.softmax(jnp.einsum("bhtd,bhsd->bhts", q, q + 1), -1) * computed_in(1000)
         return jnp.einsum("bhts,bhse->bhte", p, v, preferred_element_type=jnp.float32)
 
     np.testing.assert_allclose(fuse(function)(q, v), jax.jit(function)(q, v), rtol=1e-2)

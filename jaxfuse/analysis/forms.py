@@ -168,7 +168,7 @@ class Forms:
         if (same := chosen(node.out)) is not node.out:
             return self.known.get(same)
         known = self.known.get(node.inputs[0])
-        if known and is_float_cast(node) and not is_rounded(node.inputs[0], (narrowest(self.x), *self.fixed)):
+        if known and is_float_cast(node) and not is_rounded(node.inputs[0], map(narrowest, known.form.tensors or {self.x})):
             return known
         moved = known and known.index_map and len(node.inputs) == 1 and known.index_map.then(node)
         if known and moved:

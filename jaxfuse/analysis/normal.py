@@ -90,17 +90,15 @@ def scale_factor(node: Node, value: Value) -> float | None:
 
 def constant(value: Value, depth: int = 8) -> float | None:
     """The real number, if the value is one number that the program fixes: written into it, broadcast, cast, or computed from
-    such numbers (jnp.var divides by `144 - ddof`) in a few steps, at most `depth` deep. None where its type does not hold the
-    number: there the program wraps around, or overflows."""
-    number = _constant(value, depth)
-    return None if number is None or not _holds(value.dtype, number) else number
-
-
-def _holds(dtype, number: float) -> bool:
-    if jnp.issubdtype(dtype, jnp.integer):
+    such numbers (jnp.var divides by `144 - ddof`) in a few steps, at most `depth` deep. Floats overflow to infinity; None where
+    an integer wraps around."""
+    number, dtype = _constant(value, depth), value.dtype
+    if number is not None and jnp.issubdtype(dtype, jnp.integer):
         info = jnp.iinfo(dtype)
-        return max(int(info.min), -EXACT) <= number <= min(int(info.max), EXACT)
-    return not jnp.issubdtype(dtype, jnp.floating) or not math.isfinite(number) or abs(number) <= float(jnp.finfo(dtype).max)
+        return number if max(int(info.min), -EXACT) <= number <= min(int(info.max), EXACT) else None
+    if number is not None and jnp.issubdtype(dtype, jnp.floating) and abs(number) > float(jnp.finfo(dtype).max):
+        return math.copysign(math.inf, number)
+    return number
 
 
 def _constant(value: Value, depth: int) -> float | None:

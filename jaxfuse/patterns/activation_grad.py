@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfuse.analysis.elementwise import FINITE, Traced, is_elementwise
-from jaxfuse.analysis.normal import ADD, CAST, constant, filled, is_float_cast, scaled, widens
+from jaxfuse.analysis.normal import ADD, CAST, constant, filled, is_float_cast, narrowest, scaled, widens
 from jaxfuse.analysis.regions import Region, replayed
 from jaxfuse.ops.activations import Activation
 from jaxfuse.ops.naming import derivatives
@@ -33,8 +33,8 @@ class ActivationGrad(NamedTuple):
     products: list[Node]
 
     def is_of(self, activated: Activation, region: Region | None) -> bool:
-        """Whether dz is act'(z) where dy is 1, to the last digits: a factor of 0.99 is the loss's own. The derivative is that of the region
-        which computes the activation, where it is given: its constants may be rounded. Far out an exp may overflow on its way to 0."""
+        """Whether dz is act'(z) where dy is 1, to five digits: a factor of 0.99 is the loss's own. The derivative is that of the region
+        which computes the activation, where it is given: its constants may be rounded."""
         steps = sorted({n for n in (*self.functions, *self.products) if n.index <= self.dz.node.index}, key=lambda n: n.index)
 
         def function(x):
@@ -43,13 +43,13 @@ class ActivationGrad(NamedTuple):
         traced = Traced(function, self.z.aval)
         points = np.concatenate([FINITE, [1000.0, -1000.0, np.inf, -np.inf], activated.ties, traced.between()])
         slope = traced(points)
-        own = region.table(points) if region else None
-        known = derivatives(activated, points) if own is None else own[1]
         if slope is None:
             return False
-        far, lost = np.abs(points) >= 1000, ~np.isfinite(slope[0]) & (np.abs(known) < 1e-9)
-        agrees = np.isclose(slope[0], known, rtol=1e-5, atol=1e-5) | far & (lost | np.isnan(known))  # 0·Inf in another order
-        return bool(agrees.all())
+        own = region.table(points) if region else None
+        known = derivatives(activated, points) if own is None else own[1]
+        overflows = ~np.isfinite(slope[0]) & (np.abs(known) < 1e-9)  # an exp on the way to 0
+        forgiven = (np.abs(points) >= 1000) & (overflows | np.isnan(known))  # 0·Inf, which another order makes 0
+        return bool(np.all(np.isclose(slope[0], known, rtol=1e-5, atol=1e-5) | forgiven))
 
 
 def activation_grad(graph: Graph, z: Value, activated: Activation, region: Region) -> Iterator[Refusal]:
@@ -120,7 +120,7 @@ def _products(graph: Graph, dy: Value, z: Value, functions: list[Node]) -> list[
 
     def takes(node: Node, made: set[Value]) -> bool:
         known = all(v in made or v in values or constant(v) is not None for v in node.inputs)
-        if node.primitive == CAST and not (is_float_cast(node) and (not widens(node) or _holds(node.inputs[0], dy))):
+        if node.primitive == CAST and not (is_float_cast(node) and (not widens(node) or _holds(node.inputs[0], narrowest(dy)))):
             return False
         return node.index in back and known and _is_linear(node, made)
 

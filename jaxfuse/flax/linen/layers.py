@@ -37,12 +37,20 @@ def fused(method):
     def call(self, *args, **kwargs):
         if self.scope is None or self.is_initializing() or is_part_of_a_program():
             return as_it_is(self, *args, **kwargs)
+        drawn = _copied(self.scope.rng_counters)
         try:
             return through(self, *args, **kwargs)
         except TransformedMethodReturnValueError:
+            self.scope.rng_counters.clear()
+            self.scope.rng_counters.update(drawn)
             return as_it_is(self, *args, **kwargs)
 
     return call
+
+
+def _copied(counters: dict) -> dict:
+    """How many random numbers were drawn of each stream; the keys are as they were."""
+    return {name: _copied(value) if isinstance(value, dict) else value for name, value in counters.items()}
 
 
 def own(method):
@@ -70,7 +78,8 @@ class Fused(nn.Module):
     """Mixed into a module: its call is fused."""
 
     def __init_subclass__(cls, **kwargs):
-        if "__call__" not in vars(cls):
+        written = [base for base in cls.__mro__ if "__call__" in vars(base)]
+        if written and written[0] is not cls:
             cls.__call__ = fused(own(cls.__call__))  # type: ignore[method-assign]
         super().__init_subclass__(**kwargs)
 

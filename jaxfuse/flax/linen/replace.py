@@ -42,7 +42,7 @@ def _fused_class(cls: type) -> type:
 
 
 def _public_methods(cls: type) -> set[str]:
-    """Names of the methods that compute with the module's variables, but for `__call__`, which `Fused` has."""
+    """Names of the methods that compute with the module's variables, but for `__call__`, which `Fused` takes care of."""
     written = [base for base in cls.__mro__ if issubclass(base, nn.Module) and base is not nn.Module]
     others = {"setup", *(field.name for field in dataclasses.fields(cls))}  # a field's default may be a function
     return {name for base in written for name, method in vars(base).items()

@@ -172,6 +172,8 @@ class _Reader:
         """Takes a factor for each head, as a mask of heads is, which the values may have as well: by a product or as einsum does."""
         if len(node.inputs) != 2 or node.inputs[0] is node.inputs[1] or node.primitive not in ("dot_general", "mul"):
             return False
+        if node.primitive == "mul" and any(constant(v) is not None for v in node.inputs):
+            return False
         side = 0 if node.inputs[0] is self.value else 1
         other, after = node.inputs[1 - side], self.labels
         if node.primitive == "mul":

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfuse.analysis.gradients import Gradient, gradients
-from jaxfuse.analysis.normal import unwidened
+from jaxfuse.analysis.normal import constant, unwidened
 from jaxfuse.analysis.regions import cone
 from jaxfuse.ops.arrays import wide
 from jaxfuse.ops.attention import MASKED, OP
@@ -69,7 +69,7 @@ class _Site:
         """The match, and that of the gradients if the program computes them. Raises `Unfit` where no kernel takes it."""
         self._require_precision()
         grows = self.form.factors or not self.form.dropout and abs(self.form.softmax_scale) > 1
-        if self.inputs[2].dtype == jnp.float16 and grows:
+        if self.primals[2].dtype == jnp.float16 and grows:
             raise Unfit(no_kernel("a factor of float16 values, which may overflow"))
         gradient = self._gradient() if self.part is not self.graph else None
         require_unread(self.graph, self.form.nodes, (self.end, *(gradient.defines if gradient else ())))
@@ -161,7 +161,8 @@ class _Site:
 def _fill(form: Form) -> float:
     """The score where a mask is False. A mask after the softmax is a factor to the kernel, and NaN·0 is NaN: where it is the mask before
     the softmax, rows without any score get a finite one, and end as 0 as well. Raises `Unfit` where such rows cannot be told."""
-    after = {o for o in form.dropout if o.value.dtype == bool and not _is_random(o.value)}
+    before = [o.value for o in form.masks]
+    after = {o for o in form.dropout if o.value.dtype == bool and not _is_dropout(o.value, before)}
     if not after or not (form.biases or form.masks and form.fill == -math.inf):
         return form.fill
     if form.biases or not after.issuperset(form.masks):
@@ -169,8 +170,11 @@ def _fill(form: Form) -> float:
     return MASKED
 
 
-def _is_random(value: Value) -> bool:
-    return any(node.primitive in RANDOM for node in cone([value], lambda value: True))
+def _is_dropout(mask: Value, before: list[Value]) -> bool:
+    """Whether it is random, and computed from nothing that the masks before are computed from too."""
+    nodes, others = (cone(values, lambda value: True) for values in ([mask], before))
+    mine, theirs = ({v for n in found for v in (*n.inputs, *n.outputs) if constant(v) is None} for found in (nodes, others))
+    return any(node.primitive in RANDOM for node in nodes) and mine.isdisjoint([*theirs, *before])
 
 
 def _to_layout(operand: Operand, array, letters: str):
