@@ -2,6 +2,7 @@
 what that computes."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -36,6 +37,7 @@ class Region:
         """What values of the region are at these points of its argument."""
         return Traced(lambda x: self.replay(x, wanted), self.start.aval)(points)
 
+    @functools.cached_property
     def between(self) -> np.ndarray:
         """Points between and beside those at which what the region compares changes sides."""
         return Traced(lambda x: self.replay(x, (self.end, *self.masks)), self.start.aval).between()
@@ -44,7 +46,7 @@ class Region:
         """What the masks are on the points of analysis/elementwise.py and those between which they change, and what they would be if they
         were computed from the function's value instead of its argument. Where both agree, as for x > 0 and relu(x) > 0, nothing needs to
         keep the argument."""
-        points = np.concatenate([POINTS, self.between()])
+        points = np.concatenate([POINTS, self.between])
         ends = self.values((self.end,), points)
         return (None, None) if ends is None else (self.values(self.masks, points), self.values(self.masks, ends[0]))
 

@@ -20,8 +20,13 @@ _LIKE = jax.ShapeDtypeStruct((2,), _FLOAT32)
 
 @functools.cache
 def known_table(activation: Activation, dtype: np.dtype = _FLOAT32) -> np.ndarray:
-    """With the activation's constants rounded to the dtype."""
-    table = table_of(activation.value, jax.ShapeDtypeStruct((2,), dtype))
+    """On POINTS, with the activation's constants rounded to the dtype."""
+    return table_at(activation, POINTS, dtype)
+
+
+def table_at(activation: Activation, points: np.ndarray, dtype: np.dtype = _FLOAT32) -> np.ndarray:
+    """[2, points]: its values and derivatives."""
+    table = table_of(activation.value, jax.ShapeDtypeStruct((2,), dtype), points)
     assert table is not None, f"{activation} cannot be interpreted"
     return table
 
@@ -34,18 +39,6 @@ def tolerance(activation: Activation, dtype: np.dtype) -> float:
         return 2e-5
     exact, rounded = (known_table(activation, of)[:, : len(FINITE)] for of in (_FLOAT32, dtype))
     return 2e-5 + 2 * float((np.abs(rounded - exact) / (1 + np.abs(exact))).max())
-
-
-def values_of(activation: Activation, points: np.ndarray) -> np.ndarray:
-    table = table_of(activation.value, _LIKE, points)
-    assert table is not None
-    return table[0]
-
-
-def derivatives(activation: Activation, points: np.ndarray) -> np.ndarray:
-    table = table_of(activation.value, _LIKE, points)
-    assert table is not None
-    return table[1]
 
 
 def candidates(table: np.ndarray):

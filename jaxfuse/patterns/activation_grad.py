@@ -6,14 +6,13 @@ Autodiff writes it as many nodes. They are found from z, the activation's input,
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxfuse.analysis.elementwise import FINITE, Traced, is_elementwise
-from jaxfuse.analysis.normal import ADD, CAST, constant, filled, is_float_cast, narrowest, scaled, widens
+from jaxfuse.analysis.normal import ADD, CAST, constant, filled, is_float_cast, is_rounded, narrowest, scaled
 from jaxfuse.analysis.regions import Region, replayed
 from jaxfuse.ops.activations import Activation
-from jaxfuse.ops.naming import derivatives
+from jaxfuse.ops.naming import table_at
 from jaxfuse.program.autodiff import backward
 from jaxfuse.program.graph import Graph, Node, Value
 from jaxfuse.program.site import Refusal
@@ -46,7 +45,7 @@ class ActivationGrad(NamedTuple):
         if slope is None:
             return False
         own = region.table(points) if region else None
-        known = derivatives(activated, points) if own is None else own[1]
+        known = (table_at(activated, points) if own is None else own)[1]
         overflows = ~np.isfinite(slope[0]) & (np.abs(known) < 1e-9)  # an exp on the way to 0
         forgiven = (np.abs(points) >= 1000) & (overflows | np.isnan(known))  # 0·Inf, which another order makes 0
         return bool(np.all(np.isclose(slope[0], known, rtol=1e-5, atol=1e-5) | forgiven))
@@ -115,21 +114,16 @@ def _cotangents(graph: Graph, z: Value, functions: list[Node]) -> list[Value]:
 
 
 def _products(graph: Graph, dy: Value, z: Value, functions: list[Node]) -> list[Node]:
-    """Nodes that are linear in dy, with functions of z as factors. What casts lose of dy is lost: none widens what was narrower."""
+    """Nodes that are linear in dy, with functions of z as factors. What a cast loses of dy stays lost."""
     values, back = {z, *[n.out for n in functions]}, backward(graph)
 
     def takes(node: Node, made: set[Value]) -> bool:
         known = all(v in made or v in values or constant(v) is not None for v in node.inputs)
-        if node.primitive == CAST and not (is_float_cast(node) and (not widens(node) or _holds(node.inputs[0], narrowest(dy)))):
+        if node.primitive == CAST and (not is_float_cast(node) or is_rounded(node.inputs[0], (dy, narrowest(dy)))):
             return False
         return node.index in back and known and _is_linear(node, made)
 
     return _reached(dy, takes)
-
-
-def _holds(value: Value, other: Value) -> bool:
-    """Whether the value's type has every number of the other's."""
-    return jnp.promote_types(value.dtype, other.dtype) == value.dtype
 
 
 def _is_linear(node: Node, made: set[Value]) -> bool:

@@ -6,7 +6,7 @@ from jaxfuse.analysis.elementwise import FINITE, same_limits
 from jaxfuse.analysis.normal import constant
 from jaxfuse.analysis.regions import Region
 from jaxfuse.ops.activations import Activation
-from jaxfuse.ops.naming import candidates, identified, known_table, tolerance, values_of
+from jaxfuse.ops.naming import candidates, identified, known_table, table_at, tolerance
 from jaxfuse.patterns.walk import WalkEnd
 from jaxfuse.program.equations import derivative
 
@@ -93,7 +93,7 @@ def _tabled(region: Region) -> tuple[np.ndarray | None, Activation | None]:
 
 def _agrees(region: Region, activation: Activation) -> bool:
     """Whether they have the same values, and zeros, where something that the region compares changes sides, and between."""
-    points = region.between()
-    values, known = region.values((region.end,), points), values_of(activation, points)
+    points = region.between
+    values, known = region.values((region.end,), points), table_at(activation, points)[0]
     near = tolerance(activation, np.dtype(region.start.dtype))
     return values is not None and np.array_equal(values[0] == 0, known == 0) and np.allclose(values[0], known, rtol=near, atol=near)

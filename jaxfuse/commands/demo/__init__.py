@@ -24,7 +24,6 @@ def run(quick: bool, out: Path) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=100)
-    out.mkdir(parents=True, exist_ok=True)
     busy = _others_running()
     if busy:
         console.print(busy, style="bold")

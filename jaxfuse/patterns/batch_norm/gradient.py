@@ -78,7 +78,7 @@ def through_activation(graph: Graph, gradient: Gradient) -> Iterator[Gradient]:
                  and gradient.statistics.x in form.tensors and gradient.g not in form.tensors]
     for z in sorted(arguments, key=lambda v: v.index, reverse=True):
         for slope in activation_grads_at(graph, z, gradient.g):
-            if unwidened(slope.dy).dtype.itemsize > gradient.g.dtype.itemsize:  # g is rounded
+            if unwidened(slope.dy).dtype.itemsize > gradient.g.dtype.itemsize:  # on its way to g the program rounds dy
                 continue
             made = (*gradient.sums, *gradient.zeros, *gradient.results, *gradient.statistics.moments, gradient.g)
             yield gradient._replace(nodes=only_for(graph, made, live=slope.dy), slope=slope)
