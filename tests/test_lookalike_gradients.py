@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 from layers import conv, randn
-from recognition import correct_with_gradients, fuse, patterns
+from recognition import correct_with_gradients, directions, fuse, patterns
 
 X, W, B, T = randn(64, 8), randn(8, 4), randn(4), randn(64, 4)
 ARRAYS = X, W, B
@@ -34,6 +34,36 @@ def gradients_agree(loss, arrays, tolerance):
         made, plain = (np.asarray(a, np.float64) for a in (made, plain))
         np.testing.assert_array_equal(np.isfinite(made), np.isfinite(plain))
         assert np.linalg.norm(np.nan_to_num(made - plain)) <= tolerance * np.linalg.norm(np.nan_to_num(plain))
+
+
+# --- sums that a bias's gradient is a part of -------------------------------------------------------------------------
+
+
+PENALTIES = {"of the first power": lambda b: 0.2 * b, "of the second": lambda b: 0.2 * b**2}
+
+
+@pytest.mark.parametrize("activation", [jnp.sin, jax.nn.relu], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("penalty", PENALTIES)
+def test_a_penalty_on_the_repeated_shift_of_a_scaled_convolution(penalty, activation):
+    def loss(w, scale, shift):
+        y = conv(IMAGES, w)
+        shift = jnp.broadcast_to(shift, y.shape)
+        return activation(y * scale + shift).sum() + PENALTIES[penalty](shift).sum()
+
+    arrays = FILTERS, randn(8), randn(8)
+    gradients_agree(loss, arrays, 1e-4)
+    assert any("backward conv" in site for site in directions(jax.grad(loss, (0, 1, 2)), *arrays))
+
+
+def test_a_batch_norm_without_a_mean():
+    """Of what is count times as large, from the sums alone."""
+    def loss(x, w, b):
+        y = x @ w
+        total, squares = y.sum(0), (y * y).sum(0)
+        scale = lax.rsqrt(64 * squares - total * total + 1e-3)
+        return jnp.sin(jax.nn.relu((64 * y - total) * scale + b)).sum()
+
+    gradients_agree(loss, ARRAYS, 1e-5)
 
 
 # --- a rule of one's own ---------------------------------------------------------------------------------------------

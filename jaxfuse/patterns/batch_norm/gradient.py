@@ -39,8 +39,10 @@ class Gradient(NamedTuple):
 
 
 def find(graph: Graph, statistics: Statistics) -> Gradient | None:
-    """The gradient through the batch statistics of x, if the program computes it."""
+    """The gradient through the batch statistics of x, if the program computes it, and the mean itself."""
     x = statistics.x
+    if not statistics.means:
+        return None
     alone = ChannelForms(x, statistics.axis, (), statistics.means)
     tensors = {tensor for form in alone.sums.values() if form.degree > 1 for tensor in form.tensors} - {x}
     if not tensors:

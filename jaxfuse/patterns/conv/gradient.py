@@ -28,11 +28,13 @@ from jaxfuse.runtime.reasons import no_kernel
 
 
 class Scaled(NamedTuple):
-    """The convolution's own cotangent is factor·g; `sums` over the batch are those of g and of its products with `y`."""
+    """The convolution's own cotangent is factor·g; `sums` over the batch, of `count` numbers, are those of g and of its products with
+    `y`."""
 
     g: Value
     y: Value
     axis: int
+    count: int
     factor: Form
     sums: tuple[tuple[Value, Form], ...]
 
@@ -53,7 +55,7 @@ class Scaled(NamedTuple):
         """The sums, from the gradients of w·factor and of the bias."""
         sum_gy = jnp.sum(wide(dw) * wide(w), other_axes(w, axis))
         for value, form in self.sums:
-            yield value, batch_sum(value, form, self.y, self.g, sum_g, sum_gy, 0, read)
+            yield value, batch_sum(value, form, self.y, self.g, sum_g, sum_gy, self.count, read)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +188,7 @@ def _scaled(graph: Graph, node: Node, dz: Value, axis: int) -> Iterator[Scaled]:
         sums = [(value, form) for value, form in forms.sums.items()
                 if is_sum_of_gradient(form, y) and g in form.tensors]
         if not any(form.degree == 1 and len(form.tensors) > 1 for _, form in sums):
-            yield Scaled(g, y, axis, known.form.coefficients[g,], tuple(sums))
+            yield Scaled(g, y, axis, forms.count, known.form.coefficients[g,], tuple(sums))
 
 
 def _reshaped(value: Value) -> Value:
