@@ -8,7 +8,7 @@
 namespace jaxfuse::contraction {
 namespace {
 
-constexpr int64_t kVectors = 2, kColumns = kVectors * kLanes;
+constexpr int64_t kColumns = kLanes == 16 ? 32 : 16, kVectors = kColumns / kLanes;
 constexpr int64_t kRows = kLanes == 16 ? 14 : 6;  // with the columns they fill the registers
 
 // ---- steps as the panels have them: a number of f32, or the bits of a pair of bf16, of which the first is the lower half
@@ -217,7 +217,7 @@ void multiply(const Tile& tile, float* sums, bool first) {
   Floats total[rows][vectors];
 #pragma GCC unroll 16
   for (int64_t i = 0; i < rows; ++i) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int64_t j = 0; j < vectors; ++j) total[i][j] = Floats{};
   }
   const char* line = tile.panels;
@@ -229,14 +229,14 @@ void multiply(const Tile& tile, float* sums, bool first) {
     for (int64_t i = 0; i < rows; ++i) a[i] = tile.rows[tap * tile.row_step + i] + tile.offset;
     const auto add_step = [&](auto load_a) {
       Floats b[vectors];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int64_t j = 0; j < vectors; ++j) {
         b[j] = load(reinterpret_cast<const float*>(line + j * kLanes / kPanel * tile.layout.panel) + j * kLanes % kPanel);
       }
 #pragma GCC unroll 16
       for (int64_t i = 0; i < rows; ++i) {
         const Floats factor = load_a(a[i]);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int64_t j = 0; j < vectors; ++j) total[i][j] = Step::multiply_add(factor, b[j], total[i][j]);
       }
       line += tile.layout.line;
@@ -254,7 +254,7 @@ void multiply(const Tile& tile, float* sums, bool first) {
   }
 #pragma GCC unroll 16
   for (int64_t i = 0; i < rows; ++i) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int64_t j = 0; j < vectors; ++j) {
       float* at = sums + i * kColumns + j * kLanes;
       store(at, first ? total[i][j] : Step::add(load(at), total[i][j]));
@@ -268,7 +268,7 @@ void multiply_rows(const Tile& tile, int64_t count, float* sums, bool first) {
   if constexpr (rows > 1) {
     if (count < rows) return multiply_rows<Step, rows - 1>(tile, count, sums, first);
   }
-  tile.narrow ? multiply<Step, rows, 1>(tile, sums, first) : multiply<Step, rows, kVectors>(tile, sums, first);
+  tile.narrow ? multiply<Step, rows, kVectors / 2>(tile, sums, first) : multiply<Step, rows, kVectors>(tile, sums, first);
 }
 
 #if defined(__AVX512BF16__)  // what only such CPUs do so; the rest is AVX-512's

@@ -7,8 +7,8 @@
 namespace jaxfuse::product {
 namespace {
 
-constexpr int64_t kRows = kLanes == 16 ? 12 : 6;
-static_assert(kMostRows % kRows == 0);
+constexpr int64_t kRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;
+static_assert(kMostRows % kRows == 0 && (kRows <= kLanes || kRows % kLanes == 0));  // in panels, and in the blocks of a panel
 
 inline float wide(float x) { return x; }
 inline float wide(bf16 x) {

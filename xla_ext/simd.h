@@ -9,8 +9,10 @@
 #include <cstdint>
 
 #include "element.h"
-#ifdef __AVX2__
+#if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace jaxfuse {
@@ -18,8 +20,10 @@ namespace {
 
 #if defined(__AVX512F__) || defined(JAXFUSE_EMULATE_AVX512)
 constexpr int kLanes = 16;
+#elif defined(__aarch64__)
+constexpr int kLanes = 4;  // NEON; GCC keeps vectors of two registers in memory
 #else
-constexpr int kLanes = 8;  // without AVX2 the compiler makes two SSE or NEON registers of it
+constexpr int kLanes = 8;  // without AVX2 the compiler makes two SSE registers of it
 #endif
 
 using Floats = float __attribute__((vector_size(kLanes * 4)));
@@ -43,6 +47,8 @@ inline Floats multiply_add(Floats a, Floats b, Floats c) {
   return _mm512_fmadd_ps(a, b, c);
 #elif defined(__FMA__)
   return _mm256_fmadd_ps(a, b, c);
+#elif defined(__aarch64__)
+  return vfmaq_f32(c, a, b);
 #else
   return a * b + c;
 #endif
