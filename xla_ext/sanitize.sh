@@ -5,13 +5,22 @@
 #     xla_ext/sanitize.sh address --complete           # all cases: hours; without it a share of them, another with --salt WORD
 #     xla_ext/sanitize.sh emulated                     # no sanitizer: the loops for AVX-512 on a processor without it
 #     xla_ext/sanitize.sh absent                       # no sanitizer: without oneDNN, as where its packages do not exist
-# In a virtual environment with `pip install '.[test]'` and what pyproject.toml's [build-system] requires, cmake and ninja.
+#     AARCH64_ROOT=FOLDER xla_ext/sanitize.sh aarch64  # no sanitizer: for Arm, run by qemu; xla_ext/aarch64_root.sh makes FOLDER
+# In a virtual environment with `pip install '.[test]'` and what pyproject.toml's [build-system] requires, cmake and ninja. For Arm
+# that is one of FOLDER's Python, and Debian's g++-aarch64-linux-gnu, qemu-user-binfmt and debootstrap are needed too.
 set -euo pipefail
 kinds=$1
 shift
 source=$(cd "$(dirname "$0")/.." && pwd)
 build=$source/build/sanitize-$kinds
+python=$(command -v python)
 case $kinds in
+  aarch64)
+    python=$AARCH64_ROOT/usr/bin/python3
+    export QEMU_LD_PREFIX=$AARCH64_ROOT
+    flags=(-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++
+           "-DPython_INCLUDE_DIR=$(python -c "import sysconfig; print(sysconfig.get_path('include'))")"
+           "-DPYTHON_MODULE_EXTENSION=$("$python" -c "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))")") ;;
   emulated) flags=(-DJAXFUSE_EMULATE_AVX512=ON) ;;
   absent) flags=(-DJAXFUSE_ONEDNN=OFF) ;;
   *) flags=(-DCMAKE_BUILD_TYPE=Sanitize "-DCMAKE_CXX_FLAGS=-O1 -g -fno-omit-frame-pointer -fsanitize=$kinds") ;;
@@ -30,7 +39,7 @@ cp "$build"/_native*.so "$tree/jaxfuse"
 
 # Python itself is not built with them, so their runtimes are loaded before it; what it never frees is no leak of ours.
 case $kinds in
-  emulated|absent) runtime= ;;
+  aarch64|emulated|absent) runtime= ;;
   thread) runtime=$(g++ -print-file-name=libtsan.so) ;;
   *) runtime="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so)" ;;
 esac
@@ -39,7 +48,7 @@ export TSAN_OPTIONS=report_signal_unsafe=0:ignore_noninstrumented_modules=1
 
 # The pool by itself is a program. The thread sanitizer has a thread of its own, and ends where a process with threads forks.
 case $kinds in
-  emulated|absent) ;;
+  aarch64|emulated|absent) ;;
   thread) own="not forks and not only_the_team_wakes" ;;
   *) own=thread_pool ;;
 esac
@@ -48,11 +57,11 @@ if [ -n "${own:-}" ]; then
 fi
 cd "$tree"
 # setarch: the thread sanitizer wants memory where it was before kernels randomised more of it. -s: so that reports are seen.
-[ "$kinds" = absent ] || LD_PRELOAD=$runtime setarch -R python -c "
+[ "$kinds" = absent ] || [ "$kinds" = aarch64 ] || LD_PRELOAD=$runtime setarch -R python -c "
 from jaxfuse.runtime import ffi
 reason = ffi.no_onednn()
 raise SystemExit(reason and f'the tests of convolutions would all be skipped: {reason}')"
-LD_PRELOAD=$runtime setarch -R python -m pytest -q -s -p no:cacheprovider --share "$@" tests/test_attention.py tests/test_concurrency.py \
+LD_PRELOAD=$runtime setarch -R "$python" -m pytest -q -s -p no:cacheprovider --share "$@" tests/test_attention.py tests/test_concurrency.py \
   tests/test_dense.py tests/test_filter_gradient_sums.py tests/test_global_average_pool.py tests/test_max_pool.py \
   tests/test_native_{batch_norm,bounds,contraction,conv,depthwise,int8,onednn}.py tests/test_nonfinite.py tests/test_norm.py \
   tests/test_freeze.py tests/test_freeze_{int8,packed}.py tests/test_int8.py tests/test_ops.py tests/test_per_sample_gradients.py \
