@@ -122,16 +122,14 @@ void run(const Forward& f) {
     case Way::winograd:
       if (winograd::forward(f)) return;
       [[fallthrough]];  // infinities as they are
-    case Way::contraction:
-    case Way::onednn:
-      onednn::require();
-      return run_saving(f, run_onednn);
+    case Way::contraction: return contracted::forward(f);
+    case Way::onednn: onednn::require(); return run_saving(f, run_onednn);
   }
 }
 
 void conv_fwd(const Call& call) {
   const Forward f = checked(call);
-  if (way(f) == Way::contraction && contracted::forward(f)) return;  // else infinities as they are
+  if (way(f) == Way::contraction) return contracted::forward(f);  // which rounds the filter itself
   const Scratch rounded(f.w.dtype == f.x.dtype ? 0 : f.w.size() * ffi::ByteWidth(f.x.dtype));
   run(with_rounded_filter(f, rounded.data()));
 }

@@ -75,12 +75,24 @@ Backward checked(const Call& call) {
   return b;
 }
 
+// Where it is nothing, or zeros.
+bool is_trivial_data_gradient(const Tensor& dx, const Tensor& w, const Tensor& g) {
+  if (dx.size() > 0 && w.size() > 0 && g.size() > 0) return false;
+  if (dx.size() > 0) std::memset(dx.data, 0, dx.bytes());
+  return true;
+}
+
+// A transposed convolution's is its adjoint's own forward pass.
+void transposed_data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g) {
+  if (is_trivial_data_gradient(dx, w, g)) return;
+  const Geometry adjoint = geometry.adjoint(w);
+  contracted::takes(adjoint, g, w, dx) ? contracted::forward({adjoint, g, w, {dx}}) : onednn::convolve(adjoint, g, w, dx);
+}
+
 void data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g) {
-  if (dx.size() == 0) return;
-  if (w.size() == 0 || g.size() == 0) return (void)std::memset(dx.data, 0, dx.bytes());
+  if (is_trivial_data_gradient(dx, w, g)) return;
   if (winograd::takes_gradient(geometry, dx, w, g) && winograd::data_gradient(geometry, dx, w, g)) return;
-  if (contracted::takes_gradient(geometry, dx, w, g) && contracted::data_gradient(geometry, dx, w, g)) return;
-  onednn::data_gradient(geometry, dx, w, g);
+  contracted::takes_gradient(geometry, dx, w, g) ? contracted::data_gradient(geometry, dx, w, g) : onednn::data_gradient(geometry, dx, w, g);
 }
 
 // What computes the gradient of a filter that is not depthwise::weights_gradient's.
@@ -110,15 +122,11 @@ auto of_filter(const Backward& b, const Tensor& g, Function function) {
   return b.geometry.transposed() ? function(b.geometry.adjoint(*b.dw), g, *b.dw, *b.x) : function(b.geometry, *b.x, *b.dw, g);
 }
 
-// dx and dw from g. A transposed convolution's dx is its adjoint's own forward pass. db is null, or the bias gradient that
-// depthwise::weights_gradient finds on its way.
+// dx and dw from g. db is null, or the bias gradient that depthwise::weights_gradient finds on its way.
 void gradients(const Backward& b, const Tensor& g, float* db) {
-  if (b.dx && b.geometry.transposed()) {
-    const bool is_empty = b.w->size() == 0 || g.size() == 0;
-    if (is_empty && b.dx->size() > 0) std::memset(b.dx->data, 0, b.dx->bytes());
-    if (!is_empty && b.dx->size() > 0) onednn::convolve(b.geometry.adjoint(*b.w), g, *b.w, *b.dx);
-  } else if (b.dx) {
-    (b.dx_by_loops ? depthwise::data_gradient : data_gradient)(b.geometry, *b.dx, *b.w, g);
+  if (b.dx) {
+    const auto gradient = b.dx_by_loops ? depthwise::data_gradient : b.geometry.transposed() ? transposed_data_gradient : data_gradient;
+    gradient(b.geometry, *b.dx, *b.w, g);
   }
   if (b.dw_by_loops) {
     depthwise::weights_gradient(b.geometry, *b.x, *b.dw, g, db);
@@ -159,7 +167,8 @@ bool is_fast_dx(const Backward& b) {
 }
 
 bool contracted_dx(const Backward& b) {
-  return !b.geometry.transposed() && contracted::takes_gradient(b.geometry, *b.dx, *b.w, b.dy);
+  return b.geometry.transposed() ? contracted::takes(b.geometry.adjoint(*b.w), b.dy, *b.w, *b.dx)
+                                 : contracted::takes_gradient(b.geometry, *b.dx, *b.w, b.dy);
 }
 
 unsigned libraries_of(Backward b) {

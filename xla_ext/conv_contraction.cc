@@ -22,6 +22,32 @@ struct Phase {
   };
   int64_t inputs, first, step, count, stride;
   std::vector<Tap> taps;
+
+  bool is_inside(const Tap& tap, int64_t output) const {
+    const int64_t at = output * stride + tap.shift;
+    return at >= 0 && at < inputs;
+  }
+
+  bool meets_padding() const {
+    return count > 0 && std::any_of(taps.begin(), taps.end(), [&](const Tap& tap) { return !is_inside(tap, 0) || !is_inside(tap, count - 1); });
+  }
+
+  // The same outputs in parts, each with the taps that lie inside for all of them.
+  std::vector<Phase> without_padding() const {
+    std::vector<Phase> parts;
+    for (int64_t begin = 0, end; begin < count; begin = end) {
+      const auto is_like = [&](int64_t output) {
+        return std::all_of(taps.begin(), taps.end(), [&](const Tap& tap) { return is_inside(tap, output) == is_inside(tap, begin); });
+      };
+      for (end = begin + 1; end < count && is_like(end);) ++end;
+      Phase part{inputs, first + begin * step, step, end - begin, stride, {}};
+      for (const Tap& tap : taps) {
+        if (is_inside(tap, begin)) part.taps.push_back({tap.number, tap.shift + begin * stride});
+      }
+      parts.push_back(part);
+    }
+    return parts;
+  }
 };
 
 struct Axis {
@@ -34,6 +60,17 @@ struct Axis {
       if (at % lhs_dilation == 0) phase.taps.push_back({tap, at / lhs_dilation});
     }
     return phase;
+  }
+
+  // All of them; in parts that meet no padding if there is to be none.
+  std::vector<Phase> phases(bool padded) const {
+    std::vector<Phase> all;
+    for (int64_t first = 0; first < lhs_dilation; ++first) {
+      const Phase whole = phase(first);
+      const std::vector<Phase> parts = padded ? std::vector<Phase>{whole} : whole.without_padding();
+      all.insert(all.end(), parts.begin(), parts.end());
+    }
+    return all;
   }
 };
 
@@ -86,20 +123,14 @@ struct Rows {
     std::fill_n(to + end, run - end, zeros);
   }
 
-  // Whether a tap lies over padding anywhere.
-  bool meets_padding() const {
-    return std::any_of(std::begin(axes), std::end(axes), [](const Phase& a) {
-      return a.count > 0 && std::any_of(a.taps.begin(), a.taps.end(), [&](const Phase::Tap& tap) {
-        return tap.shift < 0 || (a.count - 1) * a.stride + tap.shift >= a.inputs;
-      });
-    });
-  }
+  bool meets_padding() const { return std::any_of(std::begin(axes), std::end(axes), [](const Phase& a) { return a.meets_padding(); }); }
 };
 
 class Convolution {
  public:
   // `flipped`: by the filter read from its last tap to its first. `panels`: or by the filter that is packed there. `int8`: x is u8.
-  Convolution(const Forward& f, bool flipped, const char* panels = nullptr, const Int8* int8 = nullptr)
+  // `padded`: taps over padding multiply zeros, which is faster and wrong of infinities.
+  Convolution(const Forward& f, bool flipped, const char* panels = nullptr, const Int8* int8 = nullptr, bool padded = true)
       : f_(f), panels_(panels), int8_(int8), groups_(f.geometry.groups), inner_(f.geometry.inputs_per_group(f.w)), features_(f.y().shape[f.geometry.out_spec[1]]), columns_(features_ / groups_), flipped_(flipped),
         zeros_(inner_ * int64_t(ffi::ByteWidth(f.x.dtype)) + int64_t(sizeof(float)), int8 ? char(int8->zero) : 0),
         epilogue_(f.epilogue, {f.y().size() / features_, features_}) {
@@ -109,29 +140,29 @@ class Convolution {
       axes_[kAxes - n + i] = {f.x.shape[i + 1], f.y().shape[i + 1],    f.w.shape[g.rhs_spec[i + 2]], g.strides[i],
                               g.dilation[i],    g.lhs_dilation[i], g.padding_low[i]};
     }
-    add_problems();
+    add_problems(padded);
   }
 
-  // padded: x has padding of its own, which taps met too.
-  bool run(bool padded = false) const {
+  // Whether what it wrote is right: no infinity or NaN of the filter met padding, which x may have of its own too.
+  bool run(bool x_has_padding = false) const {
     const bool finite = contraction::multiply(problems_, [&](const contraction::Block& b) { finish(b); });
-    return finite || (!padded && std::none_of(rows_.begin(), rows_.end(), [](const Rows& r) { return r.meets_padding(); }));
+    return finite || (!x_has_padding && std::none_of(rows_.begin(), rows_.end(), [](const Rows& r) { return r.meets_padding(); }));
   }
 
  private:
-  void add_problems() {
+  void add_problems(bool padded) {
     const Geometry& g = f_.geometry;
     const Shape strides = g.filter_strides(f_.w);
     const int64_t x_bytes = ffi::ByteWidth(f_.x.dtype), pixel = f_.x.shape[g.lhs_spec[1]] * x_bytes;
     const int64_t inner_step = strides[g.filter_swapped ? 0 : 1], column_step = strides[g.filter_swapped ? 1 : 0];
     const int64_t group_step = g.filter_swapped ? inner_ * inner_step : columns_ * column_step;
-    rows_.reserve(groups_ * axes_[0].lhs_dilation * axes_[1].lhs_dilation * axes_[2].lhs_dilation);
+    const std::vector<Phase> phases[kAxes] = {axes_[0].phases(padded), axes_[1].phases(padded), axes_[2].phases(padded)};
+    rows_.reserve(groups_ * phases[0].size() * phases[1].size() * phases[2].size());
     for (int64_t group = 0; group < groups_; ++group) {
-      for (int64_t i = 0; i < axes_[0].lhs_dilation; ++i) {
-        for (int64_t j = 0; j < axes_[1].lhs_dilation; ++j) {
-          for (int64_t k = 0; k < axes_[2].lhs_dilation; ++k) {
-            rows_.push_back({f_.x.as<char>() + group * inner_ * x_bytes, zeros_.data(), f_.x.shape[0], pixel,
-                             {axes_[0].phase(i), axes_[1].phase(j), axes_[2].phase(k)}});
+      for (const Phase& plane : phases[0]) {
+        for (const Phase& row : phases[1]) {
+          for (const Phase& column : phases[2]) {
+            rows_.push_back({f_.x.as<char>() + group * inner_ * x_bytes, zeros_.data(), f_.x.shape[0], pixel, {plane, row, column}});
             const Rows& rows = rows_.back();
             problems_.push_back({rows.count(), inner_, columns_, f_.x.dtype,
                                  {f_.w.as<char>() + group * group_step * int64_t(ffi::ByteWidth(f_.w.dtype)), f_.w.dtype,
@@ -192,11 +223,14 @@ class Convolution {
 
 }  // namespace
 
-bool takes(const Geometry& g, const Tensor& x, const Tensor& w, const Tensor& y) {
+bool fits(const Geometry& g, const Tensor& w) {
   const Shape strides = g.filter_strides(w);
-  const bool fits = is_channels_last(g.lhs_spec) && is_channels_last(g.out_spec) && (strides[0] == 1 || strides[1] == 1);
-  if (!fits || !onednn::is_loaded() || y.size() == 0) return false;  // which computes what is not finite
-  if (contraction::always()) return true;
+  return is_channels_last(g.lhs_spec) && is_channels_last(g.out_spec) && (strides[0] == 1 || strides[1] == 1);
+}
+
+bool takes(const Geometry& g, const Tensor& x, const Tensor& w, const Tensor& y) {
+  if (!fits(g, w) || y.size() == 0) return false;
+  if (contraction::always() || !onednn::is_loaded()) return true;
   if (!contraction::has_bf16() || g.groups > 1) return false;
   // oneDNN reorders the filter first: that is worth it where many pixels meet it, in f32 where a few hundred do (measured on Zen 5,
   // benchmarks/README.md).
@@ -242,6 +276,7 @@ Tensor padded_lines(const Tensor& x, int64_t low, int64_t high, char zero, char*
   return padded;
 }
 
+// By f's filter, or by the one that is packed at `panels`, which is finite. False where an infinity or a NaN of it met padding.
 bool convolve(Forward f, const char* panels, const Int8* int8) {
   if (f.x.size() == 0) {
     epilogue::apply(f.epilogue, f.geometry.out_spec[1], nullptr, f.y().dtype);
@@ -259,7 +294,9 @@ bool convolve(Forward f, const char* panels, const Int8* int8) {
   return Convolution(f, false, panels, int8).run(has_padding);
 }
 
-bool forward(const Forward& f) { return convolve(f, nullptr, nullptr); }
+void forward(const Forward& f) {
+  if (!convolve(f, nullptr, nullptr)) Convolution(f, f.geometry.transposed(), nullptr, nullptr, false).run();
+}
 
 void check_packed(const Call& call, const Geometry& g, const Tensor& w) {
   if (g.groups != 1 || g.transposed() || !is_channels_last(g.lhs_spec) || !is_channels_last(g.out_spec)) {
@@ -305,8 +342,9 @@ bool takes_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w,
   return takes(geometry.adjoint(w), g, w, dx);
 }
 
-bool data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g) {
-  return Convolution({geometry.adjoint(w), g, w, {dx}}, true).run();
+void data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g) {
+  const Forward f{geometry.adjoint(w), g, w, {dx}};
+  if (!Convolution(f, true).run()) Convolution(f, true, nullptr, nullptr, false).run();
 }
 
 }  // namespace jaxfuse::conv::contracted

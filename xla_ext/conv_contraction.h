@@ -7,11 +7,14 @@
 
 namespace jaxfuse::conv::contracted {
 
-// Whether the convolution is computed here: in a layout that the rows can have, and where that was measured to be the fastest way.
+// Whether the layouts are those that rows and filters can have here.
+bool fits(const Geometry& geometry, const Tensor& w);
+
+// Whether the convolution is computed here: where that was measured to be the fastest way, or is the only one.
 bool takes(const Geometry& geometry, const Tensor& x, const Tensor& w, const Tensor& y);
 
-// False, and y is to be computed again, where an infinity or a NaN of the filter met padding, over which a tap contributes nothing.
-bool forward(const Forward& f);
+// Over padding a tap contributes nothing, be it infinite or NaN. Such a filter is met again, without padding.
+void forward(const Forward& f);
 
 // The same by a filter that is packed, of a convolution that can have one; the filter is finite. The check refuses others.
 void check_packed(const Call& call, const Geometry& geometry, const Tensor& w);
@@ -33,6 +36,6 @@ contraction::Filter filter(const Geometry& geometry, const Tensor& w);
 
 // The same of dx from g.
 bool takes_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g);
-bool data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g);
+void data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g);
 
 }  // namespace jaxfuse::conv::contracted

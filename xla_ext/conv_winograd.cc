@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "contraction.h"
+#include "conv_contraction.h"
 #include "conv_winograd_kernels.h"
 #include "cut.h"
-#include "onednn/onednn.h"
 #include "parallel.h"
 #include "scratch.h"
 #include "simd_level.h"
@@ -200,7 +200,7 @@ bool fits(const Geometry& g, const Tensor& x, const Tensor& w, const Tensor& y) 
 }
 
 bool takes(const Geometry& g, const Tensor& x, const Tensor& w, const Tensor& y) {
-  if (!fits(g, x, w, y) || !onednn::is_loaded()) return false;  // which computes what is not finite
+  if (!fits(g, x, w, y) || !contracted::fits(g, w)) return false;  // which computes what is not finite
   const Sizes s(g, x, w, y);
   // A transformed filter is 16/9 of itself, written and read again: a few tiles do not make up for a large one.
   constexpr int64_t kFewestFeatures = 32, kFewestTiles = 48, kMostProductsForATile = 1400;

@@ -66,7 +66,7 @@ def _verdict() -> str:
     if missing:
         return f"IN PART: {len(missing)} of {len(ffi.TARGETS)} CPU kernels are missing; the table says why."
     if ffi.no_onednn():
-        return "IN PART: there is no oneDNN here, so most convolutions are XLA's; the table says why."
+        return "IN PART: there is no oneDNN here, so convolutions of channels first are XLA's; the table says why."
     info = module.info()
     number = threads.limit()[0]
     return f"WORKS: all {len(ffi.TARGETS)} CPU kernels, with {info['simd']}, on {number} thread{'s' * (number > 1)}."

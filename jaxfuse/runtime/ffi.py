@@ -91,7 +91,7 @@ def libraries(run: Any, *types: jax.ShapeDtypeStruct) -> set[str]:
 
 
 def no_onednn() -> str | None:
-    """None if oneDNN computes here, else why not: most convolutions are XLA's then."""
+    """None if oneDNN computes here, else why not: convolutions of channels first are XLA's then."""
     module = native()
     return _NOT_BUILT if module is None else module.info().get("no_onednn")
 
