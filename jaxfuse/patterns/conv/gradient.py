@@ -28,13 +28,13 @@ from jaxfuse.runtime.reasons import no_kernel
 
 
 class Scaled(NamedTuple):
-    """The convolution's own cotangent is factor·g; `sums` over the batch, of `count` numbers, are those of g and of its products with
-    `y`."""
+    """The convolution's own cotangent is factor·g; `sums` over the batch, of so many `places`, are those of g and of its products
+    with `y`."""
 
     g: Value
     y: Value
     axis: int
-    count: int
+    places: int
     factor: Form
     sums: tuple[tuple[Value, Form], ...]
 
@@ -55,7 +55,7 @@ class Scaled(NamedTuple):
         """The sums, from the gradients of w·factor and of the bias."""
         sum_gy = jnp.sum(wide(dw) * wide(w), other_axes(w, axis))
         for value, form in self.sums:
-            yield value, batch_sum(value, form, self.y, self.g, sum_g, sum_gy, self.count, read)
+            yield value, batch_sum(value, form, self.y, self.g, sum_g, sum_gy, self.places, read)
 
 
 @dataclasses.dataclass(frozen=True)
