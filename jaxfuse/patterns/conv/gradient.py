@@ -28,8 +28,7 @@ from jaxfuse.runtime.reasons import no_kernel
 
 
 class Scaled(NamedTuple):
-    """The convolution's own cotangent is factor·g; `sums` over the batch, of so many `places`, are those of g and of its products
-    with `y`."""
+    """The convolution's own cotangent is factor·g; `sums`, over that many `places`, are those of g and of its products with `y`."""
 
     g: Value
     y: Value
