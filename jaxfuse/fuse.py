@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
+from jax.extend.core import jaxpr_as_fun
 
 from jaxfuse import patterns as known_patterns
 from jaxfuse.jitted import Fused
@@ -18,7 +19,7 @@ from jaxfuse.program.source import raising_line
 from jaxfuse.report import FusionError, FusionReport, build, log
 from jaxfuse.report.counters import count
 from jaxfuse.report.site import Site, site
-from jaxfuse.runtime import platforms, private
+from jaxfuse.runtime import platforms, private, versions
 from jaxfuse.runtime.near import meant
 from jaxfuse.runtime.reasons import asks_nothing
 from jaxfuse.selection import ALL, Decider, Selection
@@ -130,7 +131,10 @@ def explain(fn: Callable, *args, policy: str = "measured", platform: str | None 
             except Exception as error:
                 failure = error
             else:
-                program = plan(closed, decider)
+                try:
+                    program = plan(closed, decider)
+                except Exception as error:
+                    return build.untraceable(versions.unread("this program", error), "")
                 decider.selection.warn_of_strangers(program.found)
                 return build.whole(program, _name(fn), policy, measure)
         return _untraceable(failure)
@@ -143,7 +147,13 @@ def _run(unprofitable, selection: Selection, strict: bool, fn, args, kwargs):
 
 
 def _rewritten(traced: Traced, decider: Decider, strict: bool):
-    program = plan(traced.closed, decider)
+    try:
+        program = plan(traced.closed, decider)
+    except Exception as error:
+        reason = versions.unread("this program", error)
+        if strict:
+            raise FusionError(reason) from error
+        return jax.tree.unflatten(traced.out_tree, jaxpr_as_fun(traced.closed)(*traced.leaves))
     decider.tell()
     count(program)
     decider.selection.warn_of_strangers(program.found)

@@ -27,17 +27,15 @@ CIRCULAR = "what it needs is computed from what it gives by another fused site"
 
 @unwatched
 def plan(closed: ClosedJaxpr, decider: Decider, outer: tuple[Graph, Node] | None = None) -> Plan:
-    """Finds every site of the program, the bodies of its loops and branches included; `outer` as in `Graph`."""
+    """Finds every site of the program, the bodies of its loops and branches included; `outer` as in `Graph`. Where matching fails
+    nothing is fused, and the plan says why. Raises what `Graph` raises for a program that it cannot read."""
     versions.warn_if_newer()
-    graph = Graph(closed, outer)
-    if not graph.is_symbolic:
-        return _plan(closed, graph, decider)
-    before = len(decider.taken)
+    graph, before = Graph(closed, outer), len(decider.taken)
     try:
-        return _plan(closed, graph, decider.of_symbolic_shapes())
+        return _plan(closed, graph, decider.of_symbolic_shapes() if graph.is_symbolic else decider)
     except Exception as error:
         decider.give_up(decider.taken[before:])
-        return Plan(closed, graph, {}, found=[Refusal("program", graph.nodes[0], (), symbolic.cannot_be_told(error))])
+        return Plan(closed, graph, {}, found=[Refusal("program", graph.nodes[0], (), _unread(graph, "this program", error))])
 
 
 def _plan(closed: ClosedJaxpr, graph: Graph, decider: Decider) -> Plan:
@@ -98,8 +96,7 @@ class _Planner:
         try:
             yield from iter(following, None)
         except Exception as error:
-            reason = symbolic.cannot_be_told(error) if self.graph.is_symbolic else ""
-            yield Refusal(patterns.name_of(pattern), anchor, (), reason or versions.unread(f"what follows {anchor}", error))
+            yield Refusal(patterns.name_of(pattern), anchor, (), _unread(self.graph, f"what follows {anchor}", error))
 
     def _left_out(self, pattern, match: Match) -> str:
         """Why the match is not made though a kernel takes it: the user says so, of it or of what makes the values that it needs; or ""."""
@@ -142,13 +139,18 @@ class _Planner:
         """What `scan_pairs.rewritten` gives for the scans whose backward scan is in this program too; the backward scan's own is empty."""
         graph, taken = self.graph, self.claimed | self.graph.marks.fused_away
         results: dict[int, tuple[Sequence[Emission], list[Plan]]] = {}
-        for first, second in scan_pairs.pairs(graph, autodiff.backward(graph), lambda node: node.index not in taken):
-            before = len(self.decider.taken)
-            result = scan_pairs.rewritten(graph, first, second, lambda closed: plan(closed, self.decider))
-            if result is None:
-                self.decider.give_up(self.decider.taken[before:])
-            else:
-                results |= {first.node.index: (result[0], [result[1]]), second.node.index: ((), [])}
+        before = len(self.decider.taken)
+        try:
+            for first, second in scan_pairs.pairs(graph, autodiff.backward(graph), lambda node: node.index not in taken):
+                before = len(self.decider.taken)
+                result = scan_pairs.rewritten(graph, first, second, lambda closed: plan(closed, self.decider))
+                if result is None:
+                    self.decider.give_up(self.decider.taken[before:])
+                else:
+                    results |= {first.node.index: (result[0], [result[1]]), second.node.index: ((), [])}
+        except Exception as error:  # each loop is still looked at by itself
+            self.decider.give_up(self.decider.taken[before:])
+            _unread(graph, "a loop and the loop of its gradient", error)
         return results
 
     def _enter(self, node: Node, bodies: dict) -> tuple[Sequence[Emission], list, list[Plan]]:
@@ -172,11 +174,14 @@ class _Planner:
 
         try:
             params = inside(node, lambda: {name: rewritten(body) for name, body in bodies.items()})
+            if all(params[name] is body for name, body in bodies.items()):
+                return (), _rows(plans), plans
+            changed = Node(private.with_params(node.eqn, params), node.index, [], node.name_stack)
         except (TypeError, ValueError) as error:  # JAX finds the rewritten body unfit where the user's own was not
             return (), self._given_up(plans, f"the body of {node} cannot be rewritten: {error}".splitlines()[0]), plans
-        if all(params[name] is body for name, body in bodies.items()):
-            return (), _rows(plans), plans
-        changed = Node(private.with_params(node.eqn, params), node.index, [], node.name_stack)
+        except Exception as error:
+            reason = _unread(self.graph, f"the body of {node}", error)
+            return (), [Refusal("program", node, (), reason), *self._given_up(plans, reason)], plans
 
         return [Emission.of(node.inputs, node.outputs, lambda *arrays: changed.replay(list(arrays)))], _rows(plans), plans
 
@@ -218,6 +223,11 @@ class _Planner:
             return dataclasses.replace(row, direction="backward") if is_backward else row
 
         return [directed(found) for found in sorted(self.rows, key=place)]
+
+
+def _unread(graph: Graph, what: str, error: Exception) -> str:
+    """The reason why `what` is left alone. Of unknown sizes JAX itself cannot tell all, so nobody is warned there."""
+    return symbolic.cannot_be_told(error) if graph.is_symbolic else versions.unread(what, error)
 
 
 def _rows(plans: list[Plan]) -> list:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jaxfuse.program.graph import Emission, Graph, Value, evaluate
-from jaxfuse.runtime import private
+from jaxfuse.runtime import private, versions
 from jaxfuse.runtime.settings import ours
 
 
@@ -26,10 +26,12 @@ class Plan(NamedTuple):
             return jaxpr_as_fun(self.closed)(*arguments)
         try:
             return list(map(_typed, evaluate(self.graph, arguments, self.replacements), self.graph.outputs))
-        except Exception:
-            if not self.graph.is_symbolic:
+        except Exception as error:
+            if versions.is_newer() and not self.closed.jaxpr.effects:
+                versions.unread("how to write down what is fused", error)
+            elif not self.graph.is_symbolic:  # whether all of it can be written for unknown sizes is seen by trying
                 raise
-            return jaxpr_as_fun(self.closed)(*arguments)  # whether all of it can be written for unknown sizes is seen by trying
+            return jaxpr_as_fun(self.closed)(*arguments)
 
 
 def _typed(array, value: Value):

@@ -1,4 +1,7 @@
-"""The private parts of JAX that cannot be avoided. Tried with jax 0.10.2, 0.11.2 and 0.12.0.1."""
+"""The private parts of JAX that cannot be avoided. Tried with jax 0.10.2, 0.11.2 and 0.12.0.1.
+
+A newer JAX may have moved any of them. Then what is said beside each stands in its place: all goes on, with less.
+"""
 
 import dataclasses
 import functools
@@ -7,13 +10,20 @@ import pathlib
 from typing import Any
 
 import jax
-from jax._src import checkify, config, core, dispatch, traceback_util
-from jax._src.interpreters import mlir, partial_eval
-from jax._src.lax import lax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+
+def _named(module: str, name: str, otherwise: Any) -> Any:
+    """What has this name in a private module of JAX; `otherwise` where it has gone."""
+    try:
+        return getattr(importlib.import_module(f"jax._src.{module}"), name)
+    except (ImportError, AttributeError):
+        return otherwise
+
+
 JITTED = type(jax.jit(lambda: None))
-ShardingTypeError = core.ShardingTypeError
+ShardingTypeError: type[Exception] = _named("core", "ShardingTypeError", TypeError)
 
 # Since JAX 0.12 an equation may hold an object in place of parameters. The classes that stand for equations of old.
 OBJECTS = {"CustomJVPTraced": "custom_jvp_call", "CustomVJPTraced": "custom_vjp_call", "RematTraced": "checkpoint"}
@@ -80,12 +90,12 @@ def known(size) -> int:
 
 def is_exported(ctx) -> bool:
     """Whether the program that is being lowered is for `jax.export`."""
-    return ctx.module_context.lowering_parameters.for_export
+    return getattr(getattr(ctx.module_context, "lowering_parameters", None), "for_export", False)
 
 
 def promise(targets) -> bool:
     """Tells `jax.export` that these custom calls keep their meaning. False where this JAX cannot be told so."""
-    stable = getattr(importlib.import_module("jax._src.export._export"), "_CUSTOM_CALL_TARGETS_GUARANTEED_STABLE", None)
+    stable = _named("export._export", "_CUSTOM_CALL_TARGETS_GUARANTEED_STABLE", None)
     if not isinstance(stable, set):
         return False
     stable.update(targets)
@@ -93,8 +103,9 @@ def promise(targets) -> bool:
 
 
 def notes_of(ctx) -> dict:
-    """A dict that the lowering rules of one program share, and that lives as long as they run: JAX's own of what it has lowered."""
-    return ctx.module_context.cached_primitive_lowerings
+    """A dict that the lowering rules of one program share, and that lives as long as they run: JAX's own of what it has lowered. A
+    dict of this call alone where there is none."""
+    return getattr(ctx.module_context, "cached_primitive_lowerings", {})
 
 
 def divided_among(ctx) -> int:
@@ -116,50 +127,68 @@ def with_devices(ctx, devices: tuple):
 
 
 def sharded_as(types, ctx, values) -> list:
-    """The values of a program that is being lowered, with the shardings that their types have on explicit axes of a mesh."""
-    return [mlir.lower_with_sharding_in_types(ctx, value, aval) for value, aval in zip(values, types, strict=True)]
+    """The values of a program that is being lowered, with the shardings that their types have on explicit axes of a mesh; as
+    XLA divides them where JAX cannot write that down."""
+    written = _named("interpreters.mlir", "lower_with_sharding_in_types", lambda ctx, value, aval: value)
+    return [written(ctx, value, aval) for value, aval in zip(values, types, strict=True)]
 
 
 def run_alone(primitive) -> None:
     """Makes it compiled and run by itself where nothing is being traced, as JAX's own are: under `jax.disable_jit()` too, and a
-    NaN under `jax_debug_nans` is an error that names it."""
-    dispatch.simple_impl(primitive)
+    NaN under `jax_debug_nans` is an error that names it. Else as a jitted function."""
+
+    def jitted(*args, **params):
+        with jax.disable_jit(False):
+            return jax.jit(functools.partial(primitive.bind, **params))(*args)
+
+    _named("dispatch", "simple_impl", lambda primitive: primitive.def_impl(jitted))(primitive)
 
 
 def check_for_nans(primitive) -> None:
-    """Makes `checkify`'s NaN checks ask what the primitive gives, as they do of JAX's own."""
-    checkify.error_checks[primitive] = functools.partial(checkify.nan_error_check, primitive)
+    """Makes `checkify`'s NaN checks ask what the primitive gives, as they do of JAX's own; else they do not see it."""
+    if check := _named("checkify", "nan_error_check", None):
+        _named("checkify", "error_checks", {})[primitive] = functools.partial(check, primitive)
 
 
 def weakly_typed(array):
-    """The array as JAX has what is made of Python's numbers alone."""
-    return lax._convert_element_type(array, weak_type=True)
+    """The array as JAX has what is made of Python's numbers alone; else as it is."""
+    return _named("lax.lax", "_convert_element_type", lambda array, weak_type: array)(array, weak_type=True)
 
 
 def trace_context():
-    """All that a trace depends on beside the arguments, hashable: settings of JAX, and the named axes of `vmap` and meshes."""
-    return config.trace_context()
+    """All that a trace depends on beside the arguments, hashable: settings of JAX, and the named axes of `vmap` and meshes. What
+    is equal to nothing where JAX does not say."""
+    return _named("config", "trace_context", object)()
 
 
 def is_traced() -> bool:
     """Whether what is computed now becomes part of a program, rather than being run."""
-    return isinstance(core.trace_ctx.trace, partial_eval.DynamicJaxprTrace)
+    context, kind = _named("core", "trace_ctx", None), _named("interpreters.partial_eval", "DynamicJaxprTrace", None)
+    if context is None or kind is None:
+        return isinstance(jnp.zeros(()), jax.core.Tracer)
+    return isinstance(context.trace, kind)
+
+
+# What is asked of a jitted function's options.
+JIT_INFO = ("in_shardings_leaves", "out_shardings_leaves", "in_shardings_treedef", "out_shardings_treedef", "in_layouts_leaves",
+            "out_layouts_leaves", "use_resource_env", "compiler_options_kvs")
 
 
 def is_jitted(fn) -> bool:
     """Whether `jax.jit` returned it. By its class: `functools.wraps` gives its attributes to functions that do something else. What `pjit`
     was given partition specs for is another thing: it reads them under `with mesh:`, which jit does not know."""
-    if not (isinstance(fn, JITTED) and hasattr(fn, "_fun") and hasattr(fn, "_jit_info")):
-        return False
-    shardings = *fn._jit_info.in_shardings_leaves, *fn._jit_info.out_shardings_leaves
-    return not (fn._jit_info.use_resource_env and any(isinstance(s, PartitionSpec) for s in shardings))
+    info: Any = getattr(fn, "_jit_info", None)
+    if not (isinstance(fn, JITTED) and hasattr(fn, "_fun") and all(hasattr(info, name) for name in JIT_INFO)):
+        return False  # else a function like any other, which has its options itself
+    shardings = *info.in_shardings_leaves, *info.out_shardings_leaves
+    return not (info.use_resource_env and any(isinstance(s, PartitionSpec) for s in shardings))
 
 
 def hide_frames(*modules: str) -> None:
     """Leaves these modules, such as "program.graph", out of the tracebacks that JAX shortens, as it leaves out its own."""
-    package = pathlib.Path(__file__).parent.parent
+    package, leave_out = pathlib.Path(__file__).parent.parent, _named("traceback_util", "register_exclusion", lambda path: None)
     for name in modules:
-        traceback_util.register_exclusion(str(package.joinpath(*name.split(".")).with_suffix(".py")))
+        leave_out(str(package.joinpath(*name.split(".")).with_suffix(".py")))
 
 
 def jit_options(fn) -> dict[str, Any]:
