@@ -1,8 +1,11 @@
 """Wheels for aarch64, compiled on another processor and tried by qemu. xla_ext/aarch64_root.sh makes the folder with a Python for it;
-beside that Debian's g++-aarch64-linux-gnu and qemu-user-binfmt are needed."""
+beside that Debian's g++-aarch64-linux-gnu and qemu-user-binfmt are needed.
+
+`python -m tools.aarch64` prints the options of CMake for the Python that it runs in."""
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 
@@ -24,3 +27,7 @@ def runs(root: Path, wheel: Path) -> bool:
 def variables(root: Path, package: Path) -> dict[str, str]:
     """Those of a process there that sees the unpacked wheel."""
     return dict(PATH=os.environ["PATH"], QEMU_LD_PREFIX=str(root), PYTHONPATH=str(package), HOME=str(package), JAX_PLATFORMS="cpu")
+
+
+if __name__ == "__main__":
+    print(compiling(sys.executable)["CMAKE_ARGS"])

@@ -18,9 +18,7 @@ case $kinds in
   aarch64)
     python=$AARCH64_ROOT/usr/bin/python3
     export QEMU_LD_PREFIX=$AARCH64_ROOT
-    flags=(-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++
-           "-DPython_INCLUDE_DIR=$(python -c "import sysconfig; print(sysconfig.get_path('include'))")"
-           "-DPYTHON_MODULE_EXTENSION=$("$python" -c "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))")") ;;
+    read -ra flags < <(cd "$source" && python -m tools.aarch64) ;;
   emulated) flags=(-DJAXFUSE_EMULATE_AVX512=ON) ;;
   absent) flags=(-DJAXFUSE_ONEDNN=OFF) ;;
   *) flags=(-DCMAKE_BUILD_TYPE=Sanitize "-DCMAKE_CXX_FLAGS=-O1 -g -fno-omit-frame-pointer -fsanitize=$kinds") ;;
