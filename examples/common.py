@@ -42,12 +42,13 @@ def batches(data, size: int, steps: int, seed: int = 0):
         yield images[chosen], labels[chosen]
 
 
-def train(title: str, step, state, data):
-    """Runs `state, loss = step(state, *batch)` over the batches. Returns (state, losses, median milliseconds of a step)."""
-    data, losses, seconds = list(data), [], []
+def train(title: str, step, state, data, steps: int):
+    """Runs `state, loss = step(state, *batch)` over the batches, so many of them, each taken when the step before it has ended. Returns
+    (state, losses, median milliseconds of a step)."""
+    losses, seconds = [], []
     columns = TextColumn("{task.description:>9}"), BarColumn(), TextColumn("loss {task.fields[loss]:.4f}"), TimeRemainingColumn()
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task(title, total=len(data), loss=float("nan"))
+        task = progress.add_task(title, total=steps, loss=float("nan"))
         for batch in data:
             start = time.perf_counter()
             state, loss = jax.block_until_ready(step(state, *batch))
@@ -78,11 +79,11 @@ def photographs():
 def compared(step, start, data, policy: str = "measured"):
     """Trains from `start()` with `jax.jit(step)` and with `jaxfuse.fuse(step)`, the state donated, and closes. Returns the states by
     name."""
-    data, runs, states = list(data), {}, {}
+    data, runs, states = list(data), {}, {}  # kept, for both take the same batches
     report = jaxfuse.explain(step, start(), *data[0], policy=policy)
     fused = jaxfuse.fuse(step, donate_argnums=0, policy=policy)
     for name, function in (("unfused", jax.jit(step, donate_argnums=0)), ("fused", fused)):
-        states[name], losses, ms = train(name, function, start(), data)
+        states[name], losses, ms = train(name, function, start(), data, len(data))
         runs[name] = losses, ms
     closing(report.fused, runs)
     return states

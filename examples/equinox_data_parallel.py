@@ -59,7 +59,7 @@ def main():
     console.print(f"{jax.device_count()} devices, a batch is {parts[0][0].sharding.spec}")
     runs = {}
     for name, function in (("unfused", jax.jit(step)), ("fused", jaxfuse.fuse(step))):
-        _, losses, ms = train(name, function, state, parts)
+        _, losses, ms = train(name, function, state, parts, given.steps)
         runs[name] = losses, ms
     closing(jaxfuse.explain(step, state, *parts[0]).fused, runs)
 

@@ -49,7 +49,7 @@ def main():
     stacked = [tuple(map(np.stack, zip(*batches(data, 64, STEPS, seed=seed)))) for seed in range(calls)]
     runs = {}
     for name, function in (("unfused", jax.jit(steps)), ("fused", jaxfuse.fuse(steps))):
-        _, losses, ms = train(name, function, state, stacked)
+        _, losses, ms = train(name, function, state, stacked, calls)
         runs[name] = losses, ms / STEPS
     closing(jaxfuse.explain(steps, state, *stacked[0]).fused, runs)
 

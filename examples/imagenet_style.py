@@ -1,9 +1,9 @@
 """Flax linen as one trains on ImageNet: a residual network, SGD with a warmed-up cosine, smoothed labels, and an input pipeline of
 threads that crop, mirror and colour while the step computes. The images are handwritten digits on photographs."""
 
+import collections
+import concurrent.futures
 import functools
-import queue
-import threading
 
 import flax.linen as nn
 import jax
@@ -61,22 +61,23 @@ def augmented(random, image, ground):
 
 
 def pipeline(steps: int, seed: int = 0):
-    """Batches in a fixed order, made by threads that are a few batches ahead of whoever takes them."""
+    """Batches in a fixed order, made by threads that are AHEAD batches ahead of whoever takes them, and no more."""
     images, labels = digits(24)
     grounds = photographs()
-    ready = [queue.Queue(AHEAD) for _ in range(WORKERS)]
 
-    def work(worker: int):
-        for i in range(worker, steps, WORKERS):
-            random = np.random.default_rng((seed, i))
-            chosen = random.integers(len(images), size=BATCH)
-            batch = [augmented(random, image, grounds[random.integers(len(grounds))]) for image in images[chosen]]
-            ready[worker].put((np.stack(batch).astype(np.float32), labels[chosen]))
+    def made(i: int):
+        random = np.random.default_rng((seed, i))
+        chosen = random.integers(len(images), size=BATCH)
+        batch = [augmented(random, image, grounds[random.integers(len(grounds))]) for image in images[chosen]]
+        return np.stack(batch).astype(np.float32), labels[chosen]
 
-    for worker in range(WORKERS):
-        threading.Thread(target=work, args=(worker,), daemon=True).start()
-    for i in range(steps):
-        yield ready[i % WORKERS].get()
+    with concurrent.futures.ThreadPoolExecutor(WORKERS) as threads:  # which end with the last batch, or where no more are taken
+        coming: collections.deque = collections.deque()
+        for i in range(steps + AHEAD):
+            if i < steps:
+                coming.append(threads.submit(made, i))
+            if i >= AHEAD:
+                yield coming.popleft().result()
 
 
 def step_with(optimizer, state, images, labels):
@@ -106,7 +107,7 @@ def main():
     runs = {}
     fused = jaxfuse.fuse(step, donate_argnums=0)
     for name, function in (("unfused", jax.jit(step, donate_argnums=0)), ("fused", fused)):
-        state, losses, ms = train(name, function, start(), pipeline(given.steps))
+        state, losses, ms = train(name, function, start(), pipeline(given.steps), given.steps)
         runs[name] = losses, ms
     closing(jaxfuse.explain(step, state, *next(pipeline(1))).fused, runs)
     right = [jnp.argmax(MODEL.apply({"params": state[0], "batch_stats": state[1]}, images, False), -1) == labels

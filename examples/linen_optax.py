@@ -93,7 +93,7 @@ def main():
     report = jaxfuse.explain(step, start(data[0]), *next(batches(data, 64, 1)))
     runs = {}
     for name, function in (("unfused", jax.jit(step, donate_argnums=0)), ("fused", fast)):
-        state, losses, ms = train(name, function, start(data[0]), batches(data, 64, given.steps))
+        state, losses, ms = train(name, function, start(data[0]), batches(data, 64, given.steps), given.steps)
         runs[name] = losses, ms
     closing(report.fused, runs)
     same = resumes_exactly(fast, state, list(batches(data, 64, 3, seed=1)))

@@ -59,7 +59,7 @@ def main():
         def in_place(state, images, labels, model=model, optimizer=optimizer):
             return state, step(model, optimizer, images, labels)
 
-        _, losses, ms = train(name, in_place, None, batches(data, 64, given.steps))
+        _, losses, ms = train(name, in_place, None, batches(data, 64, given.steps), given.steps)
         runs[name] = losses, ms
     layers = [layer for layer in exchanged(model) if layer.was is not layer.now]
     console.print(f"exchanged: {len(layers)} layers")

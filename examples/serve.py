@@ -30,7 +30,8 @@ def logits(variables, images):
 
 def trained(data, steps: int):
     """The variables after so many steps."""
-    (params, stats, _), _, _ = train("training", jaxfuse.fuse(step, donate_argnums=0), start(data[0]), batches(data, 64, steps))
+    fused = jaxfuse.fuse(step, donate_argnums=0)
+    (params, stats, _), _, _ = train("training", fused, start(data[0]), batches(data, 64, steps), steps)
     return {"params": params, "batch_stats": stats}
 
 
