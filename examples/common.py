@@ -14,15 +14,16 @@ from sklearn.datasets import load_digits, load_sample_images
 import jaxfuse
 
 console = Console()
+QUICK = 12  # steps of the short form
 
 
-def arguments(description: str) -> argparse.Namespace:
+def arguments(description: str, steps: int = 300) -> argparse.Namespace:
     """--quick: the short form. --steps: how many steps to train for."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="a few steps, to see that everything works")
-    parser.add_argument("--steps", type=int, help="train steps (default: 300, with --quick 12)")
+    parser.add_argument("--steps", type=int, help=f"train steps (default: {steps}, with --quick {QUICK})")
     given = parser.parse_args()
-    given.steps = given.steps or (12 if given.quick else 300)
+    given.steps = given.steps or (QUICK if given.quick else steps)
     return given
 
 

@@ -1,7 +1,6 @@
 """Data parallel over processes, by jax.distributed: the same losses with 1, 2 and 4 of them. Then one is killed in the middle, and JAX
 ends the job with an error. Here all are on this machine; on several, each starts the same program with the address of the first."""
 
-import argparse
 import json
 import os
 import socket
@@ -71,10 +70,9 @@ def main():
     if sys.argv[1:2] == ["--worker"]:
         address, *numbers = sys.argv[2:]
         return worker(address, *map(int, numbers))
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=50, help="train steps (default: 50)")
-    steps = parser.parse_args().steps
-    first = None
+    from common import arguments  # not in the workers, where JAX has to be started first
+
+    steps, first = arguments(__doc__, steps=50).steps, None
     for count in COUNTS:
         done = job(count, steps)
         failed = [process for process in done if process.returncode]

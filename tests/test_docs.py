@@ -14,11 +14,22 @@ from flax import linen as nn, nnx
 
 import jaxfuse.flax.linen
 import jaxfuse.flax.nnx
+from compare import same
 from processes import ROOT, python
 
 X, W = jnp.ones((2, 8, 8, 3)), jnp.ones((3, 3, 3, 3))
-ANY = dict(jaxfuse=jaxfuse, fn=lambda x: jax.nn.relu(x), args=(X,), train_step=lambda w: jax.grad(jnp.sum)(w), x=X, w=W,
-           bias=jnp.ones(3), residual=X)
+
+
+def network(w, x):
+    return jax.nn.relu(jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")))
+
+
+def train_step(w, x):
+    loss, gradient = jax.value_and_grad(lambda w: network(w, x).mean())(w)
+    return w - 0.1 * gradient, loss
+
+
+ANY = dict(jaxfuse=jaxfuse, fn=network, args=(W, X), train_step=train_step, x=X, w=W, bias=jnp.ones(3), residual=X)
 
 DOCS = ROOT / "docs"
 OF_THE_SITE = sorted(DOCS.rglob("*.md"))
@@ -31,21 +42,43 @@ ORDER = ["Meaning", "Shapes", "Dtypes", "Kernels", "Limits", "Figures"]
 
 
 def test_pages_with_snippets_are_found():
-    assert {"README.md", *(f"docs/{name}.md" for name in ("deployment", "flax", "index", "report", "training", "tutorial"))} <= {*SNIPPETS}
+    assert {"README.md", *(f"docs/{name}.md" for name in (
+        "deployment", "flax", "gpu", "index", "memory", "report", "training", "tutorial"))} <= {*SNIPPETS}
 
 
 @pytest.mark.parametrize("page", SNIPPETS)
 def test_snippets(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # for the files that they write
     monkeypatch.setattr(jaxfuse, "retain_memory", lambda: True)  # this process has computed already
-    module = types.ModuleType("snippets")
-    namespace = vars(module) | ANY | {"model": nnx.Conv(3, 3, (3, 3), rngs=nnx.Rngs(0))}
-    for snippet in SNIPPETS[page]:
-        exec(compile(snippet, page, "exec"), namespace)
+    namespace = made_by(page)
     for name, arguments in (("Block", [True]), ("Head", [])):
         if name in namespace:
             layer = namespace[name]()
             assert isinstance(layer, nn.Module) and layer.init_with_output(jax.random.key(0), X, *arguments)[0].shape[:3] == X.shape[:3]
+
+
+def made_by(page: str) -> dict:
+    """The names that the page's snippets have bound, with those that they take for granted."""
+    namespace = vars(types.ModuleType("snippets")) | ANY | {"model": nnx.Conv(3, 3, (3, 3), rngs=nnx.Rngs(0))}
+    for snippet in SNIPPETS[page]:
+        exec(compile(snippet, page, "exec"), namespace)
+    return namespace
+
+
+def test_what_the_readme_makes_computes_the_same(some_kernel, capsys):
+    made, args = made_by("README.md"), (W, X)
+    assert "conv" in capsys.readouterr().out
+    same(made["fast"](*args), network(*args))
+    same(made["step"](*args), train_step(*args))
+    same(made["frozen"](*args[1:]), network(*args))
+
+
+def test_python_stands_where_it_is_run():
+    """An indented block is for the shell."""
+    indented = re.compile(r"^ {4}(import \w|from \w+ import |\w+ = |[\w.]+\(|def |class )", re.MULTILINE)
+    assert indented.search("    import jaxfuse") and indented.search("    jaxfuse.explain(fn)") and not indented.search("    python -m x")
+    prose = {page: re.sub(r"```.*?```", "", text, flags=re.DOTALL) for page, text in TEXTS.items()}
+    assert not [(page, found[0]) for page, text in prose.items() if (found := indented.search(text))]
 
 
 def _anchors(text: str) -> set[str]:
