@@ -21,6 +21,8 @@ from rich.table import Table
 
 import jaxfuse
 
+jaxfuse.retain_memory()  # before the first computation
+
 CLIENTS, MOST_BYTES = 4, 1 << 20
 
 

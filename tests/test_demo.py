@@ -16,7 +16,7 @@ import jaxfuse
 from jaxfuse import __main__ as cli
 from jaxfuse.commands import demo, doctor
 from jaxfuse.commands.demo import digits, network, photo, training
-from jaxfuse.runtime import cuda, ffi
+from jaxfuse.runtime import cuda, ffi, memory
 from processes import printed_by
 
 
@@ -172,7 +172,8 @@ def test_training_is_shown_with_the_networks_own_lines(small_digits, tmp_path):
     screen = console()
     demo.show_training(screen, 3, tmp_path / "loss.png")
     text = shown(screen)
-    for part in ("conv+bias+relu", "bn+add+relu", "bn+relu6", "ms per step", "test accuracy", "in step 1", str(tmp_path / "loss.png")):
+    for part in ("conv+bias+relu", "bn+add+relu", "bn+relu6", "ms per step", "test accuracy", "in step 1", str(tmp_path / "loss.png"),
+                 "the same, freed memory kept" if memory.is_glibc() else "ms per step"):
         assert part in text, text
     lines = open(network.__file__).read().splitlines()
     sites = all_sites(jaxfuse.explain(training.loss_fn, *training.example(small_digits)))
@@ -181,6 +182,14 @@ def test_training_is_shown_with_the_networks_own_lines(small_digits, tmp_path):
         file, line = site.source.rsplit(":", 1)
         assert file.endswith("network.py") and ("conv" in lines[int(line) - 1].lower()) == site.pattern.startswith("conv")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_other_setting_of_memory_is_that_of_another_process(monkeypatch):
+    given = []
+    monkeypatch.setattr(demo.subprocess, "run", lambda command, env, **_: given.append(env) or types.SimpleNamespace(stdout="[2.5, 1.5]"))
+    for retained, asked in ((True, "0"), (False, "1")):
+        monkeypatch.setattr(demo.memory, "is_retained", lambda: retained)
+        assert demo._with_the_other_setting(8, 3) == [2.5, 1.5] and given.pop()[memory.ENVIRONMENT] == asked
 
 
 def test_fused_training_starts_like_unfused(small_digits):

@@ -5,7 +5,7 @@ import pytest
 from jaxfuse.runtime import ffi, memory
 from processes import python as started
 
-pytestmark = pytest.mark.skipif(not memory._is_glibc(), reason="this system has no glibc, whose malloc's settings these are")
+pytestmark = pytest.mark.skipif(not memory.is_glibc(), reason="this system has no glibc, whose malloc's settings these are")
 
 # Temporaries of more than 32 MB, which glibc maps anew at every call; prints the page faults of ten calls, once the arena has its size.
 FAULTS = """

@@ -34,7 +34,7 @@ def retain_memory() -> bool:
     global _retained
     if _retained:
         return True
-    if not _is_glibc():
+    if not is_glibc():
         return False
     if (n := arenas()) > 1:
         raise RuntimeError(
@@ -90,5 +90,5 @@ def arenas() -> int:
     return count
 
 
-def _is_glibc() -> bool:
+def is_glibc() -> bool:
     return hasattr(os, "confstr") and "CS_GNU_LIBC_VERSION" in os.confstr_names and bool(os.confstr("CS_GNU_LIBC_VERSION"))

@@ -1,5 +1,6 @@
 """Trains the digit network; `fuse` is the only difference between the runs."""
 
+import json
 import time
 from typing import NamedTuple
 
@@ -7,7 +8,8 @@ import jax
 import numpy as np
 import optax
 
-from jaxfuse.commands.demo.digits import Digits, batches
+import jaxfuse
+from jaxfuse.commands.demo.digits import Digits, batches, load
 from jaxfuse.commands.demo.network import DigitNet, random_variables
 
 BATCH = 32
@@ -70,6 +72,13 @@ class Trainer:
         logits = self.test({"params": params, "batch_stats": batch_stats}, self.digits.test_images)
         accuracy = float(np.mean(np.argmax(logits, axis=-1) == self.digits.test_labels))
         return Trained(np.array(losses), 1e3 * float(np.median(seconds)), accuracy)
+
+
+def print_milliseconds(size: int, steps: int) -> None:
+    """Of a step, unfused and fused, as JSON: for a process that does nothing else."""
+    digits = load(size)
+    trainers = [Trainer(fuse, digits, steps) for fuse in (lambda function: function, jaxfuse.fuse)]
+    print(json.dumps([trainer.train(lambda loss, done: None).ms for trainer in trainers]))
 
 
 def _next_larger(weights: np.ndarray) -> np.ndarray:
