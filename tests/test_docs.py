@@ -4,6 +4,7 @@ The site itself is built by `python -m tools.docs`, where a warning is an error.
 """
 
 import importlib.util
+import json
 import re
 import types
 
@@ -14,6 +15,7 @@ from flax import linen as nn, nnx
 
 import jaxfuse.flax.linen
 import jaxfuse.flax.nnx
+from benchmarks import readme
 from compare import same
 from processes import ROOT, python
 
@@ -127,6 +129,13 @@ def test_a_page_of_every_op_in_one_order():
 def test_the_api_page_has_every_public_name():
     named = set(re.findall(r"jaxfuse\.(?:ops\.)?(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE))
     assert set(jaxfuse.__all__) - {"ops", "reasons"} | set(jaxfuse.ops.__all__) <= named
+
+
+def test_the_readmes_table_is_that_of_its_result():
+    """Which it names, as `python -m benchmarks --readme` writes it."""
+    shown = TEXTS["README.md"].partition(f"{readme.BEGIN}\n")[2].partition(readme.END)[0]
+    (name,) = re.findall(r"`benchmarks/results/([\w.-]+)\.md`", shown)
+    assert shown == readme.table(json.loads((ROOT / f"benchmarks/results/{name}.json").read_text()), name)
 
 
 def test_lines_fit():
