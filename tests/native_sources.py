@@ -17,6 +17,12 @@ def loops() -> list[str]:
     return re.search(r"set\(LOOPS ([^)]*)\)", lists())[1].split()
 
 
+def instruction_sets() -> dict[str, list[str]]:
+    """Each that CMake compiles loops for: the namespaces that have some for it."""
+    of_all, of_contraction = re.findall(r"foreach\(ISA ([^)]*)\)", lists())
+    return dict.fromkeys(of_all.split(), loops()) | dict.fromkeys(of_contraction.split(), ["contraction"])
+
+
 def options(isa: str) -> list[str]:
     """What CMake gives the files of one instruction set."""
     return re.search(rf"SOURCE \$\{{{isa}_SOURCES\}} APPEND PROPERTY\s+COMPILE_OPTIONS ([^)]*)\)", lists())[1].split()

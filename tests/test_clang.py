@@ -5,7 +5,6 @@ Where the system has none, `python -m pip install ziglang` brings one; dnnl.hpp 
 
 import importlib.metadata
 import importlib.util
-import itertools
 import pathlib
 import platform
 import re
@@ -17,7 +16,7 @@ import sysconfig
 import jax
 import pytest
 
-from native_sources import ROOT, compiled_loops, generated, loops, options
+from native_sources import ROOT, compiled_loops, generated, instruction_sets, options
 
 ZIG = [sys.executable, "-m", "ziglang", "c++", "-target", "x86_64-linux-gnu"] if importlib.util.find_spec("ziglang") else None
 CLANG = [found] if (found := shutil.which("clang++")) else ZIG
@@ -27,7 +26,6 @@ OF_A_BUILD = r"fatal error: '(dnnl\.hpp|pybind11/\S+|Python\.h)' file not found"
 pytestmark = pytest.mark.skipif(CLANG is None or platform.machine() not in ("x86_64", "AMD64"), reason="this machine has no clang++")
 
 
-LOOPS = loops()
 SOURCES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "xla_ext").rglob("*.cc"))
 
 
@@ -57,9 +55,7 @@ def test_a_file(name, tmp_path):
     compile_with_clang(ROOT / name, tmp_path / "object.o", '-DJAXFUSE_NO_ONEDNN="of a test"')
 
 
-@pytest.mark.parametrize("namespace, isa", [
-    *itertools.product(LOOPS, ["portable", "avx2", "avx512"]),
-    *(("contraction", isa) for isa in ("avx2_vnni", "avx512_vnni", "avx512_bf16"))])
+@pytest.mark.parametrize("namespace, isa", [(namespace, isa) for isa, names in instruction_sets().items() for namespace in names])
 def test_loops(namespace, isa, tmp_path):
     source = tmp_path / "loops.cc"
     source.write_text(compiled_loops(namespace, isa))

@@ -11,10 +11,11 @@ import pytest
 
 from jaxfuse.ops.activations import KINDS
 from jaxfuse.runtime import ffi
-from native_sources import ROOT, compiled_loops, generated, loops, options
+from native_sources import ROOT, compiled_loops, generated, instruction_sets, loops, options
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 FLAGS = ("-std=c++17", "-O0", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-psabi")
+BEYOND_PORTABLE = [isa for isa in instruction_sets() if isa != "portable"]
 
 needs_x86 = pytest.mark.skipif(COMPILER is None or platform.machine() not in ("x86_64", "AMD64"), reason="no C++ compiler for x86")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
@@ -23,6 +24,10 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 def sources():
     return [path for folder in ("xla_ext", "xla_ext/onednn", "cuda") for path in (ROOT / folder).iterdir()
             if path.suffix in (".h", ".cc", ".cu", ".cuh")]
+
+
+def test_every_file_of_kernels_has_its_loops():
+    assert len(loops()) == len(list((ROOT / "xla_ext").glob("*_kernels.h"))) > 5
 
 
 def test_activations_are_listed_in_one_table():
@@ -62,7 +67,7 @@ def test_a_library_of_another_table_is_not_used():
 
 def test_the_cpu_is_asked_for_what_the_compiler_may_use():
     asked = "".join((ROOT / f"xla_ext/{name}.cc").read_text() for name in ("simd_level", "contraction"))
-    for option in sum(map(options, ("avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16")), []):
+    for option in sum(map(options, BEYOND_PORTABLE), []):
         name = option.removeprefix("-m")
         assert option.startswith("-mno-") or f'"{name}"' in asked or f"bit_{name.upper()}" in asked, option
 
@@ -105,14 +110,15 @@ def test_a_build_without_onednn_has_all_that_is_asked_of_it(tmp_path):
 
 @pytest.mark.costly
 @needs_x86
-def test_no_function_of_an_instruction_set_is_shared(tmp_path):
+@pytest.mark.parametrize("isa", BEYOND_PORTABLE)
+def test_no_function_of_an_instruction_set_is_shared(isa, tmp_path):
     """A weak function would be one for all, perhaps the one with instructions that this CPU lacks. Without optimisation, which
     would inline some."""
-    source, target = tmp_path / "all.cc", tmp_path / "all.o"
-    source.write_text("".join(compiled_loops(namespace, "avx2") for namespace in loops()))
+    source, target, namespaces = tmp_path / "all.cc", tmp_path / "all.o", instruction_sets()[isa]
+    source.write_text("".join(compiled_loops(namespace, isa) for namespace in namespaces))
     generated(tmp_path)
-    flags = [*FLAGS, f"-I{ROOT / 'xla_ext'}", f"-I{tmp_path}", *options("avx2")]
+    flags = [*FLAGS, f"-I{ROOT / 'xla_ext'}", f"-I{tmp_path}", *options(isa)]
     subprocess.run([COMPILER, *flags, "-c", str(source), "-o", str(target)], check=True)
     symbols = subprocess.run(["nm", "-C", str(target)], capture_output=True, text=True, check=True).stdout
-    assert symbols.count("avx2_kernels") == len(list((ROOT / "xla_ext").glob("*_kernels.h"))) > 5
+    assert symbols.count(f"{isa}_kernels") == len(namespaces) > 0
     assert not re.findall(r"^\w+ [WVuw] .*", symbols, re.M)
