@@ -147,11 +147,8 @@ def test_an_infinite_scale_of_a_convolution():
         assert (kinds(made)[want > 0] > 0).all() and not kinds(made)[..., np.arange(8) != 4].any()
 
 
-ARITHMETIC = """
-    conv-3x3_residual conv-depthwise_7x7 conv-1x1_residual_only conv-transposed_groups conv-channels_first
-    batch_norm-residual_relu batch_norm-given_statistics dense-bias_residual dense-odd_sizes_relu layer_norm-residual
-    group_norm-odd lstm-sequence gru-sequence attention-bias
-""".split()
+# Max pools, which add nothing up, have a test of their own.
+ARITHMETIC = [*CONVOLUTIONS, "batch_norm-given_statistics", *(name for name in SELECTED if CASES[name].op != "max_pool")]
 TINY = float(jnp.finfo("float32").tiny)
 
 
@@ -183,11 +180,20 @@ def test_denormals_are_zeros(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_max_pool_of_denormals(dtype):
-    """They count as zeros when they are compared, and one of them may be the greatest."""
-    case = CASES["max_pool-2x2_stride2"]
-    (arrays, _), _ = with_denormals(case, dtype)
-    assert np.abs(np.float64(jax.jit(case.fused)(arrays)[0])).max() < TINY
+@pytest.mark.parametrize("name", [name for name in SELECTED if CASES[name].op == "max_pool"])
+def test_max_pool_of_denormals(name, dtype):
+    """Zeros when they are compared, with each other and with numbers of any size: which one is taken, and its gradient, are those
+    of zeros, where of equals the first counts. One that is taken may come out as it is."""
+    case, rng = CASES[name], np.random.default_rng(0)
+    shape = case.shapes["x"]
+    x = jnp.asarray(rng.choice([0, 1e-39, 5e-39, -1e-39, -5e-39, -1e-30, -1, -2, -3, 4], shape).astype(dtype))
+    zeros = jnp.asarray(np.where(denormal(x), 0, np.asarray(x)).astype(dtype))
+    _, cotangents = with_cotangents(case, dict(x=x))
+    (y,), gradient = compiled(case)(dict(x=x), cotangents)
+    (expected,), wanted = unfused(case)(dict(x=zeros), cotangents)
+    assert denormal(x).any() and (np.float32(expected) == 0).any() and (np.float32(expected) != 0).any()
+    np.testing.assert_array_equal(np.where(denormal(y), 0, np.float32(y)), np.float32(expected))
+    np.testing.assert_allclose(np.float32(gradient["x"]), np.float32(wanted["x"]), *(2 * [1e-6 if dtype == "float32" else 1e-2]))
 
 
 def in_one_dtype(dtype):
