@@ -225,6 +225,28 @@ for name in ("1x1, odd", "1x1, OIHW", "1x1, 1-D, to NCH", "1x1 strided", "3x3"):
     assert parts[:4] == [0, 0, 3, 3] and 0 < parts[4] < 3  # dw of 3x3 by loops of its own; with AVX2 alone more of it
 
 
+# Images, filter, groups; and how many calls of oneDNN that takes with AVX-512, and without, where sums have to be shorter.
+IN_FEW_CALLS = {
+    "dense": ((64, 28, 28, 32), (3, 3, 32, 32), 1, 4, None),  # by loops of our own
+    "grouped": ((64, 14, 14, 64), (3, 3, 16, 64), 4, 1, 16),
+}
+
+
+@pytest.mark.parametrize("name", IN_FEW_CALLS)
+def test_a_filter_gradient_takes_many_images_at_a_time(name):
+    """As many as one sum may have, where one at a time would be 64 calls."""
+    x, w, groups, wide, narrow = IN_FEW_CALLS[name]
+    if not AVX512 and narrow is None:
+        pytest.skip("this CPU has no AVX-512")
+    output = printed_by("-c", f"""
+import test_native_conv as t
+case = t.Case({x}, {w}, padding=(1, 1), groups={groups})
+x, w, dy = t.random(case.x), t.random_filter(case), t.random(case.y, seed=2)
+t.backward(case, x, w, dy, dy, "none", want=("dw",))["dw"].block_until_ready()
+""", ONEDNN_VERBOSE="1")
+    assert len(re.findall("exec,cpu,convolution.*backward_weights", output)) == (wide if AVX512 else narrow)
+
+
 EMPTY = {
     "no images": Case((0, 8, 8, 4), (3, 3, 4, 6)),
     "no output features": Case((2, 8, 8, 4), (3, 3, 4, 0)),
