@@ -1,6 +1,6 @@
 """Clang takes the native module's sources as g++ does, without a warning.
 
-Where the system has none, `python -m pip install ziglang` brings one; dnnl.hpp and pybind11 come with pyproject.toml's [build-system].
+`python -m pip install '.[clang]'` brings one, as zig's, where the system has none, and the headers dnnl.hpp and pybind11's.
 """
 
 import importlib.metadata
@@ -23,9 +23,12 @@ CLANG = [found] if (found := shutil.which("clang++")) else ZIG
 FLAGS = ["-std=c++17", "-O0", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-psabi", '-DJAXFUSE_NO_CUDA=""', '-DJAXFUSE_COMPILER=""']
 OF_A_BUILD = r"fatal error: '(dnnl\.hpp|pybind11/\S+|Python\.h)' file not found"
 
-pytestmark = pytest.mark.skipif(CLANG is None or platform.machine() not in ("x86_64", "AMD64"), reason="this machine has no clang++")
+INSTALLED_BY = "pip install '.[clang]' brings it"
 
-
+pytestmark = [
+    pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason=f"this machine is {platform.machine()}"),
+    pytest.mark.skipif(CLANG is None, reason=f"no clang++: {INSTALLED_BY}"),
+]
 SOURCES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "xla_ext").rglob("*.cc"))
 
 
@@ -46,7 +49,7 @@ def compile_with_clang(source: pathlib.Path, target: pathlib.Path, *more: str) -
     includes = [f"-I{ROOT / 'xla_ext'}", f"-I{target.parent}", *headers()]
     run = subprocess.run([*CLANG, *FLAGS, *more, *includes, "-c", str(source), "-o", str(target)], capture_output=True, text=True)
     if missing := re.search(OF_A_BUILD, run.stderr):
-        pytest.skip(f"this machine has no {missing[1]} for clang")
+        pytest.skip(f"no {missing[1]} for clang: {INSTALLED_BY}")
     assert run.returncode == 0 and "warning:" not in run.stderr, run.stderr[-3000:]
 
 
