@@ -80,6 +80,17 @@ def test_a_wheel_for_another_processor_is_tried_by_its_own_python_only(tmp_path)
     assert runs == [True, False, False]
 
 
+@pytest.mark.parametrize("header, lacking", [
+    ("#define HAVE_X 1", ""),
+    ("# include <x86_64-linux-gnu/python3.14/pyconfig.h>\n# include <aarch64-linux-gnu/python3.99/pyconfig.h>",
+     "aarch64-linux-gnu/python3.99/pyconfig.h"),
+], ids=["one for all", "Debian's"])
+def test_a_python_without_headers_for_another_processor_is_named(monkeypatch, tmp_path, header, lacking):
+    (tmp_path / "pyconfig.h").write_text(header)
+    monkeypatch.setattr(aarch64.subprocess, "check_output", lambda *_, **__: f"{tmp_path / 'pyconfig.h'}\n")
+    assert aarch64.lacking("python3.99") == lacking
+
+
 def test_pythons_are_those_that_say_so(monkeypatch):
     """Also where a name of another version leads to one."""
     monkeypatch.setattr(pythons.shutil, "which", lambda name: f"/bin/{name}")

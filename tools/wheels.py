@@ -43,7 +43,9 @@ def main(argv: list[str] | None = None) -> int:
     source = sdist(tools, out, work)
     for interpreter in pythons.found().values():
         say(tried(interpreter, made(tools, interpreter, source, work, objects, out)))
-        if given.aarch64:
+        if given.aarch64 and (header := aarch64.lacking(interpreter)):
+            say(f"{interpreter}: no wheel for aarch64, for there is no {header}; Debian's libpython3-dev of arm64 has it")
+        elif given.aarch64:
             wheel = made(tools, interpreter, source, work, objects_aarch64, out, aarch64.compiling(interpreter))
             say(emulated(given.aarch64.resolve(), wheel))
     run(tools, "-m", "twine", "check", "--strict", *map(str, sorted(out.iterdir())))
