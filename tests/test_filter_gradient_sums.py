@@ -10,6 +10,7 @@ from conv_oracle import BF16, F32, MANY_PIXELS, backward, gradients, random
 from exact import in_float64
 
 import jaxfuse
+from jaxfuse import ops
 from jaxfuse.runtime import ffi
 from layers import conv
 from processes import printed_by
@@ -86,6 +87,26 @@ def test_other_parameters(name):
     want = in_float64(lambda args, g: jax.vjp(function, *args)[1](g), args, g)
     for got, exact in zip(found[1:], want[1:]):
         assert error(got, np.asarray(exact)) <= UNITS
+
+
+@pytest.mark.parametrize("activation", ["relu", "sigmoid", "silu"])
+@pytest.mark.parametrize("dtype, most", [("bfloat16", 2e-2), ("float16", 2.5e-3)])
+def test_scale_of_16_bits(dtype, most, activation):
+    """Whose gradient is a sum over that of the filter that the scale was multiplied into, and rounded."""
+    shapes = (4, 10, 10, 16), (3, 3, 16, 8), (8,), (8,), (4, 10, 10, 8)
+    x, w, scale, bias, g = (random(shape, dtype, seed) for seed, shape in enumerate(shapes))
+    args = x + 0.5, w / 6, 1 + scale / 4, bias
+
+    def plain(x, w, scale, bias):
+        return getattr(jax.nn, activation)(conv(x, w) * scale + bias)
+
+    def fused(x, w, scale, bias):
+        return ops.conv(x, w, scale=scale, bias=bias, activation=activation)
+
+    of_scale = lambda f: jax.jit(lambda args, g: jax.vjp(f, *args)[1](g)[2])
+    exact = np.asarray(in_float64(of_scale(plain), args, g))
+    ours, unfused = (error(of_scale(f)(args, g), exact) / 2.0**23 for f in (fused, plain))
+    assert ours <= max(most, unfused)
 
 
 if __name__ == "__main__":

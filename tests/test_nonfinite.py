@@ -12,6 +12,7 @@ from jax import lax
 import jaxfuse
 from cases import CASES
 from compare import fused as compiled, jit, kinds, pairs, unfused, with_cotangents
+from jaxfuse.runtime import ffi
 
 DTYPES = ["float32", "bfloat16"]
 VALUES = [np.nan, np.inf, -np.inf]
@@ -145,6 +146,36 @@ def test_an_infinite_scale_of_a_convolution():
     frozen = jaxfuse.freeze(lambda bound, x: case.unfused(bound | dict(x=x))[0], bound)(arrays["x"])
     for made in (y, frozen):
         assert (kinds(made)[want > 0] > 0).all() and not kinds(made)[..., np.arange(8) != 4].any()
+
+
+def test_dropout_that_keeps_nothing_of_a_row_of_nan():
+    """The one exception of docs/numbers.md: 0 where a program selects, NaN by our factor of 0. Other rows do not change."""
+    kept = np.arange(16).reshape(4, 4) % 3 > 0
+    kept[2] = False
+
+    def attention(q, k, v):
+        p = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k) / 2)
+        return jnp.einsum("bhts,bshd->bthd", jnp.where(kept, p / 0.75, 0), v)
+
+    q, k, v = (jax.random.normal(jax.random.key(i), (1, 4, 2, 4)) for i in range(3))
+    q = q.at[0, 1:3].set(jnp.nan)
+    assert [site.pattern for site in jaxfuse.explain(attention, q, k, v, policy="always").fused] == ["attention+dropout"]
+    for function, rows in ((attention, [1]), (jaxfuse.fuse(attention, policy="always"), [1, 2])):
+        y = np.asarray(jax.jit(function)(q, k, v))
+        assert [*np.flatnonzero(np.isnan(y).any((0, 2, 3)))] == [*np.flatnonzero(np.isnan(y).all((0, 2, 3)))] == rows
+
+
+@pytest.mark.skipif(ffi.unavailable("jaxfuse_conv_packed") is not None, reason=str(ffi.unavailable("jaxfuse_conv_packed")))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_packed_filter_that_is_not_finite_over_padding(dtype):
+    """A NaN in a corner of it gives NaN along the image's edges too, where it meets padding; in no other feature."""
+    x, w = (jax.random.normal(jax.random.key(i), shape, dtype) for i, shape in enumerate(((1, 9, 9, 16), (3, 3, 16, 24))))
+    w = w.at[0, 0, 5, 7].set(jnp.nan)
+    convolution = lambda w, x: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    frozen = jaxfuse.freeze(convolution, w, policy="always")
+    y = np.float32(frozen(x))
+    assert [name for name in frozen._constants if name.startswith("packed")]
+    assert np.isnan(y[..., 7]).all() and np.isfinite(np.delete(y, 7, -1)).all()
 
 
 # Max pools, which add nothing up, have a test of their own.
