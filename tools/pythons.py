@@ -1,26 +1,27 @@
 """The Pythons of this machine that the package supports, and virtual environments of them."""
 
-import glob
-import shutil
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MINORS = (11, 12, 13, 14)
-ASKED = "import sys, venv; sys.exit(sys.version_info[:2] != (3, {minor}))"
+OLDEST = 11
+ASKED = "import sys, venv; print(sys.version_info.minor * (sys.version_info.releaselevel == 'final'))"  # no package has wheels before
 
 
 def found() -> dict[int, str]:
-    """Minor version -> interpreter, of those on the PATH and of pyenv's."""
-    interpreters = {}
-    for minor in MINORS:
-        of_pyenv = sorted(glob.glob(str(Path.home() / f".pyenv/versions/3.{minor}.*/bin/python")))
-        for candidate in filter(None, [shutil.which(f"python3.{minor}"), sys.executable, *of_pyenv]):
-            if subprocess.run([candidate, "-c", ASKED.format(minor=minor)], capture_output=True).returncode == 0:
-                interpreters[minor] = candidate
-                break
-    return interpreters
+    """Minor version -> interpreter, the oldest first: of those on the PATH, this one and pyenv's."""
+    on_path = [path for folder in os.get_exec_path() for path in sorted(Path(folder).glob("python3.*"))]
+    of_pyenv = sorted(Path.home().glob(".pyenv/versions/3.*/bin/python"))
+    interpreters: dict[int, str] = {}
+    named = [path for path in on_path if re.fullmatch(r"python3\.\d+", path.name) and os.access(path, os.X_OK)]
+    for candidate in [*named, Path(sys.executable), *of_pyenv]:
+        asked = subprocess.run([str(candidate), "-c", ASKED], capture_output=True, text=True)
+        if asked.returncode == 0 and int(asked.stdout) >= OLDEST:
+            interpreters.setdefault(int(asked.stdout), str(candidate))
+    return dict(sorted(interpreters.items()))
 
 
 def environment(interpreter: str, folder: Path, *packages: str) -> Path:
