@@ -111,6 +111,15 @@ def returning(model, x):
     return model, {"new": other, "same": model.head}
 
 
+def of_adapters(model, optimizer, spread, x, y):
+    """LoRA alone is trained, what it is added to stays; Welford's metric counts in integers."""
+    loss_fn = lambda model: optax.softmax_cross_entropy_with_integer_labels(model(x), y).mean()
+    loss, gradients = nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, nnx.LoRAParam))(model)
+    optimizer.update(model, gradients)
+    spread.update(values=loss)
+    return spread.compute()
+
+
 def of_a_variable(count, rngs, x):
     count[...] += 2
     return x + jax.random.uniform(rngs.noise(), x.shape)
@@ -134,12 +143,19 @@ def shared():
     return model, model, *rest
 
 
+def adapted():
+    model = Network()
+    model.head = nnx.LoRALinear(3, 4, lora_rank=2, rngs=nnx.Rngs(0))
+    return model, nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.LoRAParam), nnx.metrics.Welford(), X, Y
+
+
 STEPS = {"metrics": (with_metrics, metrics),
          "in containers": (in_containers, containers), "one module twice": (twice, shared),
          "cache, intermediate, perturbation": (remembering, lambda: with_sgd(Remembering(), X, Y)),
          "popped intermediates": (popping, lambda: (Remembering(), X)),
          "no pytree": (gradient_step, lambda: with_sgd(Unregistered(), X, Y)), "new variables": (making_variables, lambda: (Network(), X)),
          "returned modules": (returning, lambda: (Network(), X)),
+         "LoRA, Welford's metric": (of_adapters, adapted),
          "a variable and rngs": (of_a_variable, lambda: (Calls(jnp.zeros(3)), nnx.Rngs(noise=4), X))}
 WAYS = {"fuse": fuse, "fuse of nnx.jit": lambda f: fuse(nnx.jit(f)), "nnx.jit of fuse": lambda f: nnx.jit(fuse(f)),
         "donated": lambda f: fuse(f, donate_argnums=0)}
@@ -180,6 +196,17 @@ def test_everything_moves():
     assert not np.allclose(now.head.kernel[...], before.head.kernel[...])
     assert "jaxfuse_batch_norm" in step.lower(now, optimizer, results, *data).as_text()
     assert "bn+relu" in {site.pattern for site in jaxfuse.explain(with_metrics, *metrics(), policy="always").fused}
+
+
+def test_adapters_move():
+    """And nothing else of what is learnt."""
+    fused, (model, optimizer, spread, *data) = fuse(of_adapters), adapted()
+    before = jax.tree.map(jnp.copy, nnx.state(model, nnx.Param))
+    for _ in range(2):
+        fused(model, optimizer, spread, *data)
+    compared = jax.tree.map(lambda a, b: bool((a != b).any()), before, nnx.state(model, nnx.Param))
+    moved = [jax.tree_util.keystr(path) for path, differs in jax.tree_util.tree_leaves_with_path(compared) if differs]
+    assert len(moved) == 2 and all("lora" in name for name in moved) and spread.count[...] == 2
 
 
 def test_objects_stay_the_same():

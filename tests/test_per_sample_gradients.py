@@ -1,6 +1,7 @@
 """Gradients of every sample by itself: vmap of a gradient. Fused from the outside they run what they run fused from within."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -66,10 +67,17 @@ def check(fn, *args, tolerance=1e-4):
         np.testing.assert_allclose(value, expected, tolerance, tolerance * max(1, float(jnp.abs(expected).max())))
 
 
+def calls(fn, *args):
+    """The kernels that are called, and the loops."""
+    return sorted(re.findall(r"custom_call @(jaxfuse_\w+)|stablehlo\.(while)", jax.jit(fn).lower(*args).as_text()))
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_hit(name):
     loss, parameters, x = layer(**LAYERS[name])
     assert backward(per_sample(loss), parameters, x) == ["conv per sample"]
+    outside, inside = (calls(fn, parameters, x) for fn in (fuse(per_sample(loss)), per_sample(fuse(loss))))
+    assert outside == inside and len(outside) == 3
     check(per_sample(loss), parameters, x)
 
 
