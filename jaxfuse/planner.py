@@ -17,7 +17,7 @@ from jaxfuse.program.liveness import accept, circular
 from jaxfuse.program.plan import Plan
 from jaxfuse.program.site import Match, Refusal, UnfusedStep
 from jaxfuse.runtime import private, versions
-from jaxfuse.runtime.reasons import LeftOut
+from jaxfuse.runtime.reasons import LeftOut, asks_nothing
 from jaxfuse.runtime.settings import unwatched
 from jaxfuse.selection import Decider
 
@@ -76,6 +76,9 @@ class _Planner:
                 for result in self._results(pattern, anchor):
                     if isinstance(result, Match) and (reason := self._left_out(pattern, result)):
                         result = Refusal(result.pattern, result.anchor, result.operands, reason, result.direction)
+                    elif type(result) is Refusal and not asks_nothing(result.reason):
+                        unwanted = self.decider.unwanted(patterns.name_of(pattern), result)
+                        result = dataclasses.replace(result, reason=unwanted or result.reason)
                     if type(result) is Refusal and result.anchor.index in covered:
                         continue
                     self.rows.append(_Row(result))

@@ -16,10 +16,13 @@ from jaxfuse.runtime.near import meant
 from jaxfuse.runtime.reasons import LeftOut
 
 SOURCE = re.compile(r".*:\d+")  # "file:line"
-# What layers are called where a pattern has another name.
-ALIASES = {"convolution": "conv", "linear": "dense", "matmul": "dense", "mlp": "dense", "layer_norm": "norm", "layernorm": "norm",
-           "rms_norm": "norm", "group_norm": "norm", "instance_norm": "norm", "lstm": "recurrent", "gru": "recurrent", "rnn": "recurrent",
-           "pool": "max_pool", "pooling": "max_pool", "softmax": "attention"}
+# What layers are called, and what reports call sites, where a pattern has another name.
+ALIASES = {"convolution": "conv", "conv per sample": "conv", "linear": "dense", "matmul": "dense", "mlp": "dense", "bn": "batch_norm",
+           "bn inference": "batch_norm", "layer_norm": "norm", "layernorm": "norm", "rms_norm": "norm", "group_norm": "norm",
+           "instance_norm": "norm", "lstm": "recurrent", "gru": "recurrent", "rnn": "recurrent", "pool": "max_pool", "pooling": "max_pool",
+           "softmax": "attention", "attention scores": "attention", "adam": "optimizer", "adamw": "optimizer", "momentum": "optimizer",
+           "sgd": "optimizer", "exported program": "exported"}
+NO_SITES = "fuse: skip takes names of sites, patterns does not: "
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +30,8 @@ class Selection:
     """What `fuse` was told to leave out.
 
     patterns: the only patterns that are fused, None for all; skip: patterns, "file:line"s, names of sites such as
-    "conv+bias+relu", and sites of a report, that are not; limit: how many sites are fused, in the order in which they are found.
+    "conv+bias+relu", and sites of a report or their places in words, that are not; limit: how many sites are fused, in the order in
+    which they are found.
     """
 
     patterns: tuple[str, ...] | None = None
@@ -40,7 +44,8 @@ class Selection:
         for name, given in (("patterns", patterns), ("skip", skip)):
             if isinstance(given, (str, Site)):
                 raise OpError(f"fuse: {name} is {given!r}, expected a sequence; write {name}=({given!r},)")
-        chosen = None if patterns is None else tuple(_pattern(name, known, "fuse: ") for name in patterns)
+        chosen = None if patterns is None else tuple(
+            _pattern(name, known, NO_SITES if "+" in str(name) else "fuse: ") for name in patterns)
         if limit is not None and not (isinstance(limit, numbers.Integral) and limit >= 0):
             raise OpError(f"fuse: limit is {limit!r}, expected a number of sites, 0 or more; leave it out for all")
         return cls(chosen, tuple(_skipped(each, known) for each in skip), limit)
@@ -76,13 +81,18 @@ class Decider:
         """The same, of a part of the program whose shapes are not known."""
         return Decider(symbolic.unprofitable(self.unprofitable), self.selection, self.taken)
 
-    def left_out(self, pattern: str, match: Match) -> LeftOut | None:
-        """Why the user does not want it fused. None: it is fused, and counted."""
+    def unwanted(self, pattern: str, row: Match | Refusal) -> LeftOut | None:
+        """Why the user does not want it fused, whether or not a kernel takes it."""
         chosen = self.selection
         if chosen.patterns is not None and pattern not in chosen.patterns:
             return LeftOut(f"patterns={chosen.patterns} leaves {pattern} out")
-        if chosen.skip and chosen.names(pattern, where(match)):
-            return LeftOut("skip names it")
+        return LeftOut("skip names it") if chosen.skip and chosen.names(pattern, where(row)) else None
+
+    def left_out(self, pattern: str, match: Match) -> LeftOut | None:
+        """Why the user does not want it fused. None: it is fused, and counted."""
+        if unwanted := self.unwanted(pattern, match):
+            return unwanted
+        chosen = self.selection
         if chosen.limit is not None and len(self.taken) >= chosen.limit:
             return LeftOut(f"limit={chosen.limit} sites are fused already")
         if _process.fused + len(self.taken) >= _process.limit:
@@ -123,17 +133,22 @@ def limit_process(limit: int, tell: Callable[[str], object]) -> None:
 def _skipped(each: Any, known: Sequence[str]) -> str | Site:
     if isinstance(each, Site) or isinstance(each, str) and ("+" in each or SOURCE.fullmatch(each)):
         return each
+    if isinstance(each, str) and (each.endswith(".py") or "/" in each) and ":" not in each:
+        raise OpError(f"fuse: skip holds {each!r}, a file without a line; give the line of a site, as reports print it: '{each}:12'")
     if isinstance(each, str) and ":" not in each:
         return _pattern(each, known, "fuse: skip: ")
     raise OpError(f"fuse: skip holds {each!r}, expected a pattern, a file:line or a Site of a report; print(jaxfuse.explain(…)) shows them")
 
 
-def _pattern(name: str, known: Sequence[str], where: str) -> str:
-    return one_of(name, known, "pattern", where, ALIASES)
+def _pattern(name: Any, known: Sequence[str], where: str) -> str:
+    """The name, if it is a pattern's. To that of a site, as reports print it ("bn+relu", "adam x52"), the pattern is the answer."""
+    parts = re.sub(r" x\d+$", "", name).split("+") if isinstance(name, str) else []
+    found = {name.lower(): pattern for part in parts[::-1] if (pattern := ALIASES.get(part, part)) in known}
+    return one_of(name, known, "pattern", where, ALIASES | found)
 
 
 def _is(each: str | Site, found: Site) -> bool:
     """Whether an entry of `skip` names this site, its pattern apart. Of a `Site` the reason, the kernel and the times may be others."""
     if isinstance(each, Site):
         return all(getattr(each, name) == getattr(found, name) for name in ("pattern", "direction", "shapes", "source", "scopes"))
-    return each in (found.pattern, found.source) or SOURCE.fullmatch(each) is not None and found.source.endswith(f"/{each}")
+    return each in (found.pattern, found.source, found.place) or SOURCE.fullmatch(each) is not None and found.source.endswith(f"/{each}")

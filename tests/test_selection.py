@@ -1,6 +1,9 @@
 """What a user leaves out: `fuse(…, patterns=, skip=, limit=)`, and `python -m jaxfuse bisect`, which finds a wrong site by it;
 counters and logging."""
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +11,7 @@ import pytest
 
 import jaxfuse
 from jaxfuse import __main__ as cli
+from jaxfuse.commands import bisect
 from jaxfuse.runtime.reasons import LeftOut
 from spellings import recurrent
 
@@ -58,7 +62,8 @@ def test_what_is_left_out(options, fused, left):
 def test_a_site_of_a_report_and_a_line():
     report = jaxfuse.explain(network, X, W, V, policy="always")
     dense = next(site for site in report.fused if site.pattern == DENSE)
-    assert sites(skip=[dense]) == sites(skip=[dense.source]) == sites(skip=[dense.source.rpartition("/")[2]]) == ([CONV] * 3, [DENSE])
+    for name in (dense, dense.place, dense.source, dense.source.rpartition("/")[2]):
+        assert sites(skip=[name]) == ([CONV] * 3, [DENSE])
 
 
 @pytest.mark.parametrize("limit", range(9))
@@ -85,6 +90,19 @@ def test_no_site_needs_one_that_is_skipped():
 @pytest.mark.parametrize("options, words", [
     (dict(patterns=["cnov"]), "did you mean 'conv'"),
     (dict(skip=["dens"]), "did you mean 'dense'"),
+    (dict(patterns=["bn"]), "unknown pattern 'bn'; did you mean 'batch_norm'"),
+    (dict(skip=["bn inference"]), "did you mean 'batch_norm'"),
+    (dict(patterns=["adam"]), "did you mean 'optimizer'"),
+    (dict(patterns=["adamw+weight_decay x52"]), "did you mean 'optimizer'"),
+    (dict(skip=["sgd x123"]), "did you mean 'optimizer'"),
+    (dict(patterns=["exported program"]), "did you mean 'exported'"),
+    (dict(patterns=["attention scores"]), "did you mean 'attention'"),
+    (dict(patterns=["conv per sample"]), "did you mean 'conv'"),
+    (dict(patterns=["conv+bias+relu"]), "skip takes names of sites.* unknown pattern 'conv.bias.relu'; did you mean 'conv'"),
+    (dict(patterns=["add+layer_norm+gelu"]), "did you mean 'norm'"),
+    (dict(patterns=["relu_grad+bias_grad"]), "skip takes names of sites"),
+    (dict(skip=["chk2.py"]), "a file without a line.*'chk2.py:12'"),
+    (dict(skip=["src/chk2"]), "a file without a line"),
     (dict(skip=[3]), "expected a pattern, a file:line or a Site"),
     (dict(skip=["model.py:layer"]), "expected a pattern, a file:line or a Site"),
     (dict(patterns="conv"), "expected a sequence"),
@@ -110,6 +128,18 @@ def test_what_is_no_site_of_the_program_is_said():
 
 def test_strict_mode_lets_what_is_left_out_pass():
     jaxfuse.fuse(network, policy="always", strict=True, skip=["dense"])(X, W, V)
+
+
+EMPTY = X[:0]  # of which no kernel makes anything
+
+
+@pytest.mark.parametrize("options", [dict(skip=["conv", DENSE]), dict(patterns=["norm"]), dict(skip=["conv", "test_selection.py:{}"])])
+def test_strict_mode_lets_pass_what_no_kernel_takes_too(options):
+    dense = next(site for site in jaxfuse.explain(network, EMPTY, W, V).skipped if site.pattern == DENSE)
+    options = {name: [each.format(dense.source.rpartition(":")[2]) for each in given] for name, given in options.items()}
+    jaxfuse.fuse(network, policy="always", strict=True, **options)(EMPTY, W, V)
+    with pytest.raises(jaxfuse.FusionError, match="1 sites stay unfused"):
+        jaxfuse.fuse(network, policy="always", strict=True, skip=["conv"])(EMPTY, W, V)
 
 
 @pytest.mark.parametrize("options", [dict(skip=["recurrent"]), dict(limit=0)])
@@ -171,18 +201,19 @@ def innocent():
 def hopeless():
     raise ValueError("whatever is fused")
 '''
-# The kernel of one activation gives another number, or ends the process.
+# The kernel of some sites gives another number, or ends the process.
 WRONG = """
 import importlib
 op = importlib.import_module("jaxfuse.ops.dense").OP.forward
 for i, kernel in enumerate(op.kernels):
     def run(config, args, axes, right=kernel.run):
         y, *rest = right(config, args, axes)
-        if config.activation.name == "tanh":
+        if {site}:
             {happens}
         return (y, *rest)
     op.kernels = (*op.kernels[:i], kernel._replace(run=run), *op.kernels[i + 1:])
 """
+TANH = 'config.activation.name == "tanh"'
 
 
 @pytest.mark.costly
@@ -193,11 +224,62 @@ for i, kernel in enumerate(op.kernels):
 ])
 def test_bisect_finds_a_planted_site(tmp_path, monkeypatch, capsys, happens, asked, words):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "planted.py").write_text(CHECK.format(planted=WRONG.format(happens=happens), asked=asked))
+    (tmp_path / "planted.py").write_text(CHECK.format(planted=WRONG.format(site=TANH, happens=happens), asked=asked))
     assert cli.main(["bisect", "planted.py:check"]) == 0
     out = capsys.readouterr().out
     assert "dense+tanh forward" in out and "planted.py:10" in out and words in out, out
     assert out.count("passes") + out.count("fails") == 1 + 2 + 1 + 1  # runs: all, log2(4), none, for it is the first; the verdict
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 7, 8, 9, 33])
+def test_bisect_takes_log2_of_the_sites(monkeypatch, capsys, number):
+    """Wherever the wrong site is: log2(n) runs after that with all, and one more where it is the first."""
+    sites = tuple(f"dense forward float32[8, {i}] at layers.py:{i}" for i in range(1, number + 1))
+    for wrong in range(number):
+        monkeypatch.setattr(bisect, "_run", lambda _, limit: bisect.Run(sites[:limit], "far" if limit > wrong else ""))
+        assert bisect.run("planted.py:check") == 0
+        out = capsys.readouterr().out
+        assert f"this site is fused:\n  {sites[wrong]}\n" in out and f"skip=['layers.py:{wrong + 1}'])" in out
+        runs = len(re.findall(r"^ *\d+ +\d+ +(?:passes|fails) *$", out, re.MULTILINE))
+        assert 1 + math.floor(math.log2(number)) <= runs - (wrong == 0) <= 1 + math.ceil(math.log2(number)), out
+
+
+NINE = '''
+import jax, jax.numpy as jnp
+import jaxfuse
+
+ROWS = 8
+WEIGHTS = [jnp.full((8 + i, 9 + i), 0.1) for i in range(9)]
+
+def network(x):
+    for w in WEIGHTS:
+        x = jax.nn.relu(x @ w)
+    return x
+
+def check(**options):
+    x = jnp.ones((ROWS, 8))
+    return bool(jnp.allclose(jaxfuse.fuse(network, policy="always", **options)(x), network(x), rtol=1e-4))
+
+def without():
+    return check(skip=[{skip!r}])
+{planted}
+'''
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("wrong, runs", [(4, 4), (0, 5)])  # the last layer is found first
+def test_bisect_finds_one_of_nine_sites_of_a_line(tmp_path, monkeypatch, capsys, wrong, runs):
+    """Its name leaves out that site alone."""
+    monkeypatch.chdir(tmp_path)
+    planted = WRONG.format(site=f"args[1].shape[0] == {8 + wrong}", happens="y = y + 1")
+    (tmp_path / "nine.py").write_text(NINE.format(planted=planted, skip="dense"))
+    assert cli.main(["bisect", "nine.py:check"]) == 0
+    out = capsys.readouterr().out
+    assert f"dense+relu forward float32[8, {8 + wrong}] " in out and out.count("passes") + out.count("fails") == runs + 1, out
+    skip = re.search(r"skip=\['(.*)'\]\)$", out, re.MULTILINE)[1]
+    (tmp_path / "nine.py").write_text(NINE.format(planted=planted, skip=skip))
+    assert cli.main(["bisect", "nine.py:without"]) == 1
+    assert "passes with all 8 sites fused" in capsys.readouterr().out
 
 
 @pytest.mark.costly

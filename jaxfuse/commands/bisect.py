@@ -11,7 +11,7 @@ import numpy as np
 from rich.table import Table
 
 from jaxfuse import selection
-from jaxfuse.commands.target import Unusable, found, split
+from jaxfuse.commands.target import Unusable, found, function, split
 from jaxfuse.commands.terminal import Terminal
 
 ALL = 1 << 30  # sites; more than any program has
@@ -54,7 +54,7 @@ def run(target: str) -> int:
     if fails.failure and not passes.sites:
         passes = tried(0)
     console.print(_table(runs))
-    console.print(f"\n{_verdict(passes, fails)}")
+    console.print(f"\n{_verdict(passes, fails, runs[0].sites)}")
     return int(bool(passes.failure) or not fails.failure)
 
 
@@ -68,7 +68,8 @@ def child(target: str, limit: str, path: str) -> None:
         tell(begun=True)
         selection.limit_process(int(limit), lambda words: tell(site=words))
         try:
-            tell(failure="it returned False" if _is_false(found(*split(target))()) else "")
+            check = function(found(*split(target)), target)
+            tell(failure="it returned False" if _is_false(check()) else "")
         except Unusable as error:
             tell(unusable=str(error))
         except Exception as error:
@@ -94,7 +95,8 @@ def _run(target: str, limit: int) -> Run:
     return Run(sites, outcome.get("failure", f"its process ended with code {done.returncode}"))
 
 
-def _verdict(passes: Run, fails: Run) -> str:
+def _verdict(passes: Run, fails: Run, sites: tuple[str, ...]) -> str:
+    """What the two runs on both sides of the first site with which the check fails say; `sites` are all that there are."""
     if not fails.failure and not fails.sites:
         return "The check passes, and nothing is fused in it: it has to call what jaxfuse.fuse returned."
     if not fails.failure:
@@ -102,7 +104,15 @@ def _verdict(passes: Run, fails: Run) -> str:
     if passes.failure:
         return f"The check fails with no site fused too: {passes.failure}"
     return (f"The check fails once this site is fused:\n  {fails.sites[-1]}\nThe failure: {fails.failure}\n"
-            f"To leave it out: jaxfuse.fuse(fn, skip=[{fails.sites[-1].rpartition(' at ')[2]!r}])")
+            f"To leave it out: {_without(fails.sites[-1], sites)}")
+
+
+def _without(site: str, sites: tuple[str, ...]) -> str:
+    """How to leave it out: by its line, or by all that is known of it where other sites have the same line."""
+    line, count = site.rpartition(" at ")[2], sites.count(site)
+    is_alone = all(each == site for each in sites if each.endswith(f" at {line}"))
+    alike = f", which leaves out all {count} sites that read like it" if count > 1 else ""
+    return f"jaxfuse.fuse(fn, skip=[{line if is_alone else site!r}]){alike}"
 
 
 def _table(runs: list[Run]) -> Table:
