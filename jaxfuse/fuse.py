@@ -10,7 +10,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from jaxfuse import patterns as known_patterns
 from jaxfuse.jitted import Fused
-from jaxfuse.ops.errors import one_of
+from jaxfuse.ops.errors import check_callable, one_of
 from jaxfuse.planner import plan
 from jaxfuse.program.remedies import remedy
 from jaxfuse.program.signature import Traced, is_part_of_a_program, trace
@@ -27,6 +27,8 @@ from jaxfuse.tuning import policy as policies
 
 P = ParamSpec("P")
 R = TypeVar("R")
+LET_PASS = 'what to do: policy="always" fuses where no gain is expected too; skip=["file:line"] lets a site pass, strict=False all of ' \
+    "them; print(jaxfuse.explain(fn, *args)) shows the whole program"
 private.hide_frames("fuse", "jitted", "planner", "program.bodies", "program.equations", "program.graph", "program.plan",
                     "program.signature", "runtime.settings")
 
@@ -48,8 +50,9 @@ def fuse(fn=None, /, *, policy="measured", strict=False, patterns=None, skip=(),
       strict: raise `FusionError`, with a line for each, if a site stays unfused that a kernel could have taken. What is
         recognised and has no kernel yet does not count.
       patterns: the only patterns to fuse, None for all: "attention", "batch_norm", "conv", "dense", "global_average_pool", "max_pool",
-        "norm", "recurrent".
-      skip: what is not fused: patterns, `file:line`s, names of sites such as "conv+bias+relu", `Site`s of a report.
+        "norm", "recurrent". "exported" and "optimizer" have rows in reports and no kernels.
+      skip: what is not fused, nor missed by `strict`: patterns, `file:line`s, names of sites such as "conv+bias+relu", `Site`s of a
+        report or their `place`s.
       limit: how many sites are fused, in the order in which they are found.
       options: keyword arguments of `jax.jit`: `static_argnames`, `donate_argnums`, `in_shardings`, … They add to those that
         fn was jitted with.
@@ -65,15 +68,13 @@ def fuse(fn=None, /, *, policy="measured", strict=False, patterns=None, skip=(),
     again = functools.partial(fuse, policy=policy, strict=strict, patterns=patterns, skip=skip, limit=limit, **options)
     if fn is None:
         return again
-    if not callable(fn):
-        raise TypeError(f"jaxfuse.fuse: fn is of type {type(fn).__name__}, expected a function: fuse(fn)(*args), not fuse(fn(*args))")
+    check_callable(fn, "fuse", "a function", "write fuse(fn)(*args), not fuse(fn(*args))")
     if isinstance(fn, Fused):
         fn, options = fn.__wrapped__, fn.options | options
     try:
         return Fused(fn, functools.partial(_run, unprofitable, selection, strict), again, options, selection)
     except TypeError as error:  # of jax.jit, which does not know an option
-        parameters = inspect.signature(fuse).parameters | inspect.signature(jax.jit).parameters
-        known = [name for name, each in parameters.items() if each.kind is inspect.Parameter.KEYWORD_ONLY]
+        known = [*_options(fuse), *_options(jax.jit)]
         for name in options:
             if name not in known and (near := meant(name, known)):
                 error.add_note(f"jaxfuse.fuse: {name}{near}")
@@ -118,8 +119,9 @@ def explain(fn: Callable, *args, policy: str = "measured", platform: str | None 
 
     Returns: a `FusionReport`: print it, or `save` it as a page.
 
-    Raises: ValueError for an unknown policy or platform.
+    Raises: ValueError for an unknown policy or platform, TypeError if fn is not callable.
     """
+    check_callable(fn, "explain", "a function", "write explain(fn, *args), not explain(fn(*args))")
     unprofitable = policies.unprofitable(policy, inference=getattr(fn, "is_inference", False))
     decider = Decider(unprofitable, fn.selection if isinstance(fn, Fused) else ALL)
     if platform is not None:
@@ -137,7 +139,7 @@ def explain(fn: Callable, *args, policy: str = "measured", platform: str | None 
                     return build.untraceable(versions.unread("this program", error), "")
                 decider.selection.warn_of_strangers(program.found)
                 return build.whole(program, _name(fn), policy, measure)
-        return _untraceable(failure)
+        return _untraceable(failure, kwargs)
 
 
 def _run(unprofitable, selection: Selection, strict: bool, fn, args, kwargs):
@@ -161,7 +163,7 @@ def _rewritten(traced: Traced, decider: Decider, strict: bool):
         log.log(build.rows(program))
     unfused = [site(found) for found in program.found if type(found) is Refusal and not asks_nothing(found.reason)]
     if strict and unfused:
-        raise FusionError(f"{len(unfused)} sites stay unfused\n" + "\n".join(map(str, unfused)))
+        raise FusionError("\n".join([f"{len(unfused)} sites stay unfused", *map(str, unfused), LET_PASS]))
     return jax.tree.unflatten(traced.out_tree, program(traced.leaves))
 
 
@@ -169,6 +171,13 @@ def _name(fn: Callable) -> str:
     return getattr(fn, "__qualname__", type(fn).__name__).rpartition("<locals>.")[2]
 
 
-def _untraceable(failure: Exception) -> FusionReport:
+def _options(function: Callable) -> list[str]:
+    """Its arguments that are given by name alone."""
+    return [name for name, each in inspect.signature(function).parameters.items() if each.kind is inspect.Parameter.KEYWORD_ONLY]
+
+
+def _untraceable(failure: Exception, given: Iterable[str] = ()) -> FusionReport:
+    """The report that says so, and which option of `explain` was meant by a `given` name that fn does not know."""
     words = f"the function cannot be traced for these arguments: {type(failure).__name__}: {failure}".splitlines()[0]
+    words += "".join(meant(name, _options(explain)) for name in given if f"unexpected keyword argument {name!r}" in words)
     return build.untraceable("; ".join(filter(None, [words, remedy(failure)])), raising_line(failure))

@@ -13,7 +13,8 @@ import pytest
 from flax import nnx
 
 import jaxfuse
-from jaxfuse import __main__ as cli
+from jaxfuse import __main__ as cli, patterns
+from jaxfuse.report import FusionReport
 from processes import PATHS
 
 X = jnp.ones((2, 8, 8, 4))
@@ -33,6 +34,7 @@ def looks(x, train=False):
     return x + 1 if train else x
 
 
+REPORT = FusionReport((), ())
 MISTAKES = {
     "pattern by the name of its layer": (lambda: jaxfuse.fuse(looks, patterns=["layer_norm"]), "did you mean 'norm'"),
     "skip by the name of its layer": (lambda: jaxfuse.fuse(looks, skip=["linear"]), "did you mean 'dense'"),
@@ -40,6 +42,14 @@ MISTAKES = {
     "skip alone": (lambda: jaxfuse.fuse(looks, skip="conv"), r"write skip=\('conv',\)"),
     "platform gpu": (lambda: jaxfuse.explain(looks, X, platform="gpu"), "did you mean 'cuda'"),
     "a result": (lambda: jaxfuse.fuse(looks(X)), r"fuse\(fn\)\(\*args\), not fuse\(fn\(\*args\)\)"),
+    "a result, explained": (lambda: jaxfuse.explain(looks(X)), r"write explain\(fn, \*args\), not explain\(fn\(\*args\)\)"),
+    "a result, frozen": (lambda: jaxfuse.freeze(3, VARIABLES), r"jaxfuse.freeze: fn is of type int, expected a function or a module"),
+    "a strict site": (lambda: jaxfuse.fuse(LINEN.apply, strict=True)(VARIABLES, X[:0]), r'skip=\["file:line"\].*strict=False.*explain\('),
+    "a report in no folder": (lambda: REPORT.save("nodir/x.html"), "FusionReport.save: there is no folder nodir for x.html; make it first"),
+    "a frozen function in no folder": (lambda: jaxfuse.freeze(looks).save("nodir/x", X), "Frozen.save: there is no folder nodir for x"),
+    "no JSON": (lambda: FusionReport.from_json("report.json"), "found is 'report.json', expected .* of a file give its read_text"),
+    "no text": (lambda: FusionReport.from_json({}), "found is of type dict.*; from_dict takes a dict"),
+    "no report": (lambda: jaxfuse.diff(REPORT, 2), "report_b is of type int, expected a FusionReport"),
     "a flag that is traced": (lambda: jaxfuse.fuse(looks)(X, train=True), "static_argnames"),
     "numpy inside": (lambda: jaxfuse.fuse(lambda x: np.asarray(x) + 1)(X), "jax.numpy"),
     "a linen module": (lambda: jaxfuse.fuse(LINEN)(X), r"fuse\(model.apply\)\(variables, x\)"),
@@ -70,6 +80,32 @@ def test_what_a_frozen_module_may_change():
 def test_an_untraceable_function_is_one_sentence():
     said = str(jaxfuse.explain(looks, X, 1, 2))
     assert said.startswith("the function cannot be traced for these arguments: TypeError: looks() takes") and "\n" not in said
+
+
+@pytest.mark.parametrize("option, words", [
+    ("mesure", "keyword argument 'mesure'; did you mean measure?"), ("polcy", "keyword argument 'polcy'; did you mean policy?"),
+    ("training", "unexpected keyword argument 'training'")])
+@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit, jaxfuse.fuse])
+def test_a_misspelt_option_of_explain(wrap, option, words):
+    """It goes to the function, which does not know it."""
+    (site,) = jaxfuse.explain(wrap(looks), X, **{option: True}).skipped
+    assert site.reason.endswith(words)
+
+
+def test_a_keyword_that_the_function_takes_is_its_own():
+    (site,) = jaxfuse.explain(lambda x, mesure: x + "", X, mesure=True).skipped
+    assert "did you mean" not in site.reason
+
+
+def test_a_misspelt_folder(tmp_path):
+    (tmp_path / "reports").mkdir()
+    with pytest.raises(FileNotFoundError, match="did you mean .*/reports?"):
+        REPORT.save(tmp_path / "report" / "x.html")
+
+
+def test_the_patterns_that_fuse_names_are_those_there_are():
+    said = jaxfuse.fuse.__doc__.partition("patterns: ")[2].partition("skip: ")[0]
+    assert tuple(sorted(re.findall(r'"(\w+)"', said))) == patterns.NAMES
 
 
 def test_a_misspelt_file(tmp_path):
@@ -128,6 +164,8 @@ example_arguments = (1.0, 2.0)
     (["demo", "--out", "program.py"], "no folder can be made at program.py"),
     (["bisect", "program.py:check"], "nothing is fused in it"),
     (["bisect", "program.py:wrong"], "it returned False"),
+    (["bisect", "program.py:named"], "program.py:named is of type dict, expected a function"),
+    (["explain", "program.py:named"], "program.py:named is of type dict, expected a function"),
 ])
 def test_a_command_that_cannot_do_it(tmp_path, monkeypatch, capsys, arguments, words):
     monkeypatch.chdir(tmp_path)

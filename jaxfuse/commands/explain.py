@@ -6,10 +6,11 @@ from typing import Any
 import jax
 import jax.export
 
-from jaxfuse.commands.target import Unusable, found, split
+from jaxfuse.commands.target import Unusable, found, function, split
 from jaxfuse.commands.terminal import Terminal
 from jaxfuse.fuse import explain
 from jaxfuse.report.report import FusionReport, writer
+from jaxfuse.runtime import near
 from jaxfuse.runtime.reasons import Untraced
 
 ARGUMENTS = "example_arguments"
@@ -34,21 +35,22 @@ def run(target: str, arguments: str = "", out: Path | None = None, policy: str =
       a function that cannot be traced.
     """
     module, name = split(target)
-    fn = found(module, name)
+    fn = found(module, name, kinds=(jax.export.Exported,))
     if isinstance(fn, jax.export.Exported):
         args, kwargs = _types(fn)
         fn = fn.call
     else:
+        fn = function(fn, target)
         where, given = split(arguments, default=(module, arguments or ARGUMENTS))
         hint = f"; {given} is a tuple of its arguments, or a function that returns them" if given == ARGUMENTS else ""
-        args, kwargs = _arguments(found(where, given, hint), f"{where}:{given}")
+        args, kwargs = _arguments(found(where, given, hint, (tuple, dict)), f"{where}:{given}")
     path = out or Path(f"{name.rsplit('.', 1)[-1]}.html")
     try:
         writer(path)  # said before the work, which may take a while
     except ValueError as error:
         raise Unusable(str(error)) from error
-    if not path.parent.is_dir():
-        raise Unusable(f"there is no folder {path.parent} for {path.name}")
+    if wrong := near.no_folder(path):
+        raise Unusable(wrong)
     if path.is_dir():
         raise Unusable(f"{path} is a folder: give a file in it")
     try:

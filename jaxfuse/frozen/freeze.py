@@ -5,6 +5,7 @@ import numbers
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -16,9 +17,9 @@ from jaxfuse.frozen.module import of_module
 from jaxfuse.frozen.packing import Filter, Packed
 from jaxfuse.frozen.program import Freed, Program
 from jaxfuse.fuse import fuse, inline
-from jaxfuse.ops.errors import OpError
+from jaxfuse.ops.errors import OpError, check_callable
 from jaxfuse.program.signature import as_a_program_of_its_own, is_part_of_a_program, trace
-from jaxfuse.runtime import platforms, private
+from jaxfuse.runtime import near, platforms, private
 
 FREED = ("jaxfuse.freeze: a weight is not there any more: its only use was to be folded into a layer, and these arguments need it in "
          "another way. Freeze the function again, and call it with these arguments first")
@@ -99,8 +100,11 @@ class Frozen:
           args, kwargs: arguments, or `jax.ShapeDtypeStruct`s. Their sizes may be symbolic (`jax.export.symbolic_shape("b")`): then the
             file is for any batch.
 
-        Raises: what `jax.export` raises for a program that it does not export, and what `open` raises.
+        Raises: what `jax.export` raises for a program that it does not export, FileNotFoundError for a folder that is not there,
+        and what else `open` raises.
         """
+        if wrong := near.no_folder(Path(path)):  # said before the work, which may take a while
+            raise FileNotFoundError(f"Frozen.save: {wrong}")
         made, _ = self._of(args, kwargs)
 
         def run(constants, args, kwargs):
@@ -239,9 +243,7 @@ def freeze(fn: Callable, *bound: Any, argnums: int | Sequence[int] = 0, policy: 
     elif len(positions) != len(bound) or sorted(set(positions)) != list(positions) or positions[0] < 0:
         raise OpError(f"jaxfuse.freeze: argnums is {argnums!r}, expected {len(bound)} positions in ascending order, one for each bound "
                       "argument; give argnums=")
-    if not callable(fn):
-        raise TypeError(f"jaxfuse.freeze: fn is of type {type(fn).__name__}, expected a function or a module; give model.apply, not what "
-                        "it returns")
+    check_callable(fn, "freeze", "a function or a module", "give model.apply, not what it returns")
     fuse(fn, policy=policy)  # for its checks of both
     if not (isinstance(int8_error, numbers.Real) and int8_error > 0):
         raise OpError(f"jaxfuse.freeze: int8_error is {int8_error!r}, expected a positive number; give a share such as 0.05")

@@ -117,6 +117,12 @@ def one_of(name, known, what: str, where: str = "", aliases: Mapping[str, str] |
     raise OpError(f"{where}unknown {what} {name!r}; {hint}(known: {', '.join(map(repr, known))})")
 
 
+def check_callable(fn, op: str, expected: str, remedy: str) -> None:
+    """Raises TypeError unless fn can be called: most often it is what a call gave."""
+    if not callable(fn):
+        raise TypeError(f"jaxfuse.{op}: fn is of type {type(fn).__name__}, expected {expected}; {remedy}")
+
+
 def _number(value) -> float | None:
     try:
         return None if isinstance(value, str) else float(value)

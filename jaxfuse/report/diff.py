@@ -62,7 +62,13 @@ def diff(report_a: FusionReport, report_b: FusionReport) -> Difference:
       report_b: the report after.
 
     Returns: a `Difference`: its `changes`, those of one report only at the end; printed, a short table.
+
+    Raises: TypeError for what is no report.
     """
+    for name, given in (("report_a", report_a), ("report_b", report_b)):
+        if not isinstance(given, FusionReport):
+            raise TypeError(f"jaxfuse.diff: {name} is of type {type(given).__name__}, expected a FusionReport; give what jaxfuse.explain "
+                            "returned, or FusionReport.from_json of a report that was kept")
     pairs = _pairs(_stated(report_a), _stated(report_b))
     changes = [Change(what, a and a[1], b and b[1]) for a, b in pairs if (what := _what(a, b))]
     return Difference(tuple(changes), (text.headline(report_a.rows), text.headline(report_b.rows)))

@@ -9,6 +9,7 @@ from typing import Any
 from jaxfuse.report import data, html, page, svg, text
 from jaxfuse.report.program import Program
 from jaxfuse.report.site import Rows, Site
+from jaxfuse.runtime import near
 
 FEW = 24  # rows that are printed with the overview; of more the overview says how to see them
 ENDINGS = {".html": page.page, ".svg": svg.svg, ".json": data.to_json}
@@ -87,8 +88,16 @@ class FusionReport:
 
     @classmethod
     def from_json(cls, found: str) -> "FusionReport":
-        """The report that `to_json` wrote. Raises: ValueError if it is no JSON, or of another schema."""
-        return cls.from_dict(json.loads(found))
+        """The report that `to_json` wrote. Raises: ValueError if it is no JSON, or of another schema; TypeError if it is no text."""
+        if not isinstance(found, (str, bytes, bytearray)):
+            raise TypeError(f"FusionReport.from_json: found is of type {type(found).__name__}, expected the text that to_json gives; "
+                            "from_dict takes a dict, and of a file give its read_text()")
+        try:
+            fields = json.loads(found)
+        except ValueError as error:
+            raise ValueError(f"FusionReport.from_json: found is {found[:40]!r}, expected the text that to_json gives ({error}); of a file "
+                             "give its read_text()") from error
+        return cls.from_dict(fields)
 
     def _repr_html_(self) -> str:
         """The overview for Jupyter."""
@@ -101,9 +110,12 @@ class FusionReport:
           path: "x.html" is a page that stands alone, with the lines of your code around each site; "x.svg" a drawing of modules
             and sites; "x.json" the text of `to_json`.
 
-        Raises: ValueError for another ending, and what `open` raises.
+        Raises: ValueError for another ending, FileNotFoundError for a folder that is not there, and what else `open` raises.
         """
-        pathlib.Path(path).write_text(writer(path)(self.rows, self.program), encoding="utf-8")
+        write, path = writer(path), pathlib.Path(path)
+        if wrong := near.no_folder(path):
+            raise FileNotFoundError(f"FusionReport.save: {wrong}")
+        path.write_text(write(self.rows, self.program), encoding="utf-8")
 
 
 def writer(path: str | os.PathLike):

@@ -1,4 +1,4 @@
-"""What was meant by a word or a file that is not there."""
+"""What was meant by a word, a file or a folder that is not there."""
 
 import difflib
 from collections.abc import Iterable
@@ -24,3 +24,14 @@ def files(name: str) -> str:
     beside = {file.name: file for file in path.parent.iterdir() if file.is_file()}
     near = nearest(path.name, beside)
     return f"; did you mean {beside[near]}?" if near else ""
+
+
+def no_folder(path: Path) -> str:
+    """What is wrong where a file is to be written and its folder is not there, and what to do; "" where it is."""
+    folder = path.parent
+    if folder.is_dir():
+        return ""
+    beside = {each.name: each for each in folder.parent.iterdir() if each.is_dir()} if folder.parent.is_dir() else {}
+    near = nearest(folder.name, beside)
+    remedy = f"did you mean {beside[near]}?" if near else "make it first, or give another path"
+    return f"there is no folder {folder} for {path.name}; {remedy}"
