@@ -1,10 +1,12 @@
 """python -m benchmarks [names...]: the numbers against float64, then the times side by side."""
 
-import argparse
 import sys
 import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
+
+from jaxfuse.commands.parser import Parser
+from jaxfuse.runtime import near
 
 from . import cases, machine, peers, pictures, plan, readme, report, run, screen
 from .turns import WorkerError
@@ -12,11 +14,12 @@ from .turns import WorkerError
 ROOT = Path(__file__).resolve().parent.parent
 SELECTION = f'kinds ({", ".join(cases.KINDS)}) or dotted parts of a case\'s name ("resnet50.bf16"); all if none is given'
 MERGING = "a file of the same machine, versions and settings keeps its other cases"
+TUNE = "python -m jaxfuse bench --tune"
 ALLOCATOR = "glibc's malloc settings, the same for every peer"
 
 
 def _arguments(argv):
-    parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__)
+    parser = Parser("python -m benchmarks", description=__doc__)
     option = parser.add_argument
     option("names", nargs="*", help=SELECTION)
     option("--list", action="store_true", help="print the names of the cases and end")
@@ -28,13 +31,20 @@ def _arguments(argv):
     option("--torch-python", metavar="PATH", help="the interpreter that has torch and the inference runtimes, if it is not this one")
     option("--turns", type=int, default=5, help="turns of each peer (default: %(default)s)")
     option("--readme", type=Path, metavar="RESULT.json", help="make README's table and pictures of this result, and end")
+    option("--tune", action="store_true", help=f"when each kernel wins on this machine: {TUNE}")
     arguments = parser.parse_args(argv)
+    if arguments.tune:
+        parser.error(f"argument --tune: write {TUNE}")
     arguments.peers = arguments.peers.split(",")
     unknown = [name for name in arguments.peers if name not in peers.PEERS]
     if unknown:
-        parser.error(f"argument --peers: no peer is named {unknown[0]!r}; there are {', '.join(peers.PEERS)}")
+        remedy = near.meant(unknown[0], peers.PEERS) or f"; there are {', '.join(peers.PEERS)}"
+        parser.error(f"argument --peers: no peer is named {unknown[0]!r}{remedy}")
     if arguments.turns < 1:
         parser.error(f"argument --turns: {arguments.turns} turns measure nothing; give 1 or more")
+    if arguments.readme and not arguments.readme.is_file():
+        remedy = near.files(str(arguments.readme)) or "; results are kept in benchmarks/results"
+        parser.error(f"argument --readme: there is no file {arguments.readme}{remedy}")
     return arguments
 
 

@@ -3,18 +3,20 @@
 import argparse
 import importlib.util
 import os
-import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 from typing import NoReturn
 
+from jaxfuse.commands import target
+from jaxfuse.commands.parser import Parser
 from jaxfuse.runtime import memory, near
 
 INTERRUPTED, UNREAD = 130, 141  # as shells have it: after Ctrl-C, and where nobody reads what is printed
 CHECKOUT = Path(__file__).resolve().parent.parent
-NO_BENCHMARKS = "the benchmarks come with the source repository, not with the installed package: run this from the root of a clone"
+NO_BENCHMARKS = "the benchmarks come with the source repository, not with the installed package: run this from the root of a clone; " \
+    "bench --tune needs none"
 # module: package
 DEMO_NEEDS = {"flax": "flax", "optax": "optax", "sklearn": "scikit-learn", "matplotlib": "matplotlib", "PIL": "pillow"}
 
@@ -46,22 +48,6 @@ when something is wrong:
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    """Of a misspelt command or option it says which was meant."""
-
-    def error(self, message: str) -> NoReturn:
-        wrong = re.search(r"invalid choice: '([^']+)'|unrecognized arguments: (\S+)", message)
-        known = [name for name in self._known() if wrong and name not in wrong.groups()]
-        super().error(message + (near.meant(wrong[1] or wrong[2], known) if wrong else ""))
-
-    def _known(self) -> list[str]:
-        """The commands and every option, of the commands too."""
-        commands: dict[str, _Parser] = {}
-        for action in self._actions:
-            commands |= action.choices if isinstance(action, argparse._SubParsersAction) else {}
-        return [*commands, *self._option_string_actions, *(name for command in commands.values() for name in command._known())]
-
-
 def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     arguments.given = sys.argv[1:] if argv is None else argv
@@ -74,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser("python -m jaxfuse", description=PAGE, epilog=FIRST_STEPS, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("python -m jaxfuse", description=PAGE, epilog=FIRST_STEPS, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(title="commands", metavar="command")
     parser.set_defaults(run=lambda _: parser.print_help())
 
@@ -152,6 +138,10 @@ def _run(arguments) -> int:
     sys.argv = arguments.given[arguments.given.index(arguments.script, 1) :]  # argparse drops a "--"
     if arguments.is_module:
         sys.path[0] = os.getcwd()
+        try:
+            target.require_module(arguments.script)
+        except target.Unusable as error:
+            return _fail(f"run: {error}")
         runpy.run_module(arguments.script, run_name="__main__", alter_sys=True)
     elif not Path(arguments.script).exists():
         return _fail(f"run: there is no file {arguments.script}{near.files(arguments.script)}")
@@ -162,12 +152,13 @@ def _run(arguments) -> int:
 
 
 def _bench(arguments) -> int:
-    if arguments.rest[:1] == ["--tune"]:
+    if "--tune" in arguments.rest:
         from jaxfuse.commands import tune
 
-        if arguments.rest[1:] not in ([], ["--quick"]):
-            return _fail(f"bench --tune takes no option but --quick, not {' '.join(arguments.rest[1:])}")
-        return tune.run(quick=bool(arguments.rest[1:]))
+        others = [each for each in arguments.rest if each != "--tune"]
+        if others not in ([], ["--quick"]):
+            return _fail(f"bench --tune takes no option but --quick, not {' '.join(others)}{near.meant(others[0], ['--quick'])}")
+        return tune.run(quick=bool(others))
     if not all((CHECKOUT / part).exists() for part in ("benchmarks/__main__.py", "pyproject.toml")):
         return _fail(NO_BENCHMARKS)
     path = os.pathsep.join(filter(None, [str(CHECKOUT), os.environ.get("PYTHONPATH")]))
@@ -182,7 +173,7 @@ def _doctor(arguments) -> int:
 
 
 def _explain(arguments) -> int:
-    from jaxfuse.commands import explain, target
+    from jaxfuse.commands import explain
 
     given = {name: value for name, value in vars(arguments).items() if name not in ("run", "given")}
     try:
@@ -192,7 +183,7 @@ def _explain(arguments) -> int:
 
 
 def _bisect(arguments) -> int:
-    from jaxfuse.commands import bisect, target
+    from jaxfuse.commands import bisect
 
     try:
         return bisect.run(arguments.target)

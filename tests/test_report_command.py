@@ -1,5 +1,7 @@
 """python -m jaxfuse explain."""
 
+import sys
+
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -37,6 +39,9 @@ def name(tmp_path, monkeypatch, request):
     monkeypatch.syspath_prepend(tmp_path)
     name = f"program_{abs(hash(request.node.name))}"
     (tmp_path / f"{name}.py").write_text(PROGRAM)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "__init__.py").touch()
+    (tmp_path / "folder" / "train.py").write_text(PROGRAM)
     return name
 
 
@@ -91,7 +96,14 @@ def network(x, w):
     (["{}:layer", "--arguments", "wrong"], "is a int: expected a tuple"),
     (["{}:layr"], "did you mean layer?"),
     (["{}:jaxe"], "it has Trainer, layer, by_name"),
-    (["{}.yp:layer"], "there is no module"),
+    (["{}.yp:layer"], "did you mean {}.py?"),
+    (["{}s:layer"], "did you mean {}?"),
+    (["folder.trian:layer"], "did you mean folder.train?"),
+    (["fodler.train:layer"], "did you mean folder.train?"),
+    (["folder/trian:layer"], "did you mean folder/train.py?"),
+    (["far:layer"], "nor among the installed packages\n"),
+    (["{}:layer", "--arguments", "example_argumens"], "did you mean example_arguments?"),
+    (["{}:wrong.name"], "has no wrong.name"),
     (["./{}s.py:layer"], "did you mean {}.py?"),
     (["{}:layer", "--policy", "alway"], "did you mean 'always'?"),
     (["{}:layer", "--out", "x.pdf"], "a report is saved as .html, .svg, .json"),
@@ -108,10 +120,14 @@ def test_what_is_wrong_is_said(name, capsys, arguments, words):
     (["demo", "--quik"], "did you mean --quick?"),
     (["doctor", "--zzz"], "unrecognized arguments: --zzz"),
     (["run", "scrip.py"], "did you mean script.py?"),
+    (["run", "-m", "scirpt"], "did you mean script?"),
+    (["bench", "--tune", "--qick"], "takes no option but --quick, not --qick; did you mean --quick?"),
+    (["bench", "--qick", "--tune"], "did you mean --quick?"),
 ])
 def test_a_misspelt_word_is_answered_with_the_right_one(tmp_path, monkeypatch, capsys, arguments, words):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli.memory, "retain_memory", lambda: True)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
     (tmp_path / "script.py").write_text("")
     try:
         assert cli.main(arguments) == 1
