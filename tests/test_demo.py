@@ -47,7 +47,8 @@ def small_digits(monkeypatch):
 
 
 @pytest.mark.parametrize("arguments, quick, out", [([], False, "."), (["--quick"], True, "."), (["--out", "there"], False, "there")])
-def test_demo_takes_its_options(monkeypatch, arguments, quick, out):
+def test_demo_takes_its_options(monkeypatch, tmp_path, arguments, quick, out):
+    monkeypatch.chdir(tmp_path)
     calls = []
     monkeypatch.setattr(demo, "run", lambda *given: calls.append(given))
     assert cli.main(["demo", *arguments]) == 0
@@ -106,6 +107,20 @@ def test_doctor_speaks(capsys):
 def test_doctor_ends_with_what_mends_it(monkeypatch, module, words):
     monkeypatch.setattr(doctor.ffi, "native", module)
     assert words in doctor._next()[-1]
+
+
+@pytest.mark.parametrize("missing, no_onednn, words", [
+    ({"jaxfuse_conv_fwd": "of another version"}, None, "pip install --force-reinstall"),
+    ({}, "there is no file", "oneDNN comes with the wheels for Linux on x86-64"),
+])
+def test_doctor_says_it_in_words(monkeypatch, missing, no_onednn, words):
+    """Nothing to read that an installed package does not bring."""
+    for name, found in (("native", object()), ("no_onednn", no_onednn)):
+        monkeypatch.setattr(doctor.ffi, name, lambda found=found: found)
+    for name, found in (("_unusable", missing), ("_unknown_level", "")):
+        monkeypatch.setattr(doctor, name, lambda found=found: found)
+    steps = doctor._next()
+    assert words in steps[0] and "docs/" not in " ".join(steps)
 
 
 @pytest.mark.skipif(doctor.ffi.native() is None, reason="the native module is not built")

@@ -12,6 +12,8 @@ from jaxfuse.runtime.cudnn import backend
 from jaxfuse.tuning import measured, tuned
 from jaxfuse.tuning.rules import TABLE
 
+AGAIN = "install again: python -m pip install --force-reinstall --no-deps jaxfuse, or python -m pip install -e . in a clone"
+
 
 def doctor(rules: bool = False) -> str:
     """A verdict, and a table, as text: versions, what the native module was built with and runs on, page faults of a call.
@@ -37,14 +39,17 @@ def _next() -> list[str]:
     try:
         built, missing = ffi.native() is not None, _unusable()
     except RuntimeError:
-        return ["install again: python -m pip install --force-reinstall --no-deps jaxfuse, or python -m pip install -e . in a clone"]
+        return [AGAIN]
     if built and _unknown_level():
         return ["unset JAXFUSE_SIMD, or set it to one of those"]
     if not built:
         return ["install a wheel for this Python, or, with a C++17 compiler, python -m pip install -e . in a clone"]
     steps = []
-    if missing or ffi.no_onednn():
-        steps.append("read docs/platforms.md: it says what is built on which platform")
+    if missing:
+        steps.append(f"so that all of it is of one version, {AGAIN}")
+    if ffi.no_onednn():
+        steps.append("oneDNN comes with the wheels for Linux on x86-64; elsewhere our own loops run with policy=\"always\", or after "
+                     "python -m jaxfuse bench --tune, and convolutions of channels first stay XLA's")
     if tuned.isa() not in versions.INSTRUCTION_SETS and not tuned.read().rules:
         steps.append("measure when a kernel wins on this machine: python -m jaxfuse bench --tune")
     if not memory.is_retained():
