@@ -49,10 +49,11 @@ def test_pages_with_snippets_are_found():
 
 
 @pytest.mark.parametrize("page", SNIPPETS)
-def test_snippets(page, tmp_path, monkeypatch):
+def test_snippets(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)  # for the files that they write
     monkeypatch.setattr(jaxfuse, "retain_memory", lambda: True)  # this process has computed already
     namespace = made_by(page)
+    assert "cannot be traced" not in capsys.readouterr().out  # as a report says it, which raises nothing
     for name, arguments in (("Block", [True]), ("Head", [])):
         if name in namespace:
             layer = namespace[name]()

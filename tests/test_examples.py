@@ -37,7 +37,7 @@ def test_every_example_is_run():
 @pytest.mark.parametrize("name", SAYS)
 def test_example(name):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES.get(name, 1)}"
-    text = " ".join(printed_by(EXAMPLES / f"{name}.py", "--steps", "3", XLA_FLAGS=flags).split())
+    text = " ".join(printed_by(EXAMPLES / f"{name}.py", "--quick", XLA_FLAGS=flags).split())
     assert SAYS[name] in text and "nothing" not in text and "conv" in text, text
     assert name in NOT_COMPARED or "unfused" in text, text
     assert name not in DEVICES or f"{DEVICES[name]} devices" in text, text

@@ -34,7 +34,8 @@ def test_a_wheel_that_needs_a_library_is_refused(repairing, tmp_path):
 
 
 def test_the_repaired_wheel_is_the_new_one(repairing, tmp_path):
-    (tmp_path / "jaxfuse-0.1.0.tar.gz").touch()
+    for minor in range(20):
+        (tmp_path / WHEEL.replace("313", str(minor))).touch()
     assert repairing("jaxfuse/__init__.py", "jaxfuse/_native.so")() == tmp_path / WHEEL
 
 

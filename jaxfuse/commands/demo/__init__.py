@@ -20,7 +20,7 @@ from jaxfuse.commands.demo import digits, photo, plot, training
 from jaxfuse.runtime import memory
 
 PNG = "jaxfuse-demo.png"
-OTHER_STEPS = 40  # at most, with the other setting of memory
+OTHER_STEPS = 20  # at most, with the other setting of memory
 REDRAWN_PER_SECOND = 2  # rarely: the redrawing takes time from what is being measured
 
 
