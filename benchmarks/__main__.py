@@ -8,7 +8,7 @@ from pathlib import Path
 from jaxfuse.commands.parser import Parser
 from jaxfuse.runtime import near
 
-from . import cases, machine, peers, pictures, plan, readme, report, run, screen
+from . import cases, machine, peers, pictures, plan, readme, report, roofline, run, screen
 from .turns import WorkerError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -16,6 +16,8 @@ SELECTION = f'kinds ({", ".join(cases.KINDS)}) or dotted parts of a case\'s name
 MERGING = "a file of the same machine, versions and settings keeps its other cases"
 TUNE = "python -m jaxfuse bench --tune"
 ALLOCATOR = "glibc's malloc settings, the same for every peer"
+ROOFS = ("The peaks of this machine are not known: python -m benchmarks.roofline {} --f32 GFLOP/s --bf16 GFLOP/s --memory GB/s "
+         "--last-level GB/s --cache MB draws each op under its roofs.")
 
 
 def _arguments(argv):
@@ -68,10 +70,19 @@ def _measure(work, interpreters, turns, seconds, result, save):
     return problems
 
 
-def _draw(rows, path):
+def _draw(result, path):
+    """Speeds over the peers beside the result, and ops under the roofs of the machine where its peaks are known."""
     try:
-        if pictures.ratios(rows, path):
-            screen.console.print(f"{path} has the speeds as a picture.", highlight=False)
+        picture = path.with_suffix(".png") if path else Path(tempfile.gettempdir()) / "jaxfuse-bench.png"
+        if pictures.ratios(result["rows"], picture):
+            screen.console.print(f"{picture} has the speeds as a picture.", highlight=False)
+        if result["settings"]["quick"]:
+            return  # its shapes are not those whose arithmetic is counted
+        ops = roofline.points((row for row in result["rows"] if row["allocator"] == "tuned"), roofline.ZEN5)
+        if ops and roofline.measured_on(result["machine"]):
+            roofline.show(ops, roofline.ZEN5, path.with_name(f"{path.stem}-roofline.png"), screen.console)
+        elif ops:
+            screen.console.print(ROOFS.format(path), highlight=False, markup=False)
     except ImportError:
         screen.console.print(pictures.ABSENT, style="yellow")
 
@@ -119,7 +130,7 @@ def main(argv=None):
         screen.console.print(sentence, style="red", markup=False)
     if path:
         screen.console.print(f"{path} and {path.with_suffix('.md').name} are written.", highlight=False)
-    _draw(result["rows"], path.with_suffix(".png") if path else Path(tempfile.gettempdir()) / "jaxfuse-bench.png")
+    _draw(result, path)
     return 1 if problems else 0
 
 

@@ -2,7 +2,7 @@
 
 An op can be no faster than its multiplications at the arithmetic peak, nor than its operands and results, each read or written once,
 at the bandwidth of the memory. A table is printed, and drawn beside the result (or as --png). The peaks are this project's machine,
-two cores of Zen 5 (benchmarks/README.md); for another give its own.
+two cores of Zen 5 (benchmarks/README.md); for another give its own. On a machine like that `python -m benchmarks` ends with this.
 """
 
 import argparse
@@ -33,6 +33,9 @@ class Peaks(NamedTuple):
     def roof(self, dtype: str, intensity: float, held: bool) -> float:
         """GFLOP/s at this number of FLOPs for a byte; `held`: all of it fits into the last-level cache."""
         return min(getattr(self, dtype), intensity * (self.last_level if held else self.memory))
+
+
+ZEN5 = Peaks(f32=542, bf16=1089, memory=70, last_level=199, cache=32)  # two cores, benchmarks/README.md
 
 
 class Point(NamedTuple):
@@ -138,24 +141,34 @@ def table(found: list[Point]) -> Table:
     return made
 
 
+def measured_on(machine: dict) -> bool:
+    """Whether the machine of a result is one like that whose peaks are `ZEN5`'s."""
+    return machine["cpu"].startswith("AMD") and machine["cores"] == 2 and {"avx_vnni", "avx512_vp2intersect"} <= {*machine["isa"]}
+
+
+def show(found: list[Point], peaks: Peaks, path: Path, console: Console) -> None:
+    """Prints the table, and draws the picture."""
+    console.print(table(found))
+    pictures.roofline(found, peaks, path)
+    console.print(f"{path} is written.", highlight=False)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.roofline", description=__doc__)
     parser.add_argument("results", type=Path, nargs="+", metavar="RESULT.json", help="of `python -m benchmarks`; of a case in two the last")
     parser.add_argument("--png", type=Path, help="where the picture goes (default: RESULT-roofline.png of the last)")
-    for name, value, unit in (("f32", 542, "GFLOP/s"), ("bf16", 1089, "GFLOP/s"), ("memory", 70, "GB/s"), ("last-level", 199, "GB/s"),
-                              ("cache", 32, "MB of the last-level cache")):
-        parser.add_argument(f"--{name}", type=float, default=value, metavar="N", help=f"{unit} (default: %(default)s)")
+    for name, unit in (("f32", "GFLOP/s"), ("bf16", "GFLOP/s"), ("memory", "GB/s"), ("last_level", "GB/s"),
+                       ("cache", "MB of the last-level cache")):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=getattr(ZEN5, name), metavar="N",
+                            help=f"{unit} (default: %(default)s)")
     given = parser.parse_args(argv)
     peaks = Peaks(given.f32, given.bf16, given.memory, given.last_level, given.cache)
     rows = {row["case"]: row for path in given.results for row in json.loads(path.read_text())["rows"] if row["allocator"] == "tuned"}
     found = points(rows.values(), peaks)
     if not found:
         raise SystemExit(f"benchmarks: {given.results[-1]} has no op whose arithmetic is known: python -m benchmarks conv dense")
-    console = Console(highlight=False, width=None if Console().is_terminal else 150)
-    console.print(table(found))
     path = given.png or given.results[-1].with_name(f"{given.results[-1].stem}-roofline.png")
-    pictures.roofline(found, peaks, path)
-    console.print(f"{path} is written.")
+    show(found, peaks, path, Console(highlight=False, width=None if Console().is_terminal else 150))
     return 0
 
 

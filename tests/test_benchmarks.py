@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from benchmarks import (
-    cases, checks, communication, inputs, peer, peers, pictures, plan, readme, report, resident, roofline, run, swapped, turns)
+    cases, checks, communication, inputs, peer, peers, pictures, plan, readme, report, resident, roofline, run, screen, swapped, turns)
+from benchmarks import __main__ as bench
 from benchmarks.__main__ import main
 from processes import printed_by
 
@@ -359,3 +360,19 @@ def test_an_op_is_held_against_the_roof_of_the_machine(tmp_path):
     assert bound.roof == pytest.approx(10 * bound.intensity)  # 90 MB are in no cache
     pictures.roofline([point, bound], peaks, tmp_path / "roof.png")
     assert (tmp_path / "roof.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("isa", [["avx2", "avx512_vp2intersect", "avx_vnni"], ["avx2"]])
+def test_a_run_ends_with_the_ops_under_the_roofs_of_a_known_machine(isa, tmp_path, capsys, monkeypatch):
+    """Of another it says how they are drawn; of shapes that are not the cases' nothing."""
+    monkeypatch.setattr(screen.console, "file", sys.stdout)
+    result = _result("conv3x3_c64_s56.b8.f32.forward")
+    result["machine"] = {"cpu": "AMD EPYC", "cores": 2, "isa": isa}
+    path, picture = tmp_path / "run.json", tmp_path / "run-roofline.png"
+    bench._draw(result | {"settings": {"quick": True}}, path)
+    said = capsys.readouterr().out.replace("\n", "")
+    assert "run.png" in said and "roof" not in said and not picture.exists()
+    bench._draw(result, path)
+    said = capsys.readouterr().out.replace("\n", "")
+    command = f"python -m benchmarks.roofline {path} --f32"
+    assert (command in said, picture.exists()) == ((False, True) if len(isa) > 1 else (True, False))
