@@ -5,6 +5,7 @@ inputs    the numbers every peer starts from      peer       one worker process,
 turns     one worker at a time, the rest stopped  checks     errors against the float64 reference
 machine   where it ran                            report     JSON and markdown             screen     the terminal
 readme    its table                              pictures   PNGs, at the end of a run and for the README
+roofline  ops under the machine's peaks          browser    headless Chromium, for pages and their tests
 
 coverage  how many layers of other packages' networks (networks/) are in fused sites: `python -m benchmarks.coverage`
 """

@@ -4,9 +4,6 @@ Opens the pages in a headless Chromium, by selenium.
 """
 
 import argparse
-import contextlib
-import io
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +15,12 @@ from PIL import Image
 import jaxfuse
 
 from . import cost, models
+from .browser import opened, picture, scrolled_to
 
 ROOT = Path(__file__).resolve().parent.parent
-WIDTH, HEIGHT = 1400, 1000
+WIDTH = 1400
 BLOCK, SITE = "ResNet50/Bottleneck_2", "bn+add+relu"  # shown open, chosen
+Pictures = Iterator[tuple[str, Image.Image]]
 
 
 def report(network: str) -> jaxfuse.FusionReport:
@@ -32,25 +31,21 @@ def report(network: str) -> jaxfuse.FusionReport:
     return jaxfuse.explain(models.make_train_step(model, lambda loss: loss), state, images, jax.ShapeDtypeStruct((8,), jnp.int32))
 
 
-@contextlib.contextmanager
-def browser(dark: bool) -> Iterator:
-    """A driver whose window has the size of a picture."""
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
+def resnet50(driver, found: jaxfuse.FusionReport) -> Pictures:
+    """The whole from its beginning, a site chosen in the graph, the table of one block, and the memory."""
+    yield "report.png", picture(driver)
+    index = next(i for i, site in enumerate(found.sites) if site.pattern == SITE and BLOCK in site.module)
+    driver.execute_script(f"document.querySelector('#rows tr[data-site=\"{index}\"]').click()")
+    scrolled_to(driver, "program")
+    yield "report-site.png", picture(driver)
+    driver.find_element("css selector", "#detail .close").click()
+    driver.find_element("id", "search").send_keys(BLOCK.split("/")[1] + "/")
+    yield "report-sites.png", picture(scrolled_to(driver, "sites"))
+    yield "report-memory.png", picture(scrolled_to(driver, "memory"))
 
-    options = webdriver.ChromeOptions()
-    options.binary_location = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
-    for argument in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "host-resolver-rules=MAP * ~NOTFOUND"):
-        options.add_argument(f"--{argument}")
-    driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
-    theme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [theme]})
-    size = {"width": WIDTH, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": False}
-    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    try:
-        yield driver
-    finally:
-        driver.quit()
+
+def bert_base(driver, found: jaxfuse.FusionReport) -> Pictures:
+    yield "report-bert.png", picture(driver)
 
 
 def main() -> None:
@@ -58,17 +53,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images", help="the folder (default: docs/images/)")
     out = parser.parse_args().out
     with tempfile.TemporaryDirectory() as folder:
-        for network, name, dark in (("resnet50", "report.png", False), ("bert-base", "report-bert.png", True)):
+        for network, pictures, dark in (("resnet50", resnet50, False), ("bert-base", bert_base, True)):
             found, page = report(network), Path(folder) / f"{network}.html"
             found.save(page)
-            with browser(dark) as driver:
-                driver.get(f"file://{page}")
-                if network == "resnet50":
-                    index = next(i for i, site in enumerate(found.sites) if site.pattern == SITE and BLOCK in site.module)
-                    driver.execute_script(f"document.querySelector('#rows tr[data-site=\"{index}\"]').click()")
-                picture = Image.open(io.BytesIO(driver.get_screenshot_as_png()))
-            picture.convert("RGB").quantize(256).save(out / name, optimize=True)
-            print(f"{out / name}: {len(found.fused)} of {len(found.fused) + len(found.skipped)} sites fused")
+            print(f"{network}: {len(found.fused)} of {len(found.fused) + len(found.skipped)} sites fused")
+            with opened(page, WIDTH, dark) as driver:
+                for name, drawn in pictures(driver, found):
+                    drawn.quantize(256).save(out / name, optimize=True)
+                    print(f"{out / name} is written.")
 
 
 if __name__ == "__main__":

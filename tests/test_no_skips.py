@@ -1,6 +1,8 @@
 """--no-skips: a test that is skipped for want of something that could be installed fails; one that the machine cannot run does not,
 nor one that takes gigabytes."""
 
+import chromium
+from conftest import NOT_INSTALLABLE
 from processes import python
 
 TESTS = """
@@ -27,3 +29,13 @@ def test_what_fails(tmp_path):
     run = python("-m", "pytest", *options, tmp_path, tmp_path)
     assert "1 failed, 2 skipped, 1 error" in run.stdout, run.stdout + run.stderr
     assert "no such compiler" in run.stdout and "this CPU has no such instructions" in run.stdout
+
+
+def test_a_page_that_is_not_opened_for_want_of_a_package_fails(monkeypatch):
+    """But not for want of a browser."""
+    monkeypatch.setattr(chromium.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(chromium.shutil, "which", lambda name: None)
+    assert "selenium" in chromium.why_absent() and not NOT_INSTALLABLE.search(chromium.why_absent())
+    monkeypatch.setattr(chromium.importlib.util, "find_spec", lambda name: name)
+    assert chromium.why_absent() == "this machine has no program chromium and no program chromedriver"
+    assert NOT_INSTALLABLE.search(chromium.why_absent())
