@@ -1,11 +1,16 @@
 """The native module's sources as CMake compiles them."""
 
+import importlib.metadata
 import pathlib
 import re
 import subprocess
 import sys
+import sysconfig
+
+import jax
 
 ROOT = pathlib.Path(__file__).parent.parent
+INSTALLED_BY = "pip install '.[clang]' brings it"  # how a skip says where to have what only these tests need
 
 
 def lists() -> str:
@@ -34,6 +39,18 @@ def compiled_loops(namespace: str, isa: str) -> str:
     for name, value in dict(NAMESPACE=namespace, FILE=namespace.replace("::", "_"), ISA=isa).items():
         text = text.replace(f"@{name}@", value)
     return text
+
+
+def headers() -> list[str]:
+    """Options for the folders of JAX's, Python's, and of oneDNN's and pybind11's where they are installed."""
+    folders = [jax.ffi.include_dir(), sysconfig.get_path("include")]
+    for package, header in (("onednn-devel-cpu-gomp", "dnnl.hpp"), ("pybind11", "pybind11/pybind11.h")):
+        try:
+            files = importlib.metadata.files(package) or ()
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        folders += [str(f.locate().resolve()).removesuffix(header) for f in files if f.as_posix().endswith("/" + header)][:1]
+    return [argument for folder in folders for argument in ("-isystem", folder)]
 
 
 def generated(folder: pathlib.Path, more: str = "") -> subprocess.CompletedProcess:

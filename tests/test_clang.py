@@ -3,7 +3,6 @@
 `python -m pip install '.[clang]'` brings one, as zig's, where the system has none, and the headers dnnl.hpp and pybind11's.
 """
 
-import importlib.metadata
 import importlib.util
 import pathlib
 import platform
@@ -11,37 +10,21 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 
-import jax
 import pytest
 
-from native_sources import ROOT, compiled_loops, generated, instruction_sets, options
+from native_sources import INSTALLED_BY, ROOT, compiled_loops, generated, headers, instruction_sets, options
 
 ZIG = [sys.executable, "-m", "ziglang", "c++", "-target", "x86_64-linux-gnu"] if importlib.util.find_spec("ziglang") else None
 CLANG = [found] if (found := shutil.which("clang++")) else ZIG
 FLAGS = ["-std=c++17", "-O0", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-psabi", '-DJAXFUSE_NO_CUDA=""', '-DJAXFUSE_COMPILER=""']
 OF_A_BUILD = r"fatal error: '(dnnl\.hpp|pybind11/\S+|Python\.h)' file not found"
 
-INSTALLED_BY = "pip install '.[clang]' brings it"
-
 pytestmark = [
     pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason=f"this machine is {platform.machine()}"),
     pytest.mark.skipif(CLANG is None, reason=f"no clang++: {INSTALLED_BY}"),
 ]
 SOURCES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "xla_ext").rglob("*.cc"))
-
-
-def headers() -> list[str]:
-    """The folders of those that are installed."""
-    folders = [jax.ffi.include_dir(), sysconfig.get_path("include")]
-    for package, header in (("onednn-devel-cpu-gomp", "dnnl.hpp"), ("pybind11", "pybind11/pybind11.h")):
-        try:
-            files = importlib.metadata.files(package) or ()
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        folders += [str(f.locate().resolve()).removesuffix(header) for f in files if f.as_posix().endswith("/" + header)][:1]
-    return [argument for folder in folders for argument in ("-isystem", folder)]
 
 
 def compile_with_clang(source: pathlib.Path, target: pathlib.Path, *more: str) -> None:
