@@ -239,7 +239,7 @@ def test_a_filter_gradient_takes_many_images_at_a_time(name):
     if not AVX512 and narrow is None:
         pytest.skip("this CPU has no AVX-512")
     output = printed_by("-c", f"""
-import test_native_conv as t
+import jax, test_native_conv as t
 case = t.Case({x}, {w}, padding=(1, 1), groups={groups})
 x, w, dy = t.random(case.x), t.random_filter(case), t.random(case.y, seed=2)
 t.backward(case, x, w, dy, dy, "none", want=("dw",))["dw"].block_until_ready()

@@ -2,7 +2,6 @@
 nor one that takes gigabytes."""
 
 import chromium
-from conftest import NOT_INSTALLABLE
 from processes import python
 
 TESTS = """
@@ -35,7 +34,6 @@ def test_a_page_that_is_not_opened_for_want_of_a_package_fails(monkeypatch):
     """But not for want of a browser."""
     monkeypatch.setattr(chromium.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(chromium.shutil, "which", lambda name: None)
-    assert "selenium" in chromium.why_absent() and not NOT_INSTALLABLE.search(chromium.why_absent())
+    assert "selenium" in chromium.why_absent() and "this machine has" not in chromium.why_absent()
     monkeypatch.setattr(chromium.importlib.util, "find_spec", lambda name: name)
     assert chromium.why_absent() == "this machine has no program chromium and no program chromedriver"
-    assert NOT_INSTALLABLE.search(chromium.why_absent())

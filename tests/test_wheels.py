@@ -92,12 +92,14 @@ def test_a_python_without_headers_for_another_processor_is_named(monkeypatch, tm
     assert aarch64.lacking("python3.99") == lacking
 
 
-def test_pythons_are_those_that_say_so(monkeypatch):
-    """Also where a name of another version leads to one."""
-    monkeypatch.setattr(pythons.shutil, "which", lambda name: f"/bin/{name}")
-    monkeypatch.setattr(pythons.glob, "glob", lambda pattern: [])
-    monkeypatch.setattr(pythons.sys, "executable", "/opt/python")
-    says = {"/bin/python3.11": 11, "/bin/python3.12": 11, "/bin/python3.13": 12, "/opt/python": 13, "/bin/python3.14": 12}
-    ask = lambda command, **_: types.SimpleNamespace(returncode=int(pythons.ASKED.format(minor=says[command[0]]) != command[2]))
+def test_pythons_are_those_that_say_so(monkeypatch, tmp_path):
+    """Also where a name of another version leads to one. Names that are no Python's are not asked, nor is one before 3.11 taken."""
+    says = {"python3.9": 9, "python3.12": 12, "python3.13": 12, "python3.14": 14, "python": 13}
+    for name in (*says, "python3.12-config"):
+        (tmp_path / name).touch(mode=0o755)
+    monkeypatch.setattr(pythons.os, "get_exec_path", lambda: [str(tmp_path)])
+    monkeypatch.setattr(pythons.Path, "home", lambda: tmp_path)
+    monkeypatch.setattr(pythons.sys, "executable", str(tmp_path / "python"))
+    ask = lambda command, **_: types.SimpleNamespace(returncode=0, stdout=f"{says[os.path.basename(command[0])]}\n")
     monkeypatch.setattr(pythons.subprocess, "run", ask)
-    assert pythons.found() == {11: "/bin/python3.11", 13: "/opt/python"}
+    assert pythons.found() == {12: f"{tmp_path}/python3.12", 13: f"{tmp_path}/python", 14: f"{tmp_path}/python3.14"}
