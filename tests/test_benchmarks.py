@@ -8,8 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks import (
-    cases, checks, communication, inputs, peer, peers, plan, report, resident, run, swapped, turns)
+from benchmarks import cases, checks, communication, inputs, peer, peers, plan, report, resident, run, swapped, turns
 from benchmarks.__main__ import main
 from processes import printed_by
 
