@@ -140,6 +140,17 @@ def test_always_knows_no_cost():
         assert all(isinstance(s.reason, Unprofitable) for s in left) and left
 
 
+def test_a_subtracted_residual_is_a_pass_unless_xla_makes_it():
+    """It changes the sign where the residual is made. An array that is given, or read elsewhere, would be written once more."""
+    x, w = jax.ShapeDtypeStruct((8, 56, 56, 64), "float32"), jax.ShapeDtypeStruct((3, 3, 64, 64), "float32")
+    made = explained(lambda x, w, r: jax.nn.relu(conv(x, w) - jnp.tanh(r)), x, w, x, policy="measured")
+    given = explained(lambda x, w, r: jax.nn.relu(conv(x, w) - r), x, w, x, policy="measured")
+    if made.fused:
+        assert [s.pattern for s in made.fused] == ["conv+add+relu"]
+        assert "conv+add+relu" not in [s.pattern for s in given.fused]
+        assert any("the residual is subtracted" in s.reason for s in (*given.skipped, *given.unfused_steps))
+
+
 def test_reasons_are_types():
     assert isinstance(explained(conv, X, W, policy="never").skipped[0].reason, SwitchedOff)
     small = explained(conv, X[:1, :2, :2], W, policy="measured").skipped

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 
+from jaxfuse.analysis.elementwise import is_elementwise
 from jaxfuse.analysis.gradients import CONTRACTIONS, gradients_of
 from jaxfuse.analysis.layout import inverse, to_layout, transposed
 from jaxfuse.analysis.normal import is_float_cast, nbytes
@@ -59,7 +60,12 @@ class Contraction:
 
     def cost(self, chain: Chain, kernel: Kernel) -> str:
         """Why XLA does better although a kernel takes the chain."""
-        return ""
+        if not chain.subtracts or chain.residual is None or kernel.is_plain or kernel.platform != "cpu":
+            return ""
+        residual = self.part.original(chain.residual)
+        if residual.producer and is_elementwise(residual.producer) and len(residual.users) == 1 and not self.graph.is_returned(residual):
+            return ""  # XLA changes the sign where it is made
+        return "the residual is subtracted: XLA makes one pass of that and of what follows, where a kernel's operand would be another"
 
     def nodes_of(self, chain: Chain) -> tuple[Node, ...]:
         return (self.node, *self.between, *chain.nodes)
@@ -103,7 +109,7 @@ class Contraction:
             if center is not None:  # (k - center)·scale + offset = k·scale + (offset - center·scale)
                 shift = -center if scale is None else -center * scale
                 offset = shift if offset is None else offset + shift
-            residual = undo(read(added)) if config.has_residual else None
+            residual = chain.signed(undo(read(added))) if config.has_residual else None
             operands = [a for a in (scale, offset, residual) if a is not None]
             x = self.regrouped(read(full[0])) if self.regrouped else read(full[0])
             y, *z = self.op(config, x, read(full[1]), *operands)

@@ -36,6 +36,7 @@ class Chain:
     residual: Value | None = None
     residual_layout: Layout | None = None
     residual_last: bool = False  # added to the activation's value
+    subtracts: bool = False  # the residual
     activation: Activation | None = None
     region: Region | None = None  # the nodes that compute the activation
     region_layout: Layout | None = None
@@ -98,6 +99,10 @@ class Chain:
                 scale = factor if scale is None else scale * factor
                 offset = offset if offset is None else offset * factor
         return center, scale, offset
+
+    def signed(self, residual):
+        """The array that is added."""
+        return -residual if self.subtracts else residual
 
     @property
     def has_scale(self) -> bool:
@@ -188,7 +193,8 @@ class Walk:
     def _added(self, chain: Chain, node: Node, other: Value) -> Chain | WalkEnd:
         if chain.residual is not None:
             return WalkEnd(f"{node} adds a second full-size value", "add")
-        return chain.then(node, residual=unwidened(other), residual_layout=chain.layout, residual_last=chain.activation is not None)
+        return chain.then(node, residual=unwidened(other), residual_layout=chain.layout, residual_last=chain.activation is not None,
+                          subtracts=node.primitive == "sub" and node.inputs[1] is other)
 
     def _activations(self, chain: Chain) -> list[Chain] | WalkEnd | None:
         """The elementwise regions from here that have a name, shortest first; else why the longest has none."""
@@ -229,11 +235,9 @@ class Walk:
                 return WalkEnd(f"{node} scales the sum with the residual", "scale")
             return chain.then(node, affine=(*chain.affine, (kind, small)))
         full_size = other.shape == chain.end.shape and not repeats(other)
-        if kind == "sub" and full_size:
-            return WalkEnd(f"{node} subtracts a full-size value: it would be one more pass to change its sign", "sub")
         if kind == "mul" and full_size:  # a gate, a mask: not a missed scale
             return WalkEnd(f"{node} multiplies by another full-size value")
-        if kind != "add" or not full_size:
+        if kind not in ("add", "sub") or not full_size:
             return WalkEnd(small.reason, step_name(kind))
         return self._added(chain, node, other)
 

@@ -7,7 +7,7 @@ import numpy as np
 from jax import lax
 
 from layers import BETA, GAMMA, ZR, Z, batch_norm, fast_moments, slow_moments
-from spellings import Miss, hits, misses
+from spellings import Hit, Miss, hits, misses
 from spellings.layouts import first
 
 ARGS = Z, GAMMA, BETA, ZR
@@ -56,7 +56,14 @@ HITS = hits(ARGS, {
     "bn+add+relu, shared centering": centered,
     "bn+relu, statistics are served from the outputs": running_average,
 })
-HITS |= hits(ARGS, {"bn+add+relu, subtracted": lambda x, g, b, r: jax.nn.relu(r - batch_norm(x, g, b))}, both=True)
+HITS |= hits(ARGS, {
+    "bn+add+relu, subtracted": lambda x, g, b, r: jax.nn.relu(r - batch_norm(x, g, b)),
+    "bn+add+relu, residual subtracted": lambda x, g, b, r: jax.nn.relu(batch_norm(x, g, b) - r),
+    "bn+add, residual subtracted": lambda x, g, b, r: batch_norm(x, g, b) - r,
+}, both=True)
+# The gradient's kernel would add the residual to know silu's argument.
+HITS["bn+add+silu, residual subtracted"] = Hit(
+    lambda x, g, b, r: jax.nn.silu(batch_norm(x, g, b) - r), ARGS, ["bn+add+silu"], ["backward bn+add", "bn+add"])
 MISSES = misses(ARGS, {
     "over the wrong axes": (lambda x, g, b, r: (x - x.mean((0, 1))) * lax.rsqrt(x.var((0, 1)) + 1e-5),
                             "norm", "statistics over axes (0, 1)", []),

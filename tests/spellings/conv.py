@@ -45,6 +45,8 @@ HITS = hits(ARGS, {
     "conv+bias+hard_swish": lambda x, w, b, r: jax.nn.hard_swish(conv(x, w) + b),
     "conv+bias+softplus": lambda x, w, b, r: jax.nn.softplus(conv(x, w) + b),
     "conv+bias+add": lambda x, w, b, r: conv(x, w) + b + r,
+    "conv+bias+add+relu, residual subtracted": lambda x, w, b, r: jax.nn.relu(conv(x, w) + b - r),
+    "conv+bias+add+silu, residual subtracted and scaled": lambda x, w, b, r: jax.nn.silu(conv(x, w) + b - 0.5 * r),
     "conv+bias+add, residual first": lambda x, w, b, r: r + (conv(x, w) + b),
     "conv+bias+add, bias last": lambda x, w, b, r: conv(x, w) + r + b,
     "conv+bias+relu+add": lambda x, w, b, r: jax.nn.relu(conv(x, w) + b) + r,
@@ -127,7 +129,6 @@ SUBTRACTED = {
 HITS |= hits(ARGS, SUBTRACTED)
 HITS |= hits(ARGS, {"conv+bias+scale+add+relu": lambda x, w, b, r: jax.nn.relu(r - (conv(x, w) + b))}, both=True)
 MISSES |= misses(ARGS, {
-    "the residual is subtracted": (lambda x, w, b, r: jax.nn.relu(conv(x, w) + b - r), "conv+bias+sub", "change its sign", ["conv+bias"]),
     "from a row": (lambda x, w, b, r: r[:1] - conv(x, w), "conv+bias", "varies along axis 1", ["conv"]),
     "a sum is subtracted": (lambda x, w, b, r: R[::-1] - (conv(x, w) + r), "conv+add+scale", "scales the sum", ["conv+add"]),
     "from itself": (lambda x, w, b, r: (lambda y: y - y)(conv(x, w)), None, None, ["conv"]),

@@ -109,6 +109,8 @@ PROGRAMS = {
     "bias": (lambda x, w, b: x @ w + b, (X, W, B), ["dense+bias"], ["dense_grad+bias_grad"]),
     "bias, residual": (
         lambda x, w, b, r: r + (x @ w + b), (X, W, B, R), ["dense+bias+add"], ["dense_grad+bias_grad"]),
+    "bias, residual subtracted": (
+        lambda x, w, b, r: jnp.tanh(x @ w + b - r), (X, W, B, R), ["dense+bias+add+tanh"], ["tanh_grad+dense_grad+bias_grad"]),
     "bias, residual, tanh": (
         lambda x, w, b, r: jnp.tanh(x @ w + b + r), (X, W, B, R), ["dense+bias+add+tanh"], ["tanh_grad+dense_grad+bias_grad"]),
     "two layers": (

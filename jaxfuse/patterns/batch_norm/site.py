@@ -89,7 +89,7 @@ class Site:
 
         def run(read):
             first, *residual = map(read, full)
-            y, mean, var, *saved = OP(config, first, *[undo(array) for array in residual], *map(read, parameters))
+            y, mean, var, *saved = OP(config, first, *[chain.signed(undo(array)) for array in residual], *map(read, parameters))
             yield chain.end, chain.layout.place(y, self.order)
             yield from chain.masks_from(chain.layout.place(y, self.order))
             yield from zip(kept, saved[3:] if config.always_masked else saved)
@@ -103,9 +103,10 @@ class Site:
 
     @property
     def includes_activation(self) -> bool:
-        """Whether the gradient is that of the chain's activation too, by a function of the activation's argument."""
+        """Whether the gradient is that of the chain's activation too, by a function of the activation's argument. What tells that, if it
+        is no mask, adds the residual."""
         slope, chain = self.gradient and self.gradient.slope, self.chain
-        if not (slope and chain.region and chain.activation):
+        if not (slope and chain.region and chain.activation) or chain.subtracts and not chain.activation.is_mask:
             return False
         return chain.region.start is slope.z and slope.is_of(chain.activation, chain.region)
 

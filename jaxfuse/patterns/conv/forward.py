@@ -209,9 +209,9 @@ class Convolution(Contraction):
         """A residual times a number XLA adds in one pass over it, where a kernel's operand would be another."""
         made = chain.residual.producer if chain.residual is not None else None
         if made is None or made.primitive not in ("mul", "div") or kernel.is_plain or kernel.platform != "cpu":
-            return ""
+            return super().cost(chain, kernel)
         if all(varying_axes(v) for v in made.inputs) or len(made.out.users) > 1 or self.graph.is_returned(made.out):
-            return ""
+            return super().cost(chain, kernel)
         return f"{made} scales the residual: XLA makes one pass of that and of what follows"
 
 
