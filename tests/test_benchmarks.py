@@ -31,24 +31,6 @@ def test_select_by_kind_and_by_parts_of_the_name():
         cases.select(["resnet5"])
 
 
-@pytest.mark.parametrize("arguments, words", [
-    (["--quik"], "unrecognized arguments: --quik; did you mean --quick?"),
-    (["--peers", "xla,toch"], "no peer is named 'toch'; did you mean torch?"),
-    (["--peers", "me"], "no peer is named 'me'; there are jaxfuse, frozen"),
-    (["--allocator", "tuend"], "did you mean tuned?"),
-    (["--tun"], "write python -m jaxfuse bench --tune"),
-    (["--tuen"], "did you mean --tune?"),
-    (["--readme", "far"], "there is no file far; results are kept in benchmarks/results"),
-    (["--readme", "reslut.json"], "did you mean result.json?"),
-])
-def test_a_misspelt_word_is_answered_with_the_right_one(tmp_path, monkeypatch, capsys, arguments, words):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "result.json").touch()
-    with pytest.raises(SystemExit, match="2"):
-        main(arguments)
-    assert words in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", [
     "conv7x7_stride2_c3_c64_s224.b1.f32.gradient", "bn_add_relu_c2048_s7.b8.f32.gradient", "group_norm_silu_c96_s56.b8.bf16.gradient",
     "gru_h28.b8.f32.gradient", "attention_h12_c768.b8.f32.gradient"])

@@ -1,4 +1,4 @@
-"""python -m jaxfuse explain."""
+"""python -m jaxfuse explain; what the commands say of words that they do not know."""
 
 import sys
 
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxfuse
+from benchmarks import __main__ as benchmarks
 from jaxfuse import __main__ as cli
 from jaxfuse.report import FusionReport
 from jaxfuse.runtime.reasons import Exported
@@ -135,6 +136,24 @@ def test_a_misspelt_word_is_answered_with_the_right_one(tmp_path, monkeypatch, c
         assert end.code == 2
     said = capsys.readouterr().err
     assert words in said and said.count("did you mean") == words.count("did you mean")
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["--quik"], "unrecognized arguments: --quik; did you mean --quick?"),
+    (["--peers", "xla,toch"], "no peer is named 'toch'; did you mean torch?"),
+    (["--peers", "me"], "no peer is named 'me'; there are jaxfuse, frozen"),
+    (["--allocator", "tuend"], "did you mean tuned?"),
+    (["--tun"], "write python -m jaxfuse bench --tune"),
+    (["--tuen"], "did you mean --tune?"),
+    (["--readme", "far"], "there is no file far; results are kept in benchmarks/results"),
+    (["--readme", "reslut.json"], "did you mean result.json?"),
+])
+def test_a_misspelt_word_of_a_benchmark(tmp_path, monkeypatch, capsys, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "result.json").touch()
+    with pytest.raises(SystemExit, match="2"):
+        benchmarks.main(arguments)
+    assert words in capsys.readouterr().err
 
 
 def test_help_is_a_page(capsys):
