@@ -1,6 +1,7 @@
 """`jaxfuse.freeze`: what constants fix is computed once, normalisations become part of weights, and the numbers stay."""
 
 import gc
+import tomllib
 import weakref
 
 import equinox as eqx
@@ -17,7 +18,7 @@ import jaxfuse
 import spellings
 from compare import as_near_to_the_truth, same
 from layers import Wide, conv, variables_of
-from processes import printed_by
+from processes import ROOT, printed_by
 from spellings.activations import ACTIVATIONS
 
 pytestmark = pytest.mark.usefixtures("some_kernel")
@@ -313,3 +314,22 @@ def test_a_file_that_is_spoiled(artefact, tmp_path, spoil, words):
     (tmp_path / "spoiled").write_bytes(spoil(artefact.read_bytes()))
     with pytest.raises(jaxfuse.ArtefactError, match=words):
         jaxfuse.load(tmp_path / "spoiled")
+
+
+def test_a_call_of_another_size_says_how_to_save_for_any(frozen, tmp_path):
+    frozen.save(tmp_path / "one.jaxfuse", X[:1])
+    with pytest.raises(ValueError, match="Shape mismatch") as caught:
+        jaxfuse.load(tmp_path / "one.jaxfuse")(X[:2])
+    assert "was saved for float32[1, " in caught.value.__notes__[-1] and "symbolic_shape" in caught.value.__notes__[-1]
+
+
+def test_a_function_that_was_given_no_variables_says_what_is_bound():
+    with pytest.raises(TypeError) as caught:
+        jaxfuse.freeze(lambda variables, x: x @ variables)(X)
+    assert caught.value.__notes__[-1] == "jaxfuse: nothing is bound; freeze(fn, variables) binds the first argument"
+
+
+def test_what_a_file_needs_is_installed_with_the_package():
+    """Where only the tests brought it, `save` failed for users."""
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "flatbuffers" in pyproject["project"]["dependencies"]

@@ -75,7 +75,12 @@ def load(path: str | os.PathLike):
         (args, kwargs), fixed = _parted((args, kwargs))
         if fixed != header["fixed"]:
             raise ArtefactError(f"{os.fspath(path)} was saved for {header['fixed']}, and is called with {fixed}; save it for these too")
-        return run(constants, args, kwargs)
+        try:
+            return run(constants, args, kwargs)
+        except ValueError as error:
+            types = ", ".join(f"{aval.dtype}{list(aval.shape)}" for aval in program.in_avals[len(constants) :])
+            error.add_note(f"jaxfuse: {os.fspath(path)} was saved for {types}; save it for a jax.export.symbolic_shape to take any batch")
+            raise
 
     loaded.__name__ = header["name"]
     return loaded

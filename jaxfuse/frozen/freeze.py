@@ -149,7 +149,8 @@ class Frozen:
             traced = trace(whole, (types, *jax.tree.map(type_of, (args, kwargs))), {})
         except TypeError as error:
             bound = ", ".join(map(str, self._positions))
-            error.add_note(f"jaxfuse: a call gives the arguments that are not bound; bound are those at {bound or 'no position'}")
+            error.add_note(f"jaxfuse: a call gives the arguments that are not bound; bound are those at {bound}" if bound else
+                           "jaxfuse: nothing is bound; freeze(fn, variables) binds the first argument")
             raise
         program = Program(traced.closed, len(self._arrays()))
         self._closed_over += traced.closed.consts
