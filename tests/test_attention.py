@@ -5,6 +5,7 @@ import flax.linen as nn
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -219,9 +220,17 @@ def test_scores_near_misses():
 # --- the kernel --------------------------------------------------------------------------------------------------
 
 
+NATURAL = 160, 8, 32, 1
+ALONE = dict(batch=[2, 4], rows=5, keys=5, inner=8, columns=8, scale=1.0, fill=0.0, has_bias=False, has_mask=False, has_factor=False)
+ALONE |= dict.fromkeys(("q_strides", "k_strides", "v_strides", "y_strides"), NATURAL)
+
+
 @pytest.mark.skipif(ffi.unavailable("jaxfuse_attention_fwd") is not None, reason="the native module is not built")
 @pytest.mark.parametrize("wrong, sentence", [
     (dict(batch=[2, 0]), "sizes are (2, 0, 5, 5, 8, 8), expected positive numbers: batch, rows, keys, inner, columns"),
+    (dict(batch=[-1, -1]), "sizes are (-1, -1, 5, 5, 8, 8), expected positive numbers"),
+    (dict(batch=[-1, 3]), "q has shape (2, 5, 4, 8), expected the elements of (2, 3, 5, 8) at q_strides (160, 8, 32, 1)"),
+    (dict(batch=[4, -1], rows=1 << 62), "q_strides are (160, 8, 32, 1), expected none below 0, and within the buffer"),
     (dict(rows=6), "q has shape (2, 5, 4, 8), expected the elements of (2, 4, 6, 8) at q_strides (160, 8, 32, 1)"),
     (dict(k_strides=(160, 8, 32)), "k_strides are 3, expected 4"),
     (dict(v_strides=(160, 8, 32, -1)), "v_strides are (160, 8, 32, -1), expected none below 0"),
@@ -230,10 +239,23 @@ def test_scores_near_misses():
     (dict(has_mask=True), "operand mask (number 3) is missing"),
     (dict(has_factor=True), "operand factor (number 3) is missing")], ids=lambda v: next(iter(v)) if isinstance(v, dict) else "")
 def test_the_kernel_refuses_what_does_not_fit(wrong, sentence):
-    strides = dict.fromkeys(("q_strides", "k_strides", "v_strides", "y_strides"), (160, 8, 32, 1))
-    right = dict(batch=[2, 4], rows=5, keys=5, inner=8, columns=8, scale=1.0, fill=0.0, has_bias=False, has_mask=False, has_factor=False)
-    attributes = right | strides | wrong
+    attributes = ALONE | wrong
     result = jax.ShapeDtypeStruct(attributes.pop("y", Q.shape), Q.dtype)
     with pytest.raises(Exception) as caught:
         ffi.call("jaxfuse_attention_fwd", [result], Q, K, V, **attributes)
     assert sentence in str(caught.value)
+
+
+@pytest.mark.skipif(ffi.unavailable("jaxfuse_attention_fwd") is not None, reason="the native module is not built")
+@pytest.mark.parametrize("batch", [[-1, 4], [2, -1]])
+@pytest.mark.parametrize("shared", ["", "q", "k v"])
+def test_the_kernel_finds_a_size_of_the_batch_that_is_not_said(batch, shared):
+    """From those of q, k and v that have it; others are repeated along it."""
+    d = batch.index(-1)
+    lacking = {f"{name}_strides": tuple(0 if i == d else n for i, n in enumerate(NATURAL)) for name in shared.split()}
+    operands = [jnp.take(a, jnp.arange(1), (0, 2)[d]) if name in shared else a for name, a in zip("qkv", (Q, K, V))]
+    if d == 1:
+        lacking = {name: (40, 0, 8, 1) for name in lacking}
+    said, found = (ffi.call("jaxfuse_attention_fwd", [jax.ShapeDtypeStruct(Q.shape, Q.dtype)], *operands, **ALONE | lacking | more)[0]
+                   for more in ({}, dict(batch=batch)))
+    np.testing.assert_array_equal(said, found)

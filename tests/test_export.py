@@ -100,39 +100,13 @@ def group_norm(x, w):
     return ((y - y.mean((1, 2, 4), keepdims=True)) * jax.lax.rsqrt(y.var((1, 2, 4), keepdims=True) + 1e-5)).reshape(x.shape) * w
 
 
-SYMBOLIC = {
-    "dense": (dense, (16,), (16, 8)),
-    "dense of sequences": (dense, (5, 16), (16, 8)),
-    "dense, scaled": (lambda x, w: dense(x, w) * w[0], (16,), (16, 8)),
-    "conv": (relu_of_conv, (6, 6, 8), (3, 3, 8, 8)),
-    "max pool": (lambda x, w: jax.lax.reduce_window(x * w, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"), (6, 6, 8), (8,)),
-    "global average pool": (lambda x, w: x.mean((1, 2)) * w, (6, 6, 8), (8,)),
-    "norm": (norm, (6, 8), (8,)),
-    "group norm": (group_norm, (6, 5, 16), (16,)),
-}
+def batch_norm(x, w):
+    return (x - x.mean((0, 1, 2))) * jax.lax.rsqrt(x.var((0, 1, 2)) + 1e-5) * w
 
 
-@native
-@pytest.mark.parametrize("name", SYMBOLIC)
-def test_of_any_batch(name):
-    """With kernels, forward and in the gradients."""
-    function, x_shape, w_shape = SYMBOLIC[name]
-    both = lambda x, w: (function(x, w), jax.grad(lambda x, w: jnp.sum(jnp.sin(function(x, w))), (0, 1))(x, w))
-    (batch,) = jax.export.symbolic_shape("b")
-    types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((batch, *x_shape), w_shape)]
-    program = exported(jaxfuse.fuse(both, policy="always"), *types)
-    directions = {name.split("_")[-2] for name in called(program.mlir_module())}
-    assert directions == ({"pool"} if name == "global average pool" else {"fwd", "bwd"})  # whose gradient is a broadcast
-    rng = np.random.default_rng(0)
-    for batch in (1, 5):
-        x, w = (rng.normal(size=shape).astype("float32") for shape in ((batch, *x_shape), w_shape))
-        for value, wanted in pairs(program.call(x, w), jax.jit(both)(x, w)):
-            assert distance(value, wanted) < 1e-5
-
-
-def attention(x, w):
+def attention(x, w, **options):
     q, k = (v.reshape(*x.shape[:-1], 2, 8) for v in (x @ w, x))
-    return jax.nn.dot_product_attention(q, k, k)
+    return jax.nn.dot_product_attention(q, k, k, **options)
 
 
 def recurrent(cell):
@@ -144,29 +118,52 @@ def recurrent(cell):
     return run
 
 
-# what a whole layer is fused as where the batch is known, and left of it where it is not
-KNOWN_ONLY = {
-    "attention": (attention, (6, 16), (16, 16), "attention"),
-    "lstm": (recurrent(lstm), (5, 16), (32, 64), "lstm"),
-    "gru": (recurrent(lambda x, h, c, w, u: (gru(x, h, w, u), c)), (5, 16), (32, 48), "gru"),
+SYMBOLIC = {
+    "dense": (dense, (16,), (16, 8)),
+    "dense of sequences": (dense, (5, 16), (16, 8)),
+    "dense, scaled": (lambda x, w: dense(x, w) * w[0], (16,), (16, 8)),
+    "conv": (relu_of_conv, (6, 6, 8), (3, 3, 8, 8)),
+    "max pool": (lambda x, w: jax.lax.reduce_window(x * w, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"), (6, 6, 8), (8,)),
+    "global average pool": (lambda x, w: x.mean((1, 2)) * w, (6, 6, 8), (8,)),
+    "norm": (norm, (6, 8), (8,)),
+    "group norm": (group_norm, (6, 5, 16), (16,)),
+    "attention": (attention, (6, 16), (16, 16)),
+    "attention, masked": (lambda x, w: attention(x, w, is_causal=True), (6, 16), (16, 16)),
+    "lstm": (recurrent(lstm), (5, 16), (32, 64)),
+    "gru": (recurrent(lambda x, h, c, w, u: (gru(x, h, w, u), c)), (5, 16), (32, 48)),
 }
+WHOLE = {"attention", "lstm", "gru"}  # of several products, which might be fused one by one
 
 
 @native
-@pytest.mark.parametrize("name", KNOWN_ONLY)
-def test_what_must_know_the_batch(name):
-    """Not fused as a whole, with the reason; the products in it may be."""
-    function, x_shape, w_shape, pattern = KNOWN_ONLY[name]
+@pytest.mark.parametrize("name", SYMBOLIC)
+def test_of_any_batch(name):
+    """With kernels, forward and in the gradients."""
+    function, x_shape, w_shape = SYMBOLIC[name]
+    both = lambda x, w: (function(x, w), jax.grad(lambda x, w: jnp.sum(jnp.sin(function(x, w))), (0, 1))(x, w))
     (batch,) = jax.export.symbolic_shape("b")
-    known, unknown = ([jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((n, *x_shape), w_shape)] for n in (3, batch))
-    assert pattern in {site.pattern for site in jaxfuse.explain(function, *known, policy="always").fused}
-    report = jaxfuse.explain(function, *unknown, policy="always")
-    assert pattern not in {site.pattern for site in report.fused}
-    assert any("symbolic shape" in site.reason for site in report.skipped)
-    program, rng = exported(jaxfuse.fuse(function, policy="always"), *unknown), np.random.default_rng(0)
+    types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((batch, *x_shape), w_shape)]
+    assert name not in WHOLE or name in {site.pattern for site in jaxfuse.explain(function, *types, policy="always").fused}
+    program = exported(jaxfuse.fuse(both, policy="always"), *types)
+    directions = {name.split("_")[-2] for name in called(program.mlir_module())}
+    assert directions == ({"pool"} if name == "global average pool" else {"fwd", "bwd"})  # whose gradient is a broadcast
+    rng = np.random.default_rng(0)
     for batch in (1, 5):
-        x, w = (rng.normal(size=shape).astype("float32") / 2 for shape in ((batch, *x_shape), w_shape))
-        assert distance(program.call(x, w), jax.jit(function)(x, w)) < 1e-5
+        x, w = (rng.normal(size=shape).astype("float32") for shape in ((batch, *x_shape), w_shape))
+        for value, wanted in pairs(program.call(x, w), jax.jit(both)(x, w)):
+            assert distance(value, wanted) < 1e-5
+
+
+@native
+def test_what_must_know_the_batch():
+    """Statistics are divided by it, as a number of the program."""
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((jax.export.symbolic_shape("b")[0], 4, 4, 8), (8,)))
+    report = jaxfuse.explain(batch_norm, x, w, policy="always")
+    assert not report.fused and "symbolic shape" in report.skipped[0].reason
+    program, rng = exported(jaxfuse.fuse(batch_norm, policy="always"), x, w), np.random.default_rng(0)
+    for batch in (1, 5):
+        x, w = (rng.normal(size=shape).astype("float32") for shape in ((batch, 4, 4, 8), (8,)))
+        assert distance(program.call(x, w), jax.jit(batch_norm)(x, w)) < 1e-5
 
 
 def test_for_several_platforms():

@@ -95,6 +95,13 @@ Problem::Problem(const Call& call)
     : batch(call.int_array("batch")), rows(call.attr<int64_t>("rows")), keys(call.attr<int64_t>("keys")),
       inner(call.attr<int64_t>("inner")), columns(call.attr<int64_t>("columns")), scale(call.attr<float>("scale")),
       fill(call.attr<float>("fill")) {
+  const auto unknown = std::find(batch.begin(), batch.end(), -1);
+  if (unknown != batch.end()) {
+    const size_t d = unknown - batch.begin();
+    *unknown = std::max({batch_size(call, d, call.operand(0, "q"), "q_strides", {rows, inner}),
+                         batch_size(call, d, call.operand(1, "k"), "k_strides", {keys, inner}),
+                         batch_size(call, d, call.operand(2, "v"), "v_strides", {keys, columns})});
+  }
   Shape all = batch;
   all.insert(all.end(), {rows, keys, inner, columns});
   if (*std::min_element(all.begin(), all.end()) < 1) {
@@ -122,6 +129,18 @@ Problem::Problem(const Call& call)
   for (const auto& m : {bias, mask, factor}) {
     if (m && m->strides.back() != 1) call.refuse("bias, mask or factor has keys ", m->strides.back(), " elements apart, expected 1");
   }
+}
+
+int64_t Problem::batch_size(const Call& call, size_t d, const Tensor& t, const char* strides, const Shape& extents) const {
+  const Shape own = call.int_array(strides);
+  Shape shape = batch;
+  shape.insert(shape.end(), extents.begin(), extents.end());
+  if (own.size() != shape.size() || own[d] == 0) return -1;
+  int64_t others = 1;
+  for (size_t e = 0; e < shape.size(); ++e) {
+    if (e != d && own[e] != 0 && (shape[e] < 1 || __builtin_mul_overflow(others, shape[e], &others))) return -1;
+  }
+  return t.size() / others;
 }
 
 Matrix Problem::matrix(const Call& call, const Tensor& t, const char* strides, const Shape& extents) const {

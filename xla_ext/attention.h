@@ -30,11 +30,14 @@ struct Problem {
   Matrix q, k, v;
   std::optional<Matrix> bias, mask, factor;
 
-  // From the operands q, k, v, then bias, mask and factor where attributes say so.
+  // From the operands q, k, v, then bias, mask and factor where attributes say so. One size of the batch may be -1: what the
+  // operands say.
   explicit Problem(const Call&);
 
   int64_t entries() const { return size_of(batch); }
   size_t operands() const { return 3 + bias.has_value() + mask.has_value() + factor.has_value(); }
+  // The batch's size d, of which the tensor's attribute says that it has it; -1 where it does not.
+  int64_t batch_size(const Call&, size_t d, const Tensor&, const char* strides, const Shape& extents) const;
   // The tensor's matrices, [extents...] each, laid as the attribute says.
   Matrix matrix(const Call&, const Tensor&, const char* strides, const Shape& extents) const;
   // The same, to be written: one matrix for each entry of the batch, the columns side by side.

@@ -22,7 +22,7 @@ from jaxfuse.ops.batch_axes import BatchAxes, completed
 from jaxfuse.ops.errors import Arguments, Array, checked_names
 from jaxfuse.ops.op import FusedOp, Linear
 from jaxfuse.ops.stage import FLOATS, Kernel
-from jaxfuse.runtime import ffi
+from jaxfuse.runtime import ffi, private
 from jaxfuse.runtime.settings import ours
 
 MASKED = -1e30  # the score where a mask is False: less than any that a network makes, and a row of nothing else is no NaN
@@ -183,7 +183,8 @@ def _laid_out(config: AttentionConfig, args, y_shape) -> tuple[dict, list]:
     q, k, v, *added = config.unpack(args)
     sizes, batch = config.sizes(q, k, v), config.batch
     attributes: dict = {name: sizes[letter] for name, letter in dict(rows="t", keys="s", inner="d", columns="e").items()}
-    attributes |= dict(batch=[sizes[letter] for letter in batch], scale=config.scale, fill=config.fill)
+    unknown = [letter for letter in batch if private.is_symbolic_size(sizes[letter])][:1]  # one the handler is told by its operands
+    attributes |= dict(batch=[-1 if letter in unknown else sizes[letter] for letter in batch], scale=config.scale, fill=config.fill)
     for name, spec, shape, matrix in (("q", config.q, q.shape, "td"), ("k", config.k, k.shape, "sd"), ("v", config.v, v.shape, "se"),
                                       ("y", config.out, y_shape, "te")):
         attributes[f"{name}_strides"] = strides(spec, shape, batch + matrix)

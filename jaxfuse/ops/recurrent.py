@@ -12,6 +12,7 @@ from jaxfuse.ops.batch_axes import completed
 from jaxfuse.ops.dense import OP as DENSE, DenseConfig
 from jaxfuse.ops.stage import refused_array
 from jaxfuse.runtime import ffi
+from jaxfuse.runtime.private import known
 
 WORTH_A_CALL = 1 << 20  # multiplications of a product from which the kernel of dense layers is as fast as XLA, see xla_ext/KERNELS.md
 
@@ -59,7 +60,7 @@ def input_tangent(tangents, dwh, states, like):
 
 def is_worth_a_call(size: int, columns: int) -> bool:
     """Whether the kernel of dense layers is as fast as XLA for a product of all steps: of so many numbers with such a matrix."""
-    return size * columns >= WORTH_A_CALL
+    return known(size * columns) >= WORTH_A_CALL
 
 
 def summed_wide(x, w, dtype, dimension_numbers, **params):

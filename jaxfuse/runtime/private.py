@@ -72,9 +72,14 @@ def scan_over(eqn, body, num_consts: int, used: list[bool]) -> dict[str, Any]:
     return params | {"num_consts": num_consts} | linear
 
 
+def is_symbolic_size(n) -> bool:
+    """Whether the number is not known yet, as `jax.export` traces sizes."""
+    return hasattr(n, "_get_vars")
+
+
 def is_symbolic(arrays) -> bool:
-    """Whether any of the shapes has a number that is not known yet, as `jax.export` traces them."""
-    return any(hasattr(n, "_get_vars") for a in arrays for n in getattr(a, "shape", ()))
+    """Whether any of the shapes has such a number."""
+    return any(is_symbolic_size(n) for a in arrays for n in getattr(a, "shape", ()))
 
 
 BATCH = 32  # what a size is taken to be that is not known
@@ -82,7 +87,7 @@ BATCH = 32  # what a size is taken to be that is not known
 
 def known(size) -> int:
     """The size itself, or of a symbolic one what it is for a representative batch."""
-    if not hasattr(size, "_get_vars"):
+    if not is_symbolic_size(size):
         return size
     with jax.enable_x64(True):  # else JAX computes it in 32 bits
         return int(size._evaluate(dict.fromkeys(size._get_vars(), BATCH)))
