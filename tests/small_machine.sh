@@ -5,6 +5,7 @@
 # In a virtual environment with `pip install '.[demo,test]'`. Needs Linux with user namespaces.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+PATH=$PATH:/usr/sbin:/sbin  # for ldconfig, which is on no user's path everywhere
 if [ $# = 0 ]; then
   set -- bash -ec '
     python -m jaxfuse doctor
