@@ -132,13 +132,13 @@ def explain(fn: Callable, *args, policy: str = "measured", platform: str | None 
                 closed = trace(getattr(fn, "in_floats", fn), args, kwargs, concrete).closed
             except Exception as error:
                 failure = error
-            else:
-                try:
-                    program = plan(closed, decider)
-                except Exception as error:
-                    return build.untraceable(versions.unread("this program", error), "")
-                decider.selection.warn_of_strangers(program.found)
-                return build.whole(program, _name(fn), policy, measure)
+                continue
+            try:
+                program = plan(closed, decider)
+            except Exception as error:
+                return build.untraceable(versions.unread("this program", error), "")
+            decider.selection.warn_of_strangers(program.found)
+            return build.whole(program, _name(fn), policy, measure)
         return _untraceable(failure, kwargs)
 
 

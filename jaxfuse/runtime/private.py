@@ -160,10 +160,9 @@ def weakly_typed(array):
     return _named("lax.lax", "_convert_element_type", lambda array, weak_type: array)(array, weak_type=True)
 
 
-def trace_context():
-    """All that a trace depends on beside the arguments, hashable: settings of JAX, and the named axes of `vmap` and meshes. What
-    is equal to nothing where JAX does not say."""
-    return _named("config", "trace_context", object)()
+# Called at every call of a frozen function. It gives all that a trace depends on beside the arguments, hashable: settings of JAX, and
+# the named axes of `vmap` and meshes. What is equal to nothing where JAX does not say.
+trace_context = _named("config", "trace_context", object)
 
 
 def is_traced() -> bool:

@@ -207,10 +207,9 @@ class Convolution(Contraction):
 
     def cost(self, chain: Chain, kernel: Kernel) -> str:
         """A residual times a number XLA adds in one pass over it, where a kernel's operand would be another."""
-        made = chain.residual.producer if chain.residual is not None else None
-        if made is None or made.primitive not in ("mul", "div") or kernel.is_plain or kernel.platform != "cpu":
-            return super().cost(chain, kernel)
-        if all(varying_axes(v) for v in made.inputs) or len(made.out.users) > 1 or self.graph.is_returned(made.out):
+        made = chain.residual.producer if chain.residual is not None and not kernel.is_plain and kernel.platform == "cpu" else None
+        scales = made is not None and made.primitive in ("mul", "div") and not all(varying_axes(v) for v in made.inputs)
+        if made is None or not scales or len(made.out.users) > 1 or self.graph.is_returned(made.out):
             return super().cost(chain, kernel)
         return f"{made} scales the residual: XLA makes one pass of that and of what follows"
 
