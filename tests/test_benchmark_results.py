@@ -1,12 +1,11 @@
 """What is made of a benchmark's result: its files, tables and pictures. Nothing here is about speed."""
 
 import json
-import sys
 
 import pytest
 
 from benchmarks import __main__ as bench
-from benchmarks import cases, pictures, plan, readme, report, roofline, screen
+from benchmarks import cases, pictures, plan, readme, report, roofline
 
 
 def _result(name="resnet50.b8.f32.training", ms=200.0):
@@ -103,9 +102,8 @@ def test_an_op_is_held_against_the_roof_of_the_machine(tmp_path):
 
 
 @pytest.mark.parametrize("isa", [["avx2", "avx512_vp2intersect", "avx_vnni"], ["avx2"]])
-def test_a_run_ends_with_the_ops_under_the_roofs_of_a_known_machine(isa, tmp_path, capsys, monkeypatch):
+def test_a_run_ends_with_the_ops_under_the_roofs_of_a_known_machine(isa, tmp_path, capsys):
     """Of another it says how they are drawn; of shapes that are not the cases' nothing."""
-    monkeypatch.setattr(screen.console, "file", sys.stdout)
     result = _result("conv3x3_c64_s56.b8.f32.forward")
     result["machine"] = {"cpu": "AMD EPYC", "cores": 2, "isa": isa}
     path, picture = tmp_path / "run.json", tmp_path / "run-roofline.png"
