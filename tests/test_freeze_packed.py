@@ -67,7 +67,7 @@ def test_weights_of_dense_layers_are_packed(product, shape, dtype, tmp_path):
 
 
 @pytest.mark.parametrize("rows, dtype, is_packed", [
-    (1, jnp.float32, True), (32, jnp.float32, True), (40, jnp.float32, False), (64, jnp.bfloat16, True), (2, jnp.float16, False)])
+    (1, jnp.float32, True), (512, jnp.float32, True), (520, jnp.float32, False), (600, jnp.bfloat16, True), (2, jnp.float16, False)])
 def test_dense_layers_of_few_rows_are_packed(rows, dtype, is_packed):
     """By the figures of AVX-512."""
     w = jnp.ones((40, 24), dtype)

@@ -13,7 +13,7 @@ from native_sources import INSTALLED_BY, headers
 
 HERE = pathlib.Path(__file__).parent
 SOURCES = HERE.parent / "xla_ext"
-TESTS = ["sizes", "exceptions", "denormals", "invalid_operations", "one_processor", "workers_leave_the_callers_processor",
+TESTS = ["sizes", "exceptions", "shares", "denormals", "invalid_operations", "one_processor", "workers_leave_the_callers_processor",
          "only_the_team_wakes", "threads_that_cannot_start", "forks", "exits_in_a_region"]
 
 

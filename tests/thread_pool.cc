@@ -70,6 +70,32 @@ void exceptions() {
   CHECK(team_of(0) == 4);
 }
 
+// Each chunk once; a thread's own share first, and if one is held up, the other takes what is left of both.
+void shares() {
+  constexpr int64_t kChunks = 64;
+  ThreadPool::resize(2);
+  for (int held = 0; held < 2; ++held) {
+    std::atomic<int> began[2] = {}, done[2] = {};
+    std::vector<std::atomic<int>> threads(kChunks);
+    parallel_for(kChunks, [&](int64_t chunk) {
+      const int thread = ThreadPool::thread_number();
+      if (began[thread]++ == 0) {
+        CHECK(chunk == thread * kChunks / 2);
+        while (began[1 - thread] == 0) std::this_thread::yield();
+        while (thread == held && done[1 - thread] < kChunks - 1) std::this_thread::yield();
+      }
+      threads[chunk] += 1 + thread;
+      ++done[thread];
+    });
+    for (int64_t i = 0; i < kChunks; ++i) CHECK(threads[i] == 1 + (i == held * kChunks / 2 ? held : 1 - held));
+  }
+  for (int64_t chunks : {0, 1, 2, 3, 7}) {
+    std::vector<std::atomic<int>> times(chunks);
+    parallel_for(chunks, [&](int64_t chunk) { ++times[chunk]; });
+    for (const auto& n : times) CHECK(n == 1);
+  }
+}
+
 volatile float tiny = 1e-38f;
 
 void denormals() {
@@ -268,6 +294,7 @@ void exits_in_a_region() {
 const std::pair<const char*, void (*)()> kTests[] = {
     {"sizes", sizes},
     {"exceptions", exceptions},
+    {"shares", shares},
     {"denormals", denormals},
     {"invalid_operations", invalid_operations},
     {"one_processor", one_processor},

@@ -14,9 +14,10 @@
 namespace jaxfuse::contraction {
 namespace {
 
-// A chunk of the panels that a tile meets, kMostSteps long, stays in the first-level cache while rows meet it. Its sums are then
-// added to the total: that keeps them short. The rows of a task, and their sums, stay in the second-level cache.
-constexpr int64_t kMostSteps = 256, kRowBytes = 384 << 10, kMostTiles = 24, kTasksPerThread = 4, kFewestTiles = 2;
+// A chunk of the panels that a tile meets, kMostSteps long, stays in the cache while rows meet it: in that of the first level, or with
+// AVX-512 of the second. Its sums are then added to the total: that keeps them short. The rows of a task, and their sums, stay in
+// the second-level cache.
+constexpr int64_t kMostSteps = 256, kRowBytes = 384 << 10, kFewestTiles = 4, kMostTiles = 48, kTasksPerThread = 4;
 constexpr int64_t kTilesTogether = 4;  // whose sums are finished together: they are in the first-level cache
 
 // Numbers of a step.
@@ -81,7 +82,6 @@ class Packing {
   const std::vector<Chunk> chunks_;
 };
 
-using Finish = std::function<void(const Block&)>;
 using Multiply = void (*)(const Tile&, int64_t, float*, bool);
 
 Multiply multiply_of(const Problem& p) {
@@ -97,7 +97,7 @@ class Plan {
         panels_{p_.inner, p_.columns, int64_t(p_.filter.taps.size()), p_.dtype}, packing_(p_.filter, panels_, p_.filter.panels ? panels_.layout() : side_by_side()),
         groups_(parts(p_.columns, loops_.columns)) {
     const int64_t row_bytes = std::max<int64_t>(1, p_.inner * int64_t(ffi::ByteWidth(p_.dtype)));
-    const int64_t tiles = std::clamp<int64_t>(kRowBytes / (loops_.rows * row_bytes), 2, kMostTiles);
+    const int64_t tiles = std::clamp<int64_t>(kRowBytes / (loops_.rows * row_bytes), kFewestTiles, kMostTiles);
     cut_rows(tiles);
     const int64_t wanted_tasks = kTasksPerThread * max_threads();
     task_groups_ = parts(groups_, std::min(groups_, parts(wanted_tasks, row_blocks_)));
@@ -116,7 +116,7 @@ class Plan {
 
   bool pack(int64_t i) const { return packing_.pack(i, packed_->data()); }
 
-  bool run(int64_t task, const Finish& finish) const {
+  bool run(int64_t task, const OfBlock& finish, const OfBlock& expect) const {
     const int64_t row = task / column_parts_ * block_rows_, rows = std::min(block_rows_, p_.rows - row);
     const int64_t pointers = panels_.taps * rows * sizeof(char*), sums_bytes = rows * loops_.columns * sizeof(float);
     const int64_t own_panels = whole() ? 0 : chunk_bytes();
@@ -128,8 +128,8 @@ class Plan {
     const int64_t first = task % column_parts_ * task_groups_;
     for (int64_t group = first; group < std::min(groups_, first + task_groups_); ++group) {
       const int64_t column = group * loops_.columns, columns = std::min(loops_.columns, p_.columns - column);
-      const auto finish_rows = [&](int64_t begin, int64_t end) {
-        finish({number_, row + begin, end - begin, column, columns, sums + begin * loops_.columns, loops_.columns});
+      const auto block = [&](int64_t begin, int64_t end) {
+        return Block{number_, row + begin, end - begin, column, columns, sums + begin * loops_.columns, loops_.columns};
       };
       for (const Chunk& chunk : packing_.chunks()) {
         Tile tile = tile_of(chunk, columns);
@@ -140,9 +140,11 @@ class Plan {
           tile.panels = scratch.data();
         }
         const bool last = &chunk == &packing_.chunks().back();
-        multiply(tile, chunk, at, rows, sums, group == first, [&](int64_t begin, int64_t end) { if (last) finish_rows(begin, end); });
+        multiply(tile, chunk, at, rows, sums, group == first,
+                 [&](int64_t begin, int64_t end) { if (last) expect(block(begin, end)); },
+                 [&](int64_t begin, int64_t end) { if (last) finish(block(begin, end)); });
       }
-      if (packing_.chunks().empty()) std::fill_n(sums, rows * loops_.columns, 0.0f), finish_rows(0, rows);
+      if (packing_.chunks().empty()) std::fill_n(sums, rows * loops_.columns, 0.0f), finish(block(0, rows));
     }
     return finite;
   }
@@ -162,7 +164,7 @@ class Plan {
   Tile tile_of(const Chunk& chunk, int64_t columns) const {
     const int64_t per = per_step(p_.dtype);
     return {nullptr, nullptr, 0, chunk.first * int64_t(ffi::ByteWidth(p_.dtype)), chunk.taps, parts(chunk.inner, per),
-            chunk.inner % per != 0, 2 * columns <= loops_.columns, nullptr, packing_.layout(), nullptr, 0};
+            chunk.inner % per != 0, columns, nullptr, packing_.layout(), nullptr, 0};
   }
 
   // The chunk's panels, and those that come next, where all are packed.
@@ -174,9 +176,10 @@ class Plan {
     tile.fetched = packing_.lines(packing_.chunks()[0]);
   }
 
-  // Rows by the chunk, tile by tile. `finish` is told which rows are done.
-  template <class Finished>
-  void multiply(Tile& tile, const Chunk& chunk, const char* const* at, int64_t rows, float* sums, bool fetch_rows, Finished finished) const {
+  // Rows by the chunk, tile by tile. `begun` and `finished` are told which rows are next, and which are done.
+  template <class Begun, class Finished>
+  void multiply(Tile& tile, const Chunk& chunk, const char* const* at, int64_t rows, float* sums, bool fetch_rows, Begun begun,
+                Finished finished) const {
     const bool first = chunk.tap == 0 && chunk.first == 0;
     const int64_t tiles = parts(rows, loops_.rows), lines = tile.fetched;
     const char* const fetch = tile.fetch;
@@ -186,6 +189,7 @@ class Plan {
       tile.rows = at + chunk.tap * rows + begin;
       tile.next = fetch_rows && i + 1 < tiles ? at + chunk.tap * rows + std::min(end, rows - loops_.rows) : nullptr;
       tile.fetch = fetch + i * lines / tiles * packing_.layout().line, tile.fetched = (i + 1) * lines / tiles - i * lines / tiles;
+      begun(begin, end);
       multiply_(tile, end - begin, sums + begin * loops_.columns, first);
       if ((i + 1) % kTilesTogether == 0 || i + 1 == tiles) finished(unfinished, end), unfinished = end;
     }
@@ -272,7 +276,7 @@ void quantise(const Tensor& x, float step, int32_t zero, uint8_t* to) {
   });
 }
 
-bool multiply(const std::vector<Problem>& problems, const std::function<void(const Block&)>& finish) {
+bool multiply(const std::vector<Problem>& problems, const OfBlock& finish, const OfBlock& expect) {
   std::vector<Plan> plans;
   for (const Problem& p : problems) {
     if (p.rows > 0 && p.columns > 0) plans.emplace_back(p, &p - problems.data());
@@ -280,7 +284,7 @@ bool multiply(const std::vector<Problem>& problems, const std::function<void(con
   if (plans.empty()) return true;
   const bool packed = all_of(plans, [](const Plan& plan) { return plan.packings(); }, [](const Plan& plan, int64_t i) { return plan.pack(i); });
   const bool run = all_of(plans, [](const Plan& plan) { return plan.tasks(); },
-                          [&](const Plan& plan, int64_t i) { return plan.run(i, finish); });
+                          [&](const Plan& plan, int64_t i) { return plan.run(i, finish, expect); });
   return packed && run;
 }
 

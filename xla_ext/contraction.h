@@ -70,7 +70,10 @@ struct Block {
 // x as u8, round(x/step) + zero within 0 to 255, on threads.
 void quantise(const Tensor& x, float step, int32_t zero, uint8_t* to);
 
-// Calls `finish` once for every block of every problem, on any thread; it must not throw. Returns whether the filters were finite.
-bool multiply(const std::vector<Problem>& problems, const std::function<void(const Block&)>& finish);
+using OfBlock = std::function<void(const Block&)>;  // must not throw
+
+// Calls `finish` once for every block of every problem, on any thread. `expect` is called with rows of it before they are computed: it may
+// fetch what `finish` will want. Returns whether the filters were finite.
+bool multiply(const std::vector<Problem>& problems, const OfBlock& finish, const OfBlock& expect = [](const Block&) {});
 
 }  // namespace jaxfuse::contraction

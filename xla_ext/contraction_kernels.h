@@ -34,8 +34,8 @@ struct Tile {
   const char* const* rows;
   const char* const* next;  // or null: those of the next tile, to be fetched into the cache
   int64_t row_step, offset, taps, steps;
-  bool odd;     // the last step of a row is not full; of bf16 nothing behind it is read
-  bool narrow;  // only the first half of the columns is wanted
+  bool odd;         // the last step of a row is not full; of bf16 nothing behind it is read
+  int64_t columns;  // the first ones of the panels, at most a tile's, are wanted
   const char* panels;
   Layout layout;
   const char* fetch;  // lines of panels that are wanted soon, to be fetched into the second-level cache

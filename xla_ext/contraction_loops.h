@@ -8,8 +8,9 @@
 namespace jaxfuse::contraction {
 namespace {
 
-constexpr int64_t kColumns = kLanes == 16 ? 32 : 16, kVectors = kColumns / kLanes;
-constexpr int64_t kRows = kLanes == 16 ? 14 : 6;  // with the columns they fill the registers
+// Of a tile, whose sums fill the registers. More rows and fewer columns would, too: but then not every row's pointer is in a register,
+// and rows that lie a power of two apart do not fit together into the first-level cache, which has 8 or 12 lines for them.
+constexpr int64_t kRows = kLanes == 16 ? 7 : 6, kColumns = kLanes == 16 ? 64 : 16, kVectors = kColumns / kLanes;
 
 // ---- steps as the panels have them: a number of f32, or the bits of a pair of bf16, of which the first is the lower half
 
@@ -81,7 +82,7 @@ Floats step_beside(const T* from, int64_t inner_step, int64_t k, int64_t inner, 
 template <class Step, class T>
 void pack_beside(const T* from, int64_t inner_step, int64_t count, int64_t inner, char* to, Layout layout, Finite& finite) {
   for (int64_t k = 0; k < inner; k += Step::kElements, to += layout.line) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int64_t n = 0; n < kColumns; n += kLanes) {
       float* const at = reinterpret_cast<float*>(to + n / kPanel * layout.panel) + n % kPanel;
       if (n + kLanes <= count) {
@@ -200,7 +201,7 @@ class Fetch {
 
   void some() {
     for (int64_t i = 0; i < together_ && left_ > 0; ++i, --left_, panels_ += layout_.line) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int64_t n = 0; n < kColumns; n += kPanel) __builtin_prefetch(panels_ + n / kPanel * layout_.panel, 0, 2);
     }
   }
@@ -262,30 +263,33 @@ void multiply(const Tile& tile, float* sums, bool first) {
   }
 }
 
-// Of `count` rows, at most `rows`.
-template <class Step, int64_t rows>
-void multiply_rows(const Tile& tile, int64_t count, float* sums, bool first) {
+// Of `count` rows, at most `rows`, and of the vectors that have the tile's columns, at most `vectors`.
+template <class Step, int64_t rows = kRows, int64_t vectors = kVectors>
+void multiply_tile(const Tile& tile, int64_t count, float* sums, bool first) {
   if constexpr (rows > 1) {
-    if (count < rows) return multiply_rows<Step, rows - 1>(tile, count, sums, first);
+    if (count < rows) return multiply_tile<Step, rows - 1, vectors>(tile, count, sums, first);
   }
-  tile.narrow ? multiply<Step, rows, kVectors / 2>(tile, sums, first) : multiply<Step, rows, kVectors>(tile, sums, first);
+  if constexpr (vectors > 1) {
+    if (tile.columns <= (vectors - 1) * kLanes) return multiply_tile<Step, rows, vectors - 1>(tile, rows, sums, first);
+  }
+  multiply<Step, rows, vectors>(tile, sums, first);
 }
 
 #if defined(__AVX512BF16__)  // what only such CPUs do so; the rest is AVX-512's
 constexpr Kernels kernels = {
-    kRows, kColumns, nullptr, pack<OfPairs>, nullptr, transpose_lines<OfPairs, bf16>, nullptr, multiply_rows<OfPairs, kRows>,
+    kRows, kColumns, nullptr, pack<OfPairs>, nullptr, transpose_lines<OfPairs, bf16>, nullptr, multiply_tile<OfPairs>,
     nullptr, nullptr, nullptr, nullptr, nullptr,
 };
 #elif defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 constexpr Kernels kernels = {
-    kRows, kColumns, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, multiply_rows<OfBytes<false>, kRows>,
-    multiply_rows<OfBytes<kSaturates>, kRows>, nullptr, nullptr, nullptr,
+    kRows, kColumns, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, multiply_tile<OfBytes<false>>,
+    multiply_tile<OfBytes<kSaturates>>, nullptr, nullptr, nullptr,
 };
 #else
 constexpr Kernels kernels = {
     kRows, kColumns, pack<OfFloats>, pack<OfPairs>, transpose_lines<OfFloats, float>, transpose_lines<OfPairs, bf16>,
-    multiply_rows<OfFloats, kRows>, multiply_rows<OfPairs, kRows>, multiply_rows<OfBytes<false>, kRows>,
-    multiply_rows<OfBytes<kSaturates>, kRows>, quantise<float>, quantise<bf16>, to_floats,
+    multiply_tile<OfFloats>, multiply_tile<OfPairs>, multiply_tile<OfBytes<false>>,
+    multiply_tile<OfBytes<kSaturates>>, quantise<float>, quantise<bf16>, to_floats,
 };
 #endif
 

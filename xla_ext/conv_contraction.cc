@@ -145,7 +145,7 @@ class Convolution {
 
   // Whether what it wrote is right: no infinity or NaN of the filter met padding, which x may have of its own too.
   bool run(bool x_has_padding = false) const {
-    const bool finite = contraction::multiply(problems_, [&](const contraction::Block& b) { finish(b); });
+    const bool finite = contraction::multiply(problems_, [&](const auto& b) { finish(b); }, [&](const auto& b) { expect(b); });
     return finite || (!x_has_padding && std::none_of(rows_.begin(), rows_.end(), [](const Rows& r) { return r.meets_padding(); }));
   }
 
@@ -190,20 +190,28 @@ class Convolution {
     return taps;
   }
 
+  bool rows_are_pixels() const { return int64_t(rows_.size()) == groups_; }  // of y: there is one phase
+  int64_t column(const contraction::Block& b) const { return int64_t(b.problem) / (int64_t(rows_.size()) / groups_) * columns_ + b.column; }
+  epilogue::Tile tile(const contraction::Block& b, int64_t row, int64_t pixel) const {
+    return epilogue_.tile(b.sums + row * b.stride, DType::F32, b.stride, pixel * features_ + column(b), column(b), b.columns);
+  }
+
+  void expect(const contraction::Block& b) const {
+    if (rows_are_pixels()) epilogue::fetch(tile(b, 0, b.row), b.rows);
+  }
+
   // The outputs of a block: at once where the phase's rows are the pixels of y, else line by line.
   void finish(const contraction::Block& b) const {
     const Rows& rows = rows_[b.problem];
-    const int64_t column = int64_t(b.problem) / (int64_t(rows_.size()) / groups_) * columns_ + b.column;
-    const bool one_phase = int64_t(rows_.size()) == groups_;
-    if (int8_) contraction::kernels().to_floats(b.sums, b.rows, b.stride, b.columns, int8_->offsets + column);
+    if (int8_) contraction::kernels().to_floats(b.sums, b.rows, b.stride, b.columns, int8_->offsets + column(b));
     for (int64_t row = 0, run; row < b.rows; row += run) {
       const Rows::Place p = rows.place(b.row + row);
-      run = one_phase ? b.rows : std::min(b.rows - row, rows.axes[2].count - p.at[2]);
+      run = rows_are_pixels() ? b.rows : std::min(b.rows - row, rows.axes[2].count - p.at[2]);
       int64_t pixel = p.image;
       for (int axis = 0; axis < kAxes; ++axis) {
         pixel = pixel * axes_[axis].outputs + rows.axes[axis].first + p.at[axis] * rows.axes[axis].step;
       }
-      epilogue::Tile tile = epilogue_.tile(b.sums + row * b.stride, DType::F32, b.stride, pixel * features_ + column, column, b.columns);
+      epilogue::Tile tile = this->tile(b, row, pixel);
       tile.stride *= rows.axes[2].step;  // a phase's pixels lie apart
       epilogue::kernels().apply(tile, 0, run);
     }

@@ -134,7 +134,7 @@ class Task {
                                (p_.rows.phase_of(row_tap) * p_.rows.packed(b.rows) + p_.rows.place_of(row_tap)) * row_;
         for (int64_t c = 0; c < inputs_; c += loops_.rows, sums += loops_.rows * loops_.columns) {
           multiply({pointers_.data() + c, nullptr, inputs_, offset * p_.bytes, lines, steps(length), length % per != 0,
-                    2 * count <= loops_.columns, g_.data(), layout_, nullptr, 0}, std::min(loops_.rows, inputs_ - c), sums, first);
+                    count, g_.data(), layout_, nullptr, 0}, std::min(loops_.rows, inputs_ - c), sums, first);
         }
       }
     }
@@ -242,10 +242,10 @@ bool takes_filter_gradient(const Geometry& geometry, const Tensor& x, const Tens
   if (contraction::always()) return true;
   if (!contraction::has_bf16()) return false;
   // Where oneDNN is slower, as measured on Zen 5 (benchmarks/README.md). Of few features a tile would be all but empty.
-  constexpr int64_t kManyPixels = 2000, kFilterForPixel = 100, kFilterForStridedPixel = 300;
+  constexpr int64_t kManyPixels = 2000, kFilterForPixel = 100, kFilterForStridedPixel = 300, kFewestInputs = 14;
   const bool strided = geometry.strides != Shape(geometry.spatial_rank(), 1), single = geometry.taps(dw) == 1;
   const int64_t pixels = g.size() / g.shape[geometry.out_spec[1]];
-  if (x.shape[geometry.lhs_spec[1]] < kernels().rows) return false;
+  if (x.shape[geometry.lhs_spec[1]] < kFewestInputs) return false;
   if (strided) {
     const bool large = pixels >= kManyPixels || dw.size() >= kFilterForStridedPixel * pixels;
     return large && (x.dtype == DType::BF16 || !single);

@@ -60,7 +60,10 @@ class Winograd {
     return run();
   }
 
-  bool run() const { return s_.tiles * row_ * kPoints <= kFewTileFloats ? run_by_features() : run_by_tiles(); }
+  bool run() const {
+    const bool has_tasks = parts(s_.features, products_.columns) >= max_threads();
+    return has_tasks && s_.tiles * row_ * kPoints <= kFewTileFloats ? run_by_features() : run_by_tiles();
+  }
 
  private:
   void transform_filter(bool flipped, char* to) const {
@@ -145,13 +148,13 @@ class Winograd {
   // The products of one point, whose transformed pixels are `offset` floats behind the rows' beginnings.
   void multiply(const char* const* rows, int64_t count, int64_t feature, int64_t offset, const char* panels, float* sums) const {
     const int64_t tiles = parts(count, products_.rows);
-    const bool narrow = 2 * (s_.features - feature) <= products_.columns;
+    const int64_t columns = std::min(products_.columns, s_.features - feature);
     for (int64_t k = 0; k < s_.channels; k += kInner) {
       const int64_t steps = std::min(kInner, s_.channels - k);
       const char* const at = panels + k * layout_.line;
       for (int64_t i = 0; i < tiles; ++i) {
         const int64_t begin = i * count / tiles, end = (i + 1) * count / tiles, fetched = i * steps / tiles;
-        const contraction::Tile tile{rows + begin, nullptr, count, (offset + k) * int64_t(sizeof(float)), 1, steps, false, narrow, at,
+        const contraction::Tile tile{rows + begin, nullptr, count, (offset + k) * int64_t(sizeof(float)), 1, steps, false, columns, at,
                                      layout_, at + (steps + fetched) * layout_.line, (i + 1) * steps / tiles - fetched};
         products_.multiply_f32(tile, end - begin, sums + begin * products_.columns, k == 0);
       }

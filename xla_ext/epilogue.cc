@@ -49,6 +49,21 @@ Tile Tiles::tile(const void* sums, DType dtype, int64_t stride, int64_t offset, 
           at(e.residual), e.residual_last, at(e.z), at(e.y)};
 }
 
+#if defined(__x86_64__)
+__attribute__((target("prfchw")))  // to be written to, at once
+#endif
+void fetch(const Tile& tile, int64_t rows) {
+  constexpr int64_t kLine = 64;
+  const int64_t size = tile.element == Element::f32 ? 4 : 2, bytes = tile.columns * size, step = tile.stride * size;
+  const char *y = static_cast<const char*>(tile.y), *residual = static_cast<const char*>(tile.residual);
+  for (int64_t at = 0, row = 0; row < rows; ++row, at += step) {
+    for (int64_t i = 0; i < bytes; i += kLine) {
+      __builtin_prefetch(y + at + i, 1);
+      if (residual) __builtin_prefetch(residual + at + i);
+    }
+  }
+}
+
 void apply(const Tile& tile, int64_t rows) {
   for_rows(rows, tile.columns, [&](int64_t begin, int64_t end) { kernels().apply(tile, begin, end); });
 }

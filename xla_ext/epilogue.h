@@ -52,6 +52,8 @@ class Tiles {
   const std::vector<float> bias_;
 };
 
+// Has rows [0, rows) of a tile's y and residual fetched into the cache, for `apply` to find them there.
+void fetch(const Tile& tile, int64_t rows);
 // Of all rows of a tile, on threads.
 void apply(const Tile& tile, int64_t rows);
 // Of all of y, from sums that lie as it does (of f32 or y's dtype) or from zeros, where they are null.

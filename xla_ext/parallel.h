@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdint>
 #include <exception>
+#include <memory>
 
 #include "thread_pool.h"
 
@@ -41,15 +42,29 @@ void on_each_thread(F f, int n = 0) {
 // f(chunk) for chunk in [0, n_chunks), each once, in any order, on any thread; returns when all are done, and throws as
 // on_each_thread does. What a chunk covers must depend on its index alone: which thread runs it differs from call to call,
 // so sums that must repeat bit for bit are computed per chunk and added in chunk order afterwards.
+//
+// Every thread has a share, neighbouring chunks, the same part of the whole at every call: what one kernel of a network has written is
+// in the cache of the core that reads it next. Then it takes chunks from the others' shares, one by one: a thread that was
+// descheduled keeps one chunk waiting.
 template <class F>
 void parallel_for(int64_t n_chunks, F f) {
-  // Taken one by one: a thread that was descheduled keeps one chunk waiting, not its whole share.
-  std::atomic<int64_t> next{0};
+  struct alignas(64) Share {
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
+  const int64_t count = n_chunks < max_threads() ? (n_chunks > 1 ? n_chunks : 1) : max_threads();
+  const auto shares = std::make_unique<Share[]>(count);
+  for (int64_t i = 0; i < count; ++i) shares[i].next = i * n_chunks / count, shares[i].end = (i + 1) * n_chunks / count;
   on_each_thread(
-      [&](int) {
-        for (int64_t chunk; (chunk = next.fetch_add(1, std::memory_order_relaxed)) < n_chunks;) f(chunk);
+      [&](int thread) {
+        for (int64_t i = 0; i < count; ++i) {
+          Share& share = shares[(thread + i) % count];
+          while (share.next.load(std::memory_order_relaxed) < share.end) {  // a share that is done is only read
+            if (const int64_t chunk = share.next.fetch_add(1, std::memory_order_relaxed); chunk < share.end) f(chunk);
+          }
+        }
       },
-      n_chunks < max_threads() ? int(n_chunks > 1 ? n_chunks : 1) : 0);
+      int(count));
 }
 
 }  // namespace jaxfuse

@@ -80,4 +80,4 @@ def _is_packed(config, types) -> bool:
     x, w = types[:2]
     one_dtype = str(x.dtype) == str(w.dtype) == config.out_dtype in ("float32", "bfloat16")
     rows = math.prod(private.known(n) for d, n in enumerate(x.shape) if d not in config.x_contracted)
-    return one_dtype and not config.x_batch and packed.has_few_rows(x.dtype, rows)
+    return one_dtype and not config.x_batch and packed.wins_packed(x.dtype, rows)

@@ -26,7 +26,7 @@ def fastest(config, x, w, is_dense: bool) -> Packing:
     call."""
     batch, channels, *image = (private.known(x.shape[d]) for d in config.lhs_spec)
     if is_dense:
-        wins = "avx2" in tuned.isa() and x.dtype == jnp.float32 or has_few_rows(x.dtype, batch)
+        wins = "avx2" in tuned.isa() and x.dtype == jnp.float32 or wins_packed(x.dtype, batch)
         return Packing.direct if wins else Packing.none
     positions, features = batch * math.prod(image), w.shape[config.rhs_spec[0]]
     products, pixels = math.prod(w.shape) // features, positions // math.prod(config.window_strides)
@@ -37,9 +37,14 @@ def fastest(config, x, w, is_dense: bool) -> Packing:
     return Packing.direct if direct else Packing.none
 
 
-def has_few_rows(dtype, rows: int) -> bool:
-    """Whether a dense layer of so many rows is fastest with a packed weight, with AVX-512: what takes the time is to read the weight."""
-    return _has_avx512() and rows <= (64 if dtype == jnp.bfloat16 else 32)
+def wins_packed(dtype, rows: int) -> bool:
+    """Whether a dense layer of so many rows is fastest with a packed weight, with AVX-512. Of bf16 all are where the CPU multiplies that,
+    but has no matrices of it; elsewhere those that take little longer than to read the weight."""
+    if not _has_avx512():
+        return False
+    if dtype == jnp.bfloat16:
+        return rows <= 64 or "avx512_core_bf16" in tuned.isa()
+    return rows <= 512
 
 
 def _has_avx512() -> bool:
