@@ -1,6 +1,6 @@
 // A task takes some tiles, all of whose channels it transforms into memory of its own. Then, a panel of features after the other:
 // for each of the 16 points a product of these tiles and of the transformed filter, and the outputs made of the 16. Where there are
-// few tiles a task takes all of them, and one panel.
+// few tiles, and panels for all threads, a task takes all tiles and one panel.
 #include "conv_winograd.h"
 
 #include <algorithm>
@@ -145,16 +145,18 @@ class Winograd {
     loops_.transform_input(pixels, s_.channels, to, point);
   }
 
+  // Of a tile of products from this feature on; nothing writes the others.
+  int64_t columns(int64_t feature) const { return std::min(products_.columns, s_.features - feature); }
+
   // The products of one point, whose transformed pixels are `offset` floats behind the rows' beginnings.
   void multiply(const char* const* rows, int64_t count, int64_t feature, int64_t offset, const char* panels, float* sums) const {
     const int64_t tiles = parts(count, products_.rows);
-    const int64_t columns = std::min(products_.columns, s_.features - feature);
     for (int64_t k = 0; k < s_.channels; k += kInner) {
       const int64_t steps = std::min(kInner, s_.channels - k);
       const char* const at = panels + k * layout_.line;
       for (int64_t i = 0; i < tiles; ++i) {
         const int64_t begin = i * count / tiles, end = (i + 1) * count / tiles, fetched = i * steps / tiles;
-        const contraction::Tile tile{rows + begin, nullptr, count, (offset + k) * int64_t(sizeof(float)), 1, steps, false, columns, at,
+        const contraction::Tile tile{rows + begin, nullptr, count, (offset + k) * int64_t(sizeof(float)), 1, steps, false, columns(feature), at,
                                      layout_, at + (steps + fetched) * layout_.line, (i + 1) * steps / tiles - fetched};
         products_.multiply_f32(tile, end - begin, sums + begin * products_.columns, k == 0);
       }
@@ -163,19 +165,18 @@ class Winograd {
 
   // The outputs of these tiles, line by line of tiles.
   bool finish(int64_t first, int64_t count, int64_t feature, const float* sums, float* z) const {
-    const int64_t columns = std::min(products_.columns, s_.features - feature);  // of a narrow tile nothing wrote the others
     bool finite = true;
     for (int64_t t = 0, beside; t < count; t += beside) {
       const Position at(s_, first + t);
       beside = std::min(count - t, s_.per_line - at.column / 2);
       float* const lines[2] = {z, z + 2 * beside * products_.columns};
-      finite &= loops_.transform_output({sums + t * products_.columns, count * products_.columns, products_.columns, beside, columns,
+      finite &= loops_.transform_output({sums + t * products_.columns, count * products_.columns, products_.columns, beside, columns(feature),
                                          {lines[0], lines[1]}, products_.columns});
       for (int64_t line = 0; line < std::min<int64_t>(2, s_.out_height - at.line); ++line) {
         const int64_t pixel = (at.image * s_.out_height + at.line + line) * s_.out_width + at.column;
         const int64_t pixels = std::min(2 * beside, s_.out_width - at.column);
         const int64_t offset = pixel * s_.features + feature;
-        epilogue::kernels().apply(epilogue_.tile(lines[line], DType::F32, products_.columns, offset, feature, columns), 0, pixels);
+        epilogue::kernels().apply(epilogue_.tile(lines[line], DType::F32, products_.columns, offset, feature, columns(feature)), 0, pixels);
       }
     }
     return finite;

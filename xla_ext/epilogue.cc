@@ -50,7 +50,7 @@ Tile Tiles::tile(const void* sums, DType dtype, int64_t stride, int64_t offset, 
 }
 
 #if defined(__x86_64__)
-__attribute__((target("prfchw")))  // to be written to, at once
+__attribute__((target("prfchw")))  // to be written to, at once; older processors take it for nothing
 #endif
 void fetch(const Tile& tile, int64_t rows) {
   constexpr int64_t kLine = 64;
