@@ -8,6 +8,7 @@ micro       forward, and with gradients, at the shapes of ResNet-50 and of trans
 convolutions   with what XLA does not fuse: XLA, cuDNN's plans (a minute of it goes into making them)
 graphs      the same programs with and without CUDA graphs, by the wall's clock
 blocks      a train step of two residual blocks                 resnet50   one of ResNet-50, batch 128, bfloat16
+transformers   train steps of ViT-S/16, batch 256, and of BERT-base, 64 texts of 128 tokens, bfloat16
 
 The result is a dated file in benchmarks/results/gpu/. Without a GPU it says what is missing, and ends with status 1.
 """
@@ -182,31 +183,55 @@ def blocks() -> list[dict]:
 
 
 def resnet50() -> list[dict]:
-    from .models import ResNet50, TrainState, make_train_step, random_variables
+    from .models import ResNet50
 
-    model = ResNet50(jnp.bfloat16)
-    variables = random_variables(model, jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.bfloat16))
-    state = jax.device_put(TrainState(variables["params"], variables["batch_stats"], variables["params"]))
+    return _train_steps(ResNet50, (128, 224, 224, 3), _images)
+
+
+def transformers() -> list[dict]:
+    from .transformers_flax import BertBase, ViTS16
+
+    return [*_train_steps(ViTS16, (256, 224, 224, 3), _images), *_train_steps(BertBase, (64, 128), _tokens)]
+
+
+def _images(key, shape):
+    return jax.random.normal(key, shape, jnp.bfloat16)
+
+
+def _tokens(key, shape):
+    return jax.random.randint(key, shape, 0, 30522)
+
+
+def _train_steps(network, shape, inputs) -> list[dict]:
+    from .models import TrainState, make_train_step, random_variables
+
+    model = network(jnp.bfloat16)
+    variables = random_variables(model, jax.eval_shape(lambda: inputs(jax.random.key(0), (1, *shape[1:]))))
+    state = jax.device_put(TrainState(variables["params"], variables.get("batch_stats", {}), variables["params"]))
 
     def arguments(i):
         keys = jax.random.split(jax.random.key(i))
-        return state, jax.random.normal(keys[0], (128, 224, 224, 3), jnp.bfloat16), jax.random.randint(keys[1], (128,), 0, 1000)
+        return state, inputs(keys[0], shape), jax.random.randint(keys[1], shape[:1], 0, 1000)
 
-    return _steps(make_train_step(model, lambda loss: loss), arguments)
+    return [dict(network=network.__name__, **row) for row in _steps(make_train_step(model, lambda loss: loss), arguments)]
 
 
 def _steps(step, arguments) -> list[dict]:
-    """A whole train step, fused by policy "measured": what a user gets."""
+    """A whole train step, fused by policy "measured": what a user gets, by the wall's clock; and its kernels by the profiler."""
     rows = []
     for peer in peers():
         with measure.peer(peer):
             run = step if peer == "xla" else jaxfuse.fuse(step)
             found = measure.timed(run, arguments, 3.0)
             rows.append(dict(peer=peer, us=found.us, spread=found.spread))
+            kernels, by_name = measure.profiled(run, arguments, runs=3)
+            rows[-1] |= dict(kernels_us=kernels.us, kernels=dict(list(by_name.items())[:40]))
+            print(rows[-1] | dict(kernels=None), flush=True)
     return rows
 
 
-SECTIONS = dict(ceilings=ceilings, correct=correct, micro=micro, convolutions=convolutions, graphs=graphs, blocks=blocks, resnet50=resnet50)
+SECTIONS = dict(ceilings=ceilings, correct=correct, micro=micro, convolutions=convolutions, graphs=graphs, blocks=blocks,
+                resnet50=resnet50, transformers=transformers)  # fmt: skip
 
 
 def document(results: dict, machine: dict, date: str) -> dict:

@@ -218,9 +218,10 @@ print(ffi.native().info()["isa"])
 
 @needs_onednn
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("padding, is_fast", [(31, True), (63, False)])
-def test_what_onednn_has_no_fast_code_for_is_left_to_xla(dtype, padding, is_fast):
-    """A wide filter that is padded as widely: its reference code would run, without a word."""
+@pytest.mark.parametrize("padding", [31, 63])
+def test_what_onednn_has_no_fast_code_for_is_left_to_xla(dtype, padding):
+    """A wide filter that is padded as widely: its reference code would run, without a word. With AMX it has fast code for both."""
+    is_fast = padding == 31 or ffi.native().info()["isa"] == "avx512_core_amx"
     options = dict(window_strides=(1,), padding=[(padding, padding)])
 
     def program(x, w):
