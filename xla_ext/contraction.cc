@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <memory>
+#include <numeric>
 #include <string>
 
 #include "cut.h"
@@ -17,7 +18,7 @@ namespace {
 // A chunk of the panels that a tile meets, kMostSteps long, stays in the cache while rows meet it: in that of the first level, or with
 // AVX-512 of the second. Its sums are then added to the total: that keeps them short. The rows of a task, and their sums, stay in
 // the second-level cache.
-constexpr int64_t kMostSteps = 256, kRowBytes = 384 << 10, kFewestTiles = 4, kMostTiles = 48, kTasksPerThread = 4;
+constexpr int64_t kMostSteps = 256, kRowBytes = 384 << 10, kFewestTiles = 4, kMostTiles = 48, kTasksPerThread = 4, kFewestRows = 12;
 constexpr int64_t kTilesTogether = 4;  // whose sums are finished together: they are in the first-level cache
 
 // Numbers of a step.
@@ -98,15 +99,15 @@ class Plan {
         groups_(parts(p_.columns, loops_.columns)) {
     const int64_t row_bytes = std::max<int64_t>(1, p_.inner * int64_t(ffi::ByteWidth(p_.dtype)));
     const int64_t tiles = std::clamp<int64_t>(kRowBytes / (loops_.rows * row_bytes), kFewestTiles, kMostTiles);
-    cut_rows(tiles);
     const int64_t wanted_tasks = kTasksPerThread * max_threads();
+    row_blocks_ = parts(p_.rows, tiles * loops_.rows);
     task_groups_ = parts(groups_, std::min(groups_, parts(wanted_tasks, row_blocks_)));
     column_parts_ = parts(groups_, task_groups_);
     // Panels that are packed already cost other tasks only that they read them.
-    const int64_t all_tiles = parts(p_.rows, loops_.rows);
     if (p_.filter.panels && tasks() < wanted_tasks) {
-      cut_rows(std::max(kFewestTiles, all_tiles / parts(wanted_tasks, column_parts_)));
+      row_blocks_ = std::max(row_blocks_, std::min(parts(wanted_tasks, column_parts_), parts(p_.rows, kFewestTiles * loops_.rows)));
     }
+    if (p_.filter.panels || row_blocks_ > 1) row_blocks_ = as_many_for_each_thread(row_blocks_);
     if (!p_.filter.panels && row_blocks_ > 1) packed_ = std::make_unique<Scratch>(side_by_side_bytes(panels_));
   }
 
@@ -117,7 +118,8 @@ class Plan {
   bool pack(int64_t i) const { return packing_.pack(i, packed_->data()); }
 
   bool run(int64_t task, const OfBlock& finish, const OfBlock& expect) const {
-    const int64_t row = task / column_parts_ * block_rows_, rows = std::min(block_rows_, p_.rows - row);
+    const int64_t row_block = task / column_parts_, row = row_block * p_.rows / row_blocks_;
+    const int64_t rows = (row_block + 1) * p_.rows / row_blocks_ - row;
     const int64_t pointers = panels_.taps * rows * sizeof(char*), sums_bytes = rows * loops_.columns * sizeof(float);
     const int64_t own_panels = whole() ? 0 : chunk_bytes();
     const Scratch scratch(own_panels + sums_bytes + pointers);
@@ -150,11 +152,10 @@ class Plan {
   }
 
  private:
-  // In blocks of so many tiles, at most.
-  void cut_rows(int64_t tiles) {
-    const int64_t rows = even(p_.rows, tiles * loops_.rows);
-    block_rows_ = std::min(p_.rows, parts(rows, loops_.rows) * loops_.rows);
-    row_blocks_ = parts(p_.rows, block_rows_);
+  // Blocks of rows, some more than these, of which each thread has as many tasks as the others; unless they had hardly any rows.
+  int64_t as_many_for_each_thread(int64_t blocks) const {
+    const int64_t threads = max_threads(), wanted = padded(blocks, threads / std::gcd(threads, column_parts_));
+    return p_.rows >= wanted * kFewestRows ? wanted : blocks;
   }
 
   // All panels, where they are packed before the tasks.
@@ -202,7 +203,7 @@ class Plan {
   const Panels panels_;
   const Packing packing_;
   const int64_t groups_;  // of panels that a tile meets
-  int64_t block_rows_, row_blocks_, task_groups_, column_parts_;
+  int64_t row_blocks_, task_groups_, column_parts_;
   std::unique_ptr<Scratch> packed_;
 };
 
