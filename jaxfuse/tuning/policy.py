@@ -59,7 +59,7 @@ def _by_bytes(op, config, types) -> str:
 
 def _by_rules(op, config, types, direction: str, inference: bool) -> str:
     table = TABLE[op]
-    if inference and op == "dense" and _is_packed(config, types):
+    if inference and op in ("dense", "conv") and _is_packed(op, config, types):
         return ""
     site = direction, str(types[0].dtype), table.shape_class(config, types), tuned.isa()
     rule = next((rule for rule in (*tuned.rules(op), *measured.rules(op)) if rule.fits(*site)), None)
@@ -74,10 +74,13 @@ def _by_rules(op, config, types, direction: str, inference: bool) -> str:
     return ""
 
 
-def _is_packed(config, types) -> bool:
-    """Whether freeze packs the weight of this dense layer, and is faster for it. That the weight is constant is taken for granted: in
-    inference products of two activations have a batch, as attention's, or are rare."""
+def _is_packed(op, config, types) -> bool:
+    """Whether freeze packs the weight of this dense layer, which may be a convolution, and is faster for it. That the weight is constant
+    is taken for granted: in inference products of two activations have a batch, as attention's, or are rare."""
     x, w = types[:2]
-    one_dtype = str(x.dtype) == str(w.dtype) == config.out_dtype in ("float32", "bfloat16")
-    rows = math.prod(private.known(n) for d, n in enumerate(x.shape) if d not in config.x_contracted)
-    return one_dtype and not config.x_batch and packed.wins_packed(x.dtype, rows)
+    if op == "conv":
+        rows, is_dense = private.known(x.shape[config.lhs_spec[0]]), packed.has_one_place(config, x, w)
+    else:
+        rows, is_dense = math.prod(private.known(n) for d, n in enumerate(x.shape) if d not in config.x_contracted), not config.x_batch
+    one_dtype = str(x.dtype) == str(w.dtype) == (config.out_dtype or str(x.dtype)) and str(x.dtype) in ("float32", "bfloat16")
+    return one_dtype and is_dense and packed.wins_packed(x.dtype, rows)

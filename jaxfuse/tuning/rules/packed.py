@@ -25,7 +25,7 @@ def fastest(config, x, w, is_dense: bool) -> Packing:
     """The layout with which the convolution of x by w was measured to be fastest. A filter as it is, the kernel lays out again at every
     call."""
     batch, channels, *image = (private.known(x.shape[d]) for d in config.lhs_spec)
-    if is_dense:
+    if is_dense or has_one_place(config, x, w) and _has_avx512():
         wins = "avx2" in tuned.isa() and x.dtype == jnp.float32 or wins_packed(x.dtype, batch)
         return Packing.direct if wins else Packing.none
     positions, features = batch * math.prod(image), w.shape[config.rhs_spec[0]]
@@ -45,6 +45,12 @@ def wins_packed(dtype, rows: int) -> bool:
     if dtype == jnp.bfloat16:
         return rows <= 64 or "avx512_core_bf16" in tuned.isa()
     return rows <= 512
+
+
+def has_one_place(config, x, w) -> bool:
+    """Whether images and filter are of one pixel, so that the convolution is a dense layer, as those of squeeze-and-excitation."""
+    is_one = all(x.shape[i] == w.shape[j] == 1 for i, j in zip(config.lhs_spec[2:], config.rhs_spec[2:]))
+    return is_one and config.feature_group_count == 1
 
 
 def _has_avx512() -> bool:
