@@ -1,5 +1,8 @@
 """`jaxfuse.freeze`: what a frozen function depends on beside its arrays, whose arrays it keeps, and what its file says of them."""
 
+import enum
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -108,3 +111,136 @@ def test_every_bit_of_a_files_header_counts(tmp_path):
     (tmp_path / "altered").write_bytes(data[:8] + (100000).to_bytes(8, "little") + 100000 * b"[")
     with pytest.raises(jaxfuse.ArtefactError, match="truncated or altered"):
         jaxfuse.load(tmp_path / "altered")
+
+
+W = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)), jnp.float32)
+LARGE = jnp.asarray(np.random.default_rng(1).normal(size=(256, 256)), jnp.float32)  # what is smaller is kept anyway
+
+
+def test_programs_within_programs_close_over_arrays():
+    """Of one text, and told apart by the arrays alone."""
+    tables = [np.linspace(1, i, 8).astype(np.float32) for i in (2, 3)]
+
+    def function(w, x, which):
+        part = jax.checkpoint(jax.jit(lambda w, table=tables[which == "second"]: jnp.sin(w) * table))
+        return x @ part(w), jax.lax.map(lambda row: row @ jax.jit(lambda w: w * tables[which == "second"])(w), x)
+
+    frozen = jaxfuse.freeze(function, W)
+    for which in ("first", "second"):
+        for made, known in zip(frozen(BATCH, which), function(W, BATCH, which)):
+            np.testing.assert_allclose(made, known, rtol=1e-5, atol=1e-6)
+
+
+def test_what_nested_functions_close_over_is_kept():
+    array = np.ones(8, np.float32)
+    inner = jax.jit(lambda x: x * array)
+    frozen = jaxfuse.freeze(lambda w, x: inner(x @ w), W)
+    kept = frozen(BATCH)
+    array[:] = 5
+    np.testing.assert_array_equal(frozen(BATCH), kept)
+    np.testing.assert_allclose(frozen(BATCH[:1]), kept[:1], rtol=1e-6)
+
+
+def test_weights_that_a_nested_function_donates_stay():
+    half = jax.jit(lambda w: w * 0.5, donate_argnums=0)
+    placed = jax.jit(lambda w: w * 0.5, donate_argnums=0, out_shardings=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    for nested in (half, placed):
+        w = W + 0
+        np.testing.assert_allclose(jaxfuse.freeze(lambda w, x: x @ nested(w), w)(BATCH), BATCH @ W / 2, rtol=1e-5, atol=1e-5)
+        assert not w.is_deleted()
+
+
+def test_the_arguments_that_are_left_have_their_names():
+    frozen = jaxfuse.freeze(lambda w, a, b: a * w + b, jnp.ones(4))
+    a, b = X + 1, X + 2
+    jax.jit(frozen, donate_argnames="a")(a, b)
+    assert a.is_deleted() and not b.is_deleted()
+    np.testing.assert_array_equal(jax.jit(jaxfuse.freeze(lambda w, x, twice: 2 * x if twice else x, X), static_argnames="twice")(X, True), 2 * X)
+
+
+@pytest.mark.parametrize("policy", ["never", "always"])
+def test_the_first_call_is_traced(policy):
+    """What its owner may write to is copied then, and scales become part of weights."""
+    scale, w = np.linspace(1, 2, 8).astype(np.float32), np.asarray(W)
+    frozen = [lambda: jaxfuse.freeze(lambda w, x: jnp.sin(x @ w * scale), w, policy=policy),
+              lambda: jaxfuse.freeze(lambda x: jnp.sin(x @ w * scale), policy=policy)]
+    for make in frozen:
+        for transformed in (jax.jit, jax.vmap, lambda f: lambda x: jax.grad(lambda x: f(x).sum())(x) * 0 + f(x)):
+            function = make()
+            np.testing.assert_allclose(transformed(function)(BATCH), np.sin(BATCH @ W * scale), rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(function(BATCH), np.sin(BATCH @ W * scale), rtol=1e-5, atol=1e-5)
+        jax.eval_shape(make(), BATCH)
+        np.testing.assert_allclose(jax.jit(lambda x: make()(x))(BATCH), np.sin(BATCH @ W * scale), rtol=1e-5, atol=1e-5)
+
+
+def test_a_weight_that_the_first_call_does_not_read():
+    frozen = jaxfuse.freeze(lambda params, x, head: x @ params[head], {"a": LARGE, "b": 2 * LARGE})
+    x = jnp.ones((1, 256))
+    np.testing.assert_allclose(2 * frozen(x, "a"), frozen(x, "b"), rtol=1e-6)
+
+
+def test_a_narrow_weight_does_not_take_in_the_scale_of_wide_outputs():
+    w, x, scale = W.astype(jnp.bfloat16), BATCH, jnp.linspace(0.5, 2, 8)
+    frozen = jaxfuse.freeze(lambda w, x: (x @ w) * scale, w)
+    assert not frozen.folds(x)
+    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64) * np.asarray(scale, np.float64)
+    np.testing.assert_allclose(frozen(x), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_each_call_draws_anew():
+    frozen = jaxfuse.freeze(lambda w, x: x * w + jax.lax.rng_uniform(0.0, 1.0, (4,)), jnp.ones(4))
+    assert (frozen(X) != frozen(X)).all()
+
+
+def test_weights_whose_program_makes_nan_and_leaves_it():
+    with jax.debug_nans(True):
+        made = jaxfuse.freeze(lambda w, x: x @ jnp.where(w > 0, jnp.sqrt(w), 0), W)(BATCH)
+    np.testing.assert_allclose(made, BATCH @ np.sqrt(np.maximum(W, 0)), rtol=1e-5, atol=1e-5)
+
+
+def test_weights_without_values():
+    def function(w, x):
+        return jaxfuse.freeze(lambda w, x: x @ w, w)(x).sum()
+
+    for transformed, w in ((jax.jit, W), (jax.grad, W), (lambda f: jax.vmap(f, (0, None)), jnp.stack([W, W]))):
+        with pytest.raises(ValueError, match="weights are being traced"):
+            transformed(function)(w, BATCH)
+
+
+class Mode(enum.Enum):
+    double = 2
+    single = 1
+
+
+def halved(x):
+    return x / 2
+
+
+def test_flags_of_a_saved_function_are_told_apart(tmp_path):
+    class Opaque:
+        def __repr__(self):
+            return "Opaque()"
+
+    frozen = jaxfuse.freeze(lambda w, x, mode, last: last(x * w * getattr(mode, "value", 1)), jnp.ones(4))
+    frozen.save(tmp_path / "f", X, Mode.double, halved)
+    loaded = jaxfuse.load(tmp_path / "f")
+    np.testing.assert_array_equal(loaded(X, Mode.double, halved), X)
+    with pytest.raises(ValueError, match=r"was saved for .*Mode\.double.*, and is called with .*Mode\.single"):
+        loaded(X, Mode.single, halved)
+    for flag in (Opaque(), lambda x: x):
+        with pytest.raises(ValueError, match="no file can tell from another: bind it before"):
+            frozen.save(tmp_path / "f", X, flag, halved)
+
+
+def test_what_freeze_is_given_in_error():
+    with pytest.raises(TypeError, match="fn is of type dict"):
+        jaxfuse.freeze({"w": X})
+    with pytest.raises(ValueError, match="argnums is 1, and nothing is bound"):
+        jaxfuse.freeze(lambda x, w: x * w, argnums=1)
+    with pytest.raises(ValueError, match="Non-hashable static") as raised:
+        jaxfuse.freeze(jax.jit(lambda w, x, n: x * w * n, static_argnames="n"), X)(X, n=2)
+    assert any("functools.partial(fn, name=number)" in note for note in raised.value.__notes__)
+    np.testing.assert_array_equal(jaxfuse.freeze(lambda x, w: x - w, X, argnums=np.int64(1))(X), X - X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert jaxfuse.freeze(lambda w, x: x @ w, W)(np.ones((2, 8))).dtype == jnp.float32

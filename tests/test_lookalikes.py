@@ -239,3 +239,37 @@ def test_casts_that_lose_in_a_loop_of_cells(state, gates, output):
 
     function = lambda xs: lax.scan(step, (zeros, zeros), xs)[1]
     np.testing.assert_allclose(fuse(function)(xs), jax.jit(function)(xs), rtol=1e-4, atol=1e-4)
+
+
+def ensemble_with_one_bias(x, w, b):
+    """As many networks as an image has pixels: the bias repeated over pixels has as many numbers as they have biases."""
+    def layer(x, w):
+        y = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NCHW", "OIHW", "NCHW"))
+        return jnp.tanh(y + jnp.broadcast_to(b[:, None, None], y.shape[1:]))
+
+    return jax.vmap(layer)(x, w)
+
+
+def heads_with_a_bias_each(x, w, b):
+    """As many rows as a head has features."""
+    return jnp.tanh(jnp.einsum("npd,dhk->nphk", x, w) + jnp.broadcast_to(b[:, None], (8, 4, 1)))
+
+
+@pytest.mark.parametrize("function, shapes", [(ensemble_with_one_bias, [(4, 2, 3, 2, 2), (4, 3, 3, 3, 3), (3,)]),
+                                              (heads_with_a_bias_each, [(2, 8, 16), (16, 4, 8), (4,)])])
+def test_a_bias_along_some_of_the_channel_axes(function, shapes):
+    rng = np.random.default_rng(0)
+    correct_with_gradients(function, *[jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes])
+
+
+def test_random_numbers_under_two_settings():
+    def function(x, w):
+        kinds = []
+        for partitionable in (True, False):
+            with jax.threefry_partitionable(partitionable):
+                kinds.append(jax.random.normal(jax.random.key(0), (4,)))
+        return jax.nn.relu(x @ w), *kinds
+
+    made = fuse(function)(jnp.ones((4, 4)), jnp.ones((4, 4)))
+    for value, known in zip(made, jax.jit(function)(jnp.ones((4, 4)), jnp.ones((4, 4)))):
+        np.testing.assert_array_equal(value, known)

@@ -30,6 +30,7 @@ MORE = {  # tiles that are not full, in rows, in columns, in steps of a pair; mo
     "grouped, strided": Case((2, 9, 8, 24), (3, 3, 8, 60), strides=2, padding=(1, 1), groups=3),
     "volume": Case((2, 4, 5, 6, 7), (2, 3, 2, 7, 19), strides=(1, 2, 2), padding=(1, 1)),
     "line": Case((3, 31, 16), (5, 16, 24), strides=3, padding=(2, 1)),
+    "few channels, features first": Case((2, 12, 12, 3), (32, 7, 7, 3), strides=2, padding=(3, 3), layout=("NHWC", "OHWI", "NHWC")),
 }
 TRANSPOSED = [((2, 7, 6, 16), (4, 4, 16, 24), (2, 2)), ((1, 9, 5, 7), (3, 3, 7, 40), (3, 2)), ((2, 8, 12), (5, 12, 17), (3,))]
 
@@ -78,7 +79,8 @@ def convolved(case, w, x):
 
 def check_filters_that_are_not_finite():
     """Over padding a tap contributes nothing, nor to the gradient of x."""
-    for case in (Case((1, 4, 5, 16), (3, 3, 16, 16), padding=(1, 1)), MORE["odd everything"], MORE["holes"], MORE["padding only"]):
+    for case in (Case((1, 4, 5, 16), (3, 3, 16, 16), padding=(1, 1)), MORE["odd everything"], MORE["holes"], MORE["padding only"],
+                 Case((4, 1, 1, 64), (5, 5, 64, 64), strides=(2, 2), padding=(2, 2))):  # whose dx has one of two phases, of one pixel
         x, dy, filter_ = random(case.x), jnp.ones(case.y, F32), random_filter(case)
         which = jnp.zeros_like(filter_).at[0, 1, 0, 0].set(1)
         w = jnp.where(which > 0, jnp.inf, filter_)

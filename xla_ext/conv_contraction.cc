@@ -210,7 +210,7 @@ class Convolution {
         pixel = pixel * axes_[axis].outputs + rows.axes[axis].first + p.at[axis] * rows.axes[axis].step;
       }
       epilogue::Tile tile = this->tile(b, row, pixel);
-      tile.stride *= rows.axes[2].step;  // a phase's pixels lie apart
+      if (!rows_are_pixels()) tile.stride *= rows.axes[2].step;  // a phase's pixels lie apart, unless it has one
       epilogue::kernels().apply(tile, 0, run);
     }
   }

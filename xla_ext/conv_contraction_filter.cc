@@ -63,7 +63,7 @@ struct Block {
 };
 
 // How the sums are cut, by the shapes alone, so that they repeat bit for bit. A task's sums, and what it packs of x and g, stay in
-// the second-level cache; a panel of g in the first.
+// the second-level cache.
 struct Cut {
   static constexpr int64_t kSteps = 256, kSums = 64 << 10, kFewTasks = 8, kLongest = 16;
   int64_t inputs, outputs;             // of a task: whole tiles, whole panels
@@ -94,7 +94,6 @@ struct Cut {
   }
 
   int64_t tiles(int64_t count) const { return parts(count, kernels().rows); }
-  int64_t panels(int64_t count) const { return parts(count, kernels().columns); }
   // A task's.
   int64_t sums(const Problem& p) const { return p.taps() * inputs * outputs; }
 };

@@ -6,6 +6,7 @@
 
 namespace jaxfuse::conv::contracted {
 
+// As _merges_lines in jaxfuse/ops/conv/packed.py.
 bool merges_lines(const Geometry& geometry, const Tensor& w);
 
 // The filter so, if it can be.

@@ -212,10 +212,11 @@ def per_channel(value: Value, like: Value, axes: int | tuple[int, ...]) -> Value
     channels = math.prod(like.shape[axis] for axis in axes)
     if value.ndim not in (0, like.ndim):
         return NotPerChannel(f"operand of shape {list(value.shape)} against {list(like.shape)}")
-    elsewhere = varying_axes(value) - set(axes)
-    if elsewhere:
-        along = " and ".join(map(str, axes)) or "squeezed away"
+    varying, along = varying_axes(value), " and ".join(map(str, axes)) or "squeezed away"
+    if elsewhere := varying - set(axes):
         return NotPerChannel(f"operand {value!r} varies along axis {min(elsewhere)}, the channel axis is {along}")
+    if varying and varying != {axis for axis in axes if is_long(like.shape[axis])}:
+        return NotPerChannel(f"operand {value!r} varies along axis {min(varying)} alone, the channel axes are {along}")
     smallest: Value | None = None
     source: Value | None = value
     while source is not None:

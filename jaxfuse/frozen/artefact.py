@@ -5,12 +5,15 @@
 The header has the format's version, the SHA-256 of all that follows it, and where each part lies. Nothing in the file is run as Python.
 """
 
+import enum
 import hashlib
 import json
 import os
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.export
@@ -56,6 +59,7 @@ def load(path: str | os.PathLike):
     Returns: a function of the arguments that it was saved for, jitted.
 
     Raises: ArtefactError, a ValueError, for what is no such file, is truncated or altered, or is of a newer format; what `open` raises.
+    The function is neither mapped nor differentiated: `jax.export` has no rules for that.
     """
     if not Path(path).exists():
         raise FileNotFoundError(f"there is no file {os.fspath(path)}{near.files(os.fspath(path))}")
@@ -108,8 +112,30 @@ def _opened(data: bytes, path: str) -> tuple[dict, memoryview]:
 def _parted(tree) -> tuple:
     """The tree with None for what is no array, and those leaves in words: they are part of the program."""
     tree = jax.tree.map(as_array, tree)
-    fixed = [repr(leaf) for leaf in jax.tree.leaves(tree) if not is_array(leaf)]
+    fixed = [_in_words(leaf) for leaf in jax.tree.leaves(tree) if not is_array(leaf)]
     return jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, tree), fixed
+
+
+def _in_words(leaf) -> str:
+    """What is the same, and in every process, for what is the same. Raises ArtefactError for what no words tell apart."""
+    if isinstance(leaf, (bool, str, bytes, np.dtype)):
+        return repr(leaf)
+    place = leaf if hasattr(leaf, "__qualname__") else type(leaf)
+    words = f"{place.__module__}.{place.__qualname__}"
+    if isinstance(leaf, enum.Enum):
+        return f"{words}.{leaf.name}"
+    if place is leaf and _found(leaf) is leaf:
+        return words
+    raise ArtefactError(f"a saved function is given an argument of type {type(leaf).__name__} that is no array, and that no file can "
+                        "tell from another: bind it before, jaxfuse.freeze(functools.partial(fn, name=value), variables)")
+
+
+def _found(named) -> object:
+    """What stands under the name of a function or a class, in its module."""
+    found: Any = sys.modules.get(named.__module__)
+    for name in named.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found
 
 
 def _digest(header: dict, body) -> str:

@@ -1,7 +1,9 @@
 """`jaxfuse.freeze`: a function with some of its arguments bound for good."""
 
 import functools
+import inspect
 import numbers
+import operator
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -47,15 +49,16 @@ class Frozen:
     def __init__(self, fn: Callable, bound: tuple, positions: tuple[int, ...], policy: str):
         self.__name__ = "frozen"
         functools.update_wrapper(self, fn, updated=())
+        self._sign(fn, positions)
         self._fn, self._positions, self._policy = fn, positions, policy
         self._leaves, self._tree = jax.tree.flatten(bound)
         self._leaves = list(map(unshared, self._leaves))
         self._types = list(map(type_of, self._leaves))
         self._made: dict[Any, Made] = {}
-        self._layers: Callable[[str], Layers] = functools.partial(Choice, policy, None, 0)
+        self._layers: Callable[[tuple], Layers] = functools.partial(Choice, policy, None, 0)
         self._constants: dict[str, jax.Array] = {}
         self._packed: dict[str, Filter] = {}  # by the names of the constants in whose place they stand
-        self._closed_over: list = []  # arrays that constants are named by stay alive
+        self._closed_over: dict[int, tuple] = {}  # by its id an array, which stays alive, and what is read in its place
         self._has_int8 = False
         self._lock = threading.RLock()
 
@@ -100,8 +103,8 @@ class Frozen:
           args, kwargs: arguments, or `jax.ShapeDtypeStruct`s. Their sizes may be symbolic (`jax.export.symbolic_shape("b")`): then the
             file is for any batch.
 
-        Raises: what `jax.export` raises for a program that it does not export, FileNotFoundError for a folder that is not there,
-        and what else `open` raises.
+        Raises: what `jax.export` raises for a program that it does not export, ArtefactError for an argument that is no array and
+        that no file can tell from another, FileNotFoundError for a folder that is not there, and what else `open` raises.
         """
         if wrong := near.no_folder(Path(path)):  # said before the work, which may take a while
             raise FileNotFoundError(f"Frozen.save: {wrong}")
@@ -111,6 +114,20 @@ class Frozen:
             return made.run(constants, jax.tree.leaves((args, kwargs)))
 
         artefact.save(run, self._given(made), path, self.__name__, args, kwargs)
+
+    def _sign(self, fn: Callable, positions: tuple[int, ...]) -> None:
+        """`inspect.signature` shows the arguments that are left, by which `jax.jit` finds those that are named to it."""
+        try:
+            signature = inspect.signature(fn)
+        except (TypeError, ValueError):  # it has none that can be read
+            return
+        parameters = list(signature.parameters.values())
+        left = [p for i, p in enumerate(parameters) if i not in positions or p.kind not in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        self.__signature__ = signature.replace(parameters=left)
+
+    def _unshared(self, array):
+        """The copy that was made of it at first, where its owner may write to it."""
+        return self._closed_over.setdefault(id(array), (array, unshared(array)))[1]
 
     def _given(self, made: Made) -> list[jax.Array]:
         return [self._constants[name] for name in made.fused.names]
@@ -127,14 +144,14 @@ class Frozen:
         args, kwargs = jax.tree.map(as_array, (args, kwargs))
         leaves, tree = jax.tree.flatten((args, kwargs))
         types = [type_of(leaf) for leaf in leaves]
-        flags = repr([t for t in types if not is_array(t)])
-        signature = private.trace_context(), tree, *[(t.shape, t.dtype, t.weak_type) if is_array(t) else (type(t), t) for t in types]
+        flags = tuple((type(t), t) for t in types if not is_array(t))
+        signature = private.trace_context(), tree, *[t if is_array(t) else (type(t), t) for t in types]
         with self._lock:
             if signature not in self._made:
                 self._made[signature] = self._make(args, kwargs, flags)
             return self._made[signature], [leaf for leaf in leaves if is_array(leaf)]
 
-    def _make(self, args: tuple, kwargs: dict, flags: str) -> Made:
+    def _make(self, args: tuple, kwargs: dict, flags: tuple) -> Made:
         def whole(bound, args, kwargs):
             args = list(args)
             for position, value in zip(self._positions, bound):
@@ -147,13 +164,17 @@ class Frozen:
         types = jax.tree.unflatten(self._tree, self._types)
         try:
             traced = trace(whole, (types, *jax.tree.map(type_of, (args, kwargs))), {})
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             bound = ", ".join(map(str, self._positions))
-            error.add_note(f"jaxfuse: a call gives the arguments that are not bound; bound are those at {bound}" if bound else
-                           "jaxfuse: nothing is bound; freeze(fn, variables) binds the first argument")
+            if private.jit_options(self._fn).keys() & {"static_argnums", "static_argnames"}:
+                error.add_note("jaxfuse: numbers among the arguments are traced; freeze functools.partial(fn, name=number), fn without jit")
+            elif isinstance(error, TypeError):
+                error.add_note(f"jaxfuse: a call gives the arguments that are not bound; bound are those at {bound}" if bound else
+                               "jaxfuse: nothing is bound; freeze(fn, variables) binds the first argument")
             raise
-        program = Program(traced.closed, len(self._arrays()))
-        self._closed_over += traced.closed.consts
+        _require_arrays(traced.closed.consts)
+        consts = list(map(self._unshared, traced.closed.consts))
+        program = Program(traced.closed, len(self._arrays()), self._unshared)
 
         def plain(constants, arrays):
             return jax.tree.unflatten(traced.out_tree, program(constants, arrays))
@@ -162,7 +183,7 @@ class Frozen:
         with as_a_program_of_its_own():
             run_fused, layers = inline(program, policy=self._policy, inference=True), self._layers(flags)
             fused = Packed(run_fused, program.constants, *program.types, layers, self._packed)
-        self._keep(program, fused, [*map(unshared, traced.closed.consts), *self._arrays()])
+        self._keep(program, fused, [*consts, *self._arrays()])
 
         def run(constants, arrays):
             return jax.tree.unflatten(traced.out_tree, fused(constants, arrays))
@@ -222,7 +243,7 @@ def freeze(fn: Callable, *bound: Any, argnums: int | Sequence[int] = 0, policy: 
       fn: a function of arrays: `apply` of a Flax linen module, a Haiku or a plain function. A Flax nnx module in eval mode, or an
         Equinox module in inference mode, binds its own arrays, and so does what a function closes over: `freeze(model)`.
       bound: the arguments that are bound, any pytrees. They may be freed after the first call: large weights that were folded or cast
-        are not kept.
+        are not kept. They may not be donated to another function: `freeze(fn, jax.tree.map(jnp.copy, variables))`.
       argnums: the positions of `bound` among fn's arguments; by default the first.
       policy: as of `fuse`; of int8 too.
       int8: examples of the other arguments, representative ones: tuples of them, or where there is one argument the argument. With
@@ -235,16 +256,19 @@ def freeze(fn: Callable, *bound: Any, argnums: int | Sequence[int] = 0, policy: 
     `int8_sites(*args)` which layers are int8.
 
     Raises: TypeError where fn is neither a function nor a module; OpError, a ValueError, for an unknown policy, for positions and for
-    examples that do not fit or are not finite (here), and for arguments that need a weight which was folded away in another way (when
-    called).
+    examples that do not fit or are not finite, for weights that are being traced (here), and for arguments that need a weight which was
+    folded away in another way (when called).
     """
-    positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    positions = tuple(map(operator.index, argnums)) if isinstance(argnums, Sequence) else (operator.index(argnums),)
+    check_callable(fn, "freeze", "a function or a module", "give model.apply, not what it returns")
     if not bound:
+        if positions != (0,):
+            raise OpError(f"jaxfuse.freeze: argnums is {argnums!r}, and nothing is bound; give the arguments at these positions too")
         fn, bound, positions = of_module(fn)
     elif len(positions) != len(bound) or sorted(set(positions)) != list(positions) or positions[0] < 0:
         raise OpError(f"jaxfuse.freeze: argnums is {argnums!r}, expected {len(bound)} positions in ascending order, one for each bound "
                       "argument; give argnums=")
-    check_callable(fn, "freeze", "a function or a module", "give model.apply, not what it returns")
+    _require_arrays(jax.tree.leaves(bound))
     fuse(fn, policy=policy)  # for its checks of both
     if not (isinstance(int8_error, numbers.Real) and int8_error > 0):
         raise OpError(f"jaxfuse.freeze: int8_error is {int8_error!r}, expected a positive number; give a share such as 0.05")
@@ -252,3 +276,10 @@ def freeze(fn: Callable, *bound: Any, argnums: int | Sequence[int] = 0, policy: 
     if int8 is not None:
         frozen._calibrate(int8, int8_error)
     return frozen
+
+
+def _require_arrays(constants: Iterable) -> None:
+    """Raises OpError where a program is being traced of which these are values: they are not known yet."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in constants):
+        raise OpError("jaxfuse.freeze: weights are being traced, by jit, grad or vmap, and have no values yet; call freeze outside, or "
+                      "use jaxfuse.fuse inside")

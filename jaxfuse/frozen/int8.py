@@ -17,9 +17,9 @@ from jaxfuse.runtime.private import known
 from jaxfuse.tuning.policy import not_in_int8
 from jaxfuse.tuning.rules.int8 import most
 
-# A layer in every program of the function with the same flags: what arguments that are no arrays read as, the name of its weight, and
+# A layer in every program of the function with the same flags: the arguments that are no arrays, the name of its weight, and
 # which of the weight's layers it is.
-Key = tuple[str, str, int]
+Key = tuple[tuple, str, int]
 LAYERS = {"jaxfuse_conv": "conv", "jaxfuse_dense": "dense", "conv_general_dilated": "conv", "dot_general": "dense"}
 
 
@@ -84,9 +84,9 @@ def int8_filter(name: str, layer: Layer, range_: int8.Range) -> Int8Filter:
 
 class Layers:
     """The layers of a program whose weights are constants, by their keys; none is packed. `sites` are rows of them, but for their
-    lines, where int8 was asked for. `flags` is what the arguments read as that are no arrays."""
+    lines, where int8 was asked for. `flags` are the arguments that are no arrays, each with its type."""
 
-    def __init__(self, flags: str):
+    def __init__(self, flags: tuple):
         self._flags = flags
         self.found: dict[Key, tuple[Node, Layer | str]] = {}
         self.sites: dict[Key, Int8Site] = {}
@@ -103,7 +103,7 @@ class Choice(Layers):
     """The same, in int8 where that was measured to be near enough and the policy has it so; the others are packed by the policy.
     Without `measured` no layer is int8."""
 
-    def __init__(self, policy: str, measured: dict[Key, Measured] | None, allowed: float, flags: str):
+    def __init__(self, policy: str, measured: dict[Key, Measured] | None, allowed: float, flags: tuple):
         super().__init__(flags)
         self._policy, self._measured, self._allowed = policy, measured, allowed
 

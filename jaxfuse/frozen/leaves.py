@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfuse.ops import stage
+
 
 def is_array(leaf) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
@@ -16,11 +18,22 @@ def as_array(leaf):
 
 def unshared(leaf):
     """A copy of what its owner may write to: what is frozen does not change."""
-    return jnp.array(leaf) if isinstance(leaf, (np.ndarray, np.generic)) else leaf
+    if not isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf
+    with jax.ensure_compile_time_eval():  # also in a program that is being traced
+        return jnp.array(leaf)
 
 
 def type_of(leaf):
-    """Of an array; anything else itself."""
-    if not is_array(leaf):
+    """Of an array, with what meshes add to it; anything else itself."""
+    if isinstance(leaf, jax.Array):
+        return weakly(jax.typeof(leaf))
+    if not is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype) if isinstance(leaf, (np.ndarray, np.generic)) else leaf.dtype
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, weak_type=getattr(leaf, "weak_type", False))
+
+
+def weakly(aval) -> jax.ShapeDtypeStruct:
+    """`stage.type_of`, which may be weak."""
+    return stage.type_of(aval).update(weak_type=getattr(aval, "weak_type", False))

@@ -3,19 +3,21 @@
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxfuse.analysis.normal import constant, is_float_cast, repeats, size, widens
+from jaxfuse.frozen.leaves import weakly
 from jaxfuse.ops.arrays import beside, wide
 from jaxfuse.patterns.walk import Chain, Walk, WalkEnd
 from jaxfuse.program.graph import Emission, Graph, Node, Value, compute, evaluate
-from jaxfuse.runtime.private import is_symbolic
+from jaxfuse.runtime.private import is_symbolic, params_of
+from jaxfuse.runtime.settings import unwatched
 
 SMALL = 1 << 16  # bytes; of the constants themselves a value that is larger than they are is no constant: a broadcast
 
@@ -46,7 +48,7 @@ class Fold:
     def types(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         """Of the scaled weight, and of the shift of each feature."""
         shift = jax.ShapeDtypeStruct((self.w.shape[self.features],), jnp.promote_types(self.chain.end.dtype, jnp.float32))
-        return _type(self.w), shift
+        return weakly(self.w.aval), shift
 
     @property
     def needs(self) -> tuple[Value, ...]:
@@ -61,13 +63,15 @@ class Program:
     """`closed` with its first `bound` inputs, and what it closes over, constant.
 
     `constants` are names of the arrays that it needs at a call, by what they are computed from: two programs of one function, for two
-    batch sizes, have the same names for the same arrays. `folds` are the contractions whose weight takes in a scale.
+    batch sizes, have the same names for the same arrays. `folds` are the contractions whose weight takes in a scale. `unshared` gives
+    the array itself, or the copy that is kept of it, of what nested functions close over.
     """
 
-    def __init__(self, closed: ClosedJaxpr, bound: int):
+    def __init__(self, closed: ClosedJaxpr, bound: int, unshared: Callable[[Any], Any]):
         jaxpr = closed.jaxpr
         given = (*jaxpr.constvars, *jaxpr.invars)
         self.graph = Graph(ClosedJaxpr(jaxpr.replace(constvars=(), invars=given), ()))
+        self.graph.constant_arrays = list(map(unshared, self.graph.constant_arrays))
         self.bound = len(jaxpr.constvars) + bound
         self.arguments = len(given) - self.bound
         self._fixed = self._fixed_values()
@@ -87,6 +91,7 @@ class Program:
         inputs = [arrays.get(value) for value in self.graph.inputs[: self.bound]]
         return evaluate(self.graph, [*inputs, *arguments], replacements)
 
+    @unwatched
     def values(self, leaves: Sequence, wanted: set[str]) -> dict[str, Any]:
         """The constants of these names, computed from the bound inputs. Raises `Freed` where one that they need is None."""
         environment = {v: array for v, array in zip(self.graph.inputs, leaves) if array is not None}
@@ -117,15 +122,16 @@ class Program:
     def types(self) -> tuple[list, list]:
         """Of the constants, in the order of their names, and of the arguments."""
         folded = [type_ for fold in self.folds.values() for type_ in fold.types]
-        return [*map(_type, self._needed), *folded], list(map(_type, self.graph.inputs[self.bound :]))
+        needed, given = ([weakly(v.aval) for v in values] for values in (self._needed, self.graph.inputs[self.bound :]))
+        return [*needed, *folded], given
 
     @property
     def spent(self) -> set[int]:
         """Indices of the bound inputs that no other program of the function will need: weights that were folded or cast whole."""
         used = set(self._needed) | {v for v in self.graph.inputs[: self.bound] if size(v) * v.dtype.itemsize <= SMALL}
-        folded = {fold.exact: fold.node for fold in self.folds.values()}
-        return {i for i, v in enumerate(self.graph.inputs[: self.bound]) if v not in used
-                and all(user is folded.get(v) or is_float_cast(user) for user in v.users)}
+        folded, dead = {fold.exact: fold.node for fold in self.folds.values()}, self.graph.initially_dead
+        return {i for i, v in enumerate(self.graph.inputs[: self.bound]) if v.users and v not in used
+                and all(user.index not in dead and (user is folded.get(v) or is_float_cast(user)) for user in v.users)}
 
     @functools.cached_property
     def sources(self) -> dict[str, list[str]]:
@@ -144,7 +150,9 @@ class Program:
         fixed = {*self.graph.inputs[: self.bound], *self.graph.constants}
         for node in self.graph.nodes:
             unknown = is_symbolic([v.aval for v in node.outputs])
-            if not node.eqn.effects and not unknown and all(v.literal is not None or v in fixed for v in node.inputs):
+            drawn = node.primitive == "rng_uniform"  # anew at each call
+            differs = any(v.aval.manual_axis_type.varying for v in node.outputs)  # from device to device
+            if not (node.eqn.effects or drawn or differs or unknown) and all(v.literal is not None or v in fixed for v in node.inputs):
                 made, given = (sum(size(v) * v.dtype.itemsize for v in values) for values in (node.outputs, node.inputs))
                 fixed |= set(node.outputs) if made <= max(SMALL, given) else set()
         return fixed
@@ -152,7 +160,7 @@ class Program:
     def _folds(self) -> Iterator[Fold]:
         for node in self.graph.nodes:
             found = _weighted(node)
-            if found and found.w in self._fixed and found.x not in self._fixed and _holds_a_scale(found.w):
+            if found and found.w in self._fixed and found.x not in self._fixed and _holds_a_scale(found.w, node.out):
                 chain = self._scaled(node, found.axis)
                 if chain:
                     yield Fold(node, *found, chain)
@@ -216,7 +224,7 @@ class Program:
             return _of_array(self.graph.constant_arrays[self.graph.constants.index(value)])
         parts = [self._name_or_literal(v) for v in node.inputs]
         params = sorted((name, _text(param)) for name, param in node.params.items())
-        text = f"{node.primitive} {params} {parts} {node.outputs.index(value)}"
+        text = f"{node.primitive} {params} {node.eqn.ctx!r} {parts} {node.outputs.index(value)}"
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -226,7 +234,20 @@ def _text(param) -> str:
         return f"({', '.join(map(_text, param))})"
     if isinstance(param, np.ndarray):
         return _of_array(param)
-    return " ".join([str(param), *map(_of_array, param.consts)]) if isinstance(param, ClosedJaxpr) else str(param)
+    return " ".join([str(param), *map(_of_array, _closed_over(param))])
+
+
+def _closed_over(param) -> Iterator:
+    """The arrays that programs among the parameters close over, however deep."""
+    if isinstance(param, (tuple, list)):
+        for each in param:
+            yield from _closed_over(each)
+    if isinstance(param, ClosedJaxpr):
+        yield from param.consts
+    if isinstance(param, (Jaxpr, ClosedJaxpr)):
+        for eqn in param.eqns:
+            for each in params_of(eqn).values():
+                yield from _closed_over(each)
 
 
 def _of_array(array) -> str:
@@ -270,14 +291,11 @@ def _folded(fold: Fold, arrays: Sequence) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(weight, weight_type.dtype), jnp.asarray(shift, shift_type.dtype)
 
 
-def _holds_a_scale(weight: Value) -> bool:
+def _holds_a_scale(weight: Value, out: Value) -> bool:
     """Whether scaled weights are near enough in the weight's own type, whatever the scale: not in integers and narrow floats, which
-    round, overflow and become subnormal; nor are complex ones folded."""
-    return weight.dtype in (jnp.bfloat16, jnp.float32, jnp.float64)
-
-
-def _type(value: Value) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=getattr(value.aval, "weak_type", False))
+    round, overflow and become subnormal, nor where the outputs are of a wider type; nor are complex ones folded."""
+    floats = (jnp.bfloat16, jnp.float32, jnp.float64)
+    return weight.dtype in floats and jnp.promote_types(weight.dtype, out.dtype) == weight.dtype
 
 
 class _Weighted(NamedTuple):

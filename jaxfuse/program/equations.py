@@ -28,6 +28,7 @@ def key_of(eqn, inputs: list):
         inputs, params = [number], {**params, "broadcast_dimensions": ()}
     key = (
         eqn.primitive,
+        eqn.ctx,  # of random bits, say, it tells which
         tuple([v if v.literal is None else (np.asarray(v.literal).tobytes(), v.aval) for v in inputs]),
         tuple(sorted(params.items())),
     )
@@ -66,7 +67,7 @@ def derivative(eqn) -> object:
 
 
 def inlinable(eqn) -> ClosedJaxpr | None:
-    """The body of a plain nested `jit`. One with shardings of its own, or donated arguments, stays as it is."""
+    """The body of a plain nested `jit`. One with shardings of its own stays as it is. What it donates JAX keeps, within another program."""
     if name_of(eqn) not in INLINED or eqn.effects:
         return None
     params = eqn.params
@@ -75,4 +76,10 @@ def inlinable(eqn) -> ClosedJaxpr | None:
         return None
     own = [*params.get("in_shardings", ()), *params.get("out_shardings", ())]
     specified = any(type(s).__name__ != "UnspecifiedValue" for s in own)
-    return None if specified or any(params.get("donated_invars", ())) else body
+    return None if specified else body
+
+
+def keeping(params: dict) -> dict:
+    """The parameters of an equation that donates nothing: a part of a program may be run by itself, and then a `jit` would."""
+    donated = params.get("donated_invars", ())
+    return params | dict(donated_invars=(False,) * len(donated)) if any(donated) else params

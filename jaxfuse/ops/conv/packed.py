@@ -72,7 +72,7 @@ def panels(config: PackedConfig) -> Packed:
 
 def _merges_lines(config: PackedConfig) -> bool:
     spec, shape = config.conv.rhs_spec, config.shape
-    beside = spec[-1] + 1 == spec[1] and spec[0] == len(shape) - 1  # [..., taps, channels, features]
+    beside = spec[-1] + 1 == spec[1]  # [..., taps, channels, ...], as conv_merged_lines.cc has it
     return beside and shape[spec[1]] < FEW_CHANNELS and shape[spec[-1]] > 1 and config.conv.rhs_dilation[-1] == 1
 
 
