@@ -155,7 +155,8 @@ def test_the_arguments_that_are_left_have_their_names():
     a, b = X + 1, X + 2
     jax.jit(frozen, donate_argnames="a")(a, b)
     assert a.is_deleted() and not b.is_deleted()
-    np.testing.assert_array_equal(jax.jit(jaxfuse.freeze(lambda w, x, twice: 2 * x if twice else x, X), static_argnames="twice")(X, True), 2 * X)
+    doubled = jaxfuse.freeze(lambda w, x, twice: 2 * x if twice else x, X)
+    np.testing.assert_array_equal(jax.jit(doubled, static_argnames="twice")(X, True), 2 * X)
 
 
 @pytest.mark.parametrize("policy", ["never", "always"])

@@ -39,7 +39,7 @@ def fastest(config, x, w, is_dense: bool) -> Packing:
 
 def wins_packed(dtype, rows: int) -> bool:
     """Whether a dense layer of so many rows is fastest with a packed weight, with AVX-512. Of bf16 all are where the CPU multiplies that,
-    but has no matrices of it; elsewhere those that take little longer than to read the weight."""
+    but has no matrices of it, else the fewest; of f32 those that XLA's product, which packs the weight at each call, was slower for."""
     if not _has_avx512():
         return False
     if dtype == jnp.bfloat16:
@@ -50,7 +50,7 @@ def wins_packed(dtype, rows: int) -> bool:
 def has_one_place(config, x, w) -> bool:
     """Whether images and filter are of one pixel, so that the convolution is a dense layer, as those of squeeze-and-excitation."""
     is_one = all(x.shape[i] == w.shape[j] == 1 for i, j in zip(config.lhs_spec[2:], config.rhs_spec[2:]))
-    return is_one and config.feature_group_count == 1
+    return is_one and config.feature_group_count == 1 and not config.transposed and not any(map(any, config.padding))
 
 
 def _has_avx512() -> bool:
