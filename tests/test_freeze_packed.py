@@ -78,6 +78,19 @@ def test_dense_layers_of_few_rows_are_packed(rows, dtype, is_packed):
     assert not by_heads._packed and by_heads(jnp.ones((2, rows, 40), dtype)).shape == (2, rows, 24)
 
 
+@pytest.mark.parametrize("size, padding, is_packed", [(1, 0, True), (1, 1, False), (2, 0, False)])
+def test_convolutions_of_one_pixel_are_dense_layers(size, padding, is_packed):
+    """Too small to gain, were they none: as squeeze-and-excitation has them."""
+    def function(w, x):
+        y = jax.lax.conv_general_dilated(x, w, (1, 1), [(padding, padding)] * 2, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return jax.nn.sigmoid(y + 1)
+
+    w, x = jnp.full((1, 1, 6, 24), 0.1), jnp.ones((2, size, size, 6))
+    made = jaxfuse.freeze(function, w)
+    same(made(x), function(w, x))
+    assert any(name.startswith("packed") for name in made._constants) == is_packed
+
+
 def test_packed_filters_in_a_file_for_any_batch(tmp_path):
     model, x = Wide(), jax.random.normal(jax.random.key(2), (3, 16, 16, 32))
     variables = variables_of(model, x)
