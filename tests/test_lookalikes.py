@@ -159,6 +159,23 @@ def test_batch_norms_that_differ_in_a_derivative_rule(scaled):
         np.testing.assert_allclose(found, plain, rtol=1e-3, atol=1e-3)
 
 
+def with_a_rule(table):
+    """A function of one text for all tables, which its own program does not show."""
+    inner = jax.jit(lambda x: x * table)
+
+    @jax.custom_jvp
+    def function(x):
+        return jnp.sin(inner(x))
+
+    function.defjvp(lambda primals, tangents: (function(*primals), jnp.cos(inner(*primals)) * inner(*tangents)))
+    return function
+
+
+def test_functions_with_rules_that_close_over_other_arrays():
+    first, second = (with_a_rule(np.linspace(1, end, 32).astype(np.float32)) for end in (2, 3))
+    correct_with_gradients(lambda x, w, b: (jax.nn.relu(x @ w + b), first(x @ w), second(x @ w)), X, W, B)
+
+
 def test_two_derivatives_of_one_value_called_in_one_line():
     def relu_times(slope):
         @jax.custom_jvp

@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr
 
 from jaxfuse.analysis.normal import constant, is_float_cast, repeats, size, widens
 from jaxfuse.frozen.leaves import weakly
 from jaxfuse.ops.arrays import beside, wide
 from jaxfuse.patterns.walk import Chain, Walk, WalkEnd
+from jaxfuse.program.equations import closed_over
 from jaxfuse.program.graph import Emission, Graph, Node, Value, compute, evaluate
-from jaxfuse.runtime.private import is_symbolic, params_of
+from jaxfuse.runtime.private import is_symbolic
 from jaxfuse.runtime.settings import unwatched
 
 SMALL = 1 << 16  # bytes; of the constants themselves a value that is larger than they are is no constant: a broadcast
@@ -234,20 +235,7 @@ def _text(param) -> str:
         return f"({', '.join(map(_text, param))})"
     if isinstance(param, np.ndarray):
         return _of_array(param)
-    return " ".join([str(param), *map(_of_array, _closed_over(param))])
-
-
-def _closed_over(param) -> Iterator:
-    """The arrays that programs among the parameters close over, however deep."""
-    if isinstance(param, (tuple, list)):
-        for each in param:
-            yield from _closed_over(each)
-    if isinstance(param, ClosedJaxpr):
-        yield from param.consts
-    if isinstance(param, (Jaxpr, ClosedJaxpr)):
-        for eqn in param.eqns:
-            for each in params_of(eqn).values():
-                yield from _closed_over(each)
+    return " ".join([str(param), *map(_of_array, closed_over(param))])
 
 
 def _of_array(array) -> str:

@@ -1,10 +1,11 @@
 """Equations of a jaxpr: which hold a program that is part of this one, and which compute the same."""
 
 import functools
+from collections.abc import Iterator
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxfuse.runtime.private import name_of, params_of
 
@@ -62,8 +63,21 @@ def derivative(eqn) -> object:
         traced = jax.make_jaxpr(lambda primals, tangents: jax.jvp(bind, primals, tangents))(types, types)
     except TypeError:  # of an argument that has no tangent
         return object()
-    closed = traced.consts or params_of(eqn)["call_jaxpr"].consts
+    closed = [*closed_over(traced), *closed_over(params_of(eqn)["call_jaxpr"])]
     return object() if closed or any(name in str(traced) for name in CUSTOM_DERIVATIVE_CALLS[1:]) else str(traced)
+
+
+def closed_over(param) -> Iterator:
+    """The arrays that a program closes over, or those among an equation's parameters, however deep: their text does not tell them."""
+    if isinstance(param, (tuple, list)):
+        for each in param:
+            yield from closed_over(each)
+    if isinstance(param, ClosedJaxpr):
+        yield from param.consts
+    if isinstance(param, (Jaxpr, ClosedJaxpr)):
+        for eqn in param.eqns:
+            for each in params_of(eqn).values():
+                yield from closed_over(each)
 
 
 def inlinable(eqn) -> ClosedJaxpr | None:
