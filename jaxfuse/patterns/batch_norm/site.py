@@ -21,7 +21,7 @@ from jaxfuse.patterns.batch_norm import gradient as batch_norm_grad
 from jaxfuse.patterns.batch_norm.gradient import Gradient
 from jaxfuse.patterns.kernel import as_vector, require
 from jaxfuse.patterns.walk import Chain
-from jaxfuse.program.equations import CUSTOM_DERIVATIVE_CALLS, derivative
+from jaxfuse.program.equations import CUSTOM_DERIVATIVE_CALLS, closed_over, derivative
 from jaxfuse.program.graph import Emission, Graph, Node, Value, compute, evaluate
 from jaxfuse.program.liveness import FusedReader
 from jaxfuse.program.site import Match, Refusal, Unfit
@@ -169,7 +169,7 @@ class PerChannelProgram:
         closed = jax.make_jaxpr(function)(*types)
         self.graph = Graph(closed)
         rules = tuple(derivative(node.eqn) for node in self.graph.nodes if node.primitive in CUSTOM_DERIVATIVE_CALLS)  # not in the text
-        self.text = str(closed.jaxpr), tuple(np.asarray(c).tobytes() for c in closed.consts), rules
+        self.text = str(closed.jaxpr), tuple(np.asarray(c).tobytes() for c in closed_over(closed)), rules
 
     def __call__(self, *arrays):
         """Inside a `shard_map` the arrays vary over its axes, and every number of the program has to follow them. On a shard of an
