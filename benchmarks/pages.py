@@ -1,6 +1,7 @@
 """python -m benchmarks.pages: the pictures of a report's page in docs/images/, of train steps of ResNet-50 and BERT-base.
 
-Opens the pages in a headless Chromium, by selenium.
+The sites of ResNet-50 are measured, which takes some minutes of a machine for itself. Opens the pages in a headless Chromium, by
+selenium.
 """
 
 import argparse
@@ -23,12 +24,13 @@ BLOCK, SITE = "ResNet50/Bottleneck_2", "bn+add+relu"  # shown open, chosen
 Pictures = Iterator[tuple[str, Image.Image]]
 
 
-def report(network: str) -> jaxfuse.FusionReport:
-    """Of a train step at batch 8, with SGD and momentum."""
+def report(network: str, measure: bool = False) -> jaxfuse.FusionReport:
+    """Of a train step at batch 8, with SGD and momentum; `measure` as `jaxfuse.explain` has it."""
     model, images = cost.NETWORKS[network]
     shapes = jax.eval_shape(model.init, jax.random.key(0), images)
     state = models.TrainState(shapes["params"], shapes.get("batch_stats", {}), shapes["params"])
-    return jaxfuse.explain(models.make_train_step(model, lambda loss: loss), state, images, jax.ShapeDtypeStruct((8,), jnp.int32))
+    step, labels = models.make_train_step(model, lambda loss: loss), jax.ShapeDtypeStruct((8,), jnp.int32)
+    return jaxfuse.explain(step, state, images, labels, measure=measure)
 
 
 def resnet50(driver, found: jaxfuse.FusionReport) -> Pictures:
@@ -54,7 +56,7 @@ def main() -> None:
     out = parser.parse_args().out
     with tempfile.TemporaryDirectory() as folder:
         for network, pictures, dark in (("resnet50", resnet50, False), ("bert-base", bert_base, True)):
-            found, page = report(network), Path(folder) / f"{network}.html"
+            found, page = report(network, measure=network == "resnet50"), Path(folder) / f"{network}.html"
             found.save(page)
             print(f"{network}: {len(found.fused)} of {len(found.fused) + len(found.skipped)} sites fused")
             with opened(page, WIDTH, dark) as driver:
