@@ -225,7 +225,7 @@ class Program:
             return _of_array(self.graph.constant_arrays[self.graph.constants.index(value)])
         parts = [self._name_or_literal(v) for v in node.inputs]
         params = sorted((name, _text(param)) for name, param in node.params.items())
-        text = f"{node.primitive} {params} {node.eqn.ctx!r} {parts} {node.outputs.index(value)}"
+        text = f"{node.primitive} {params} {node.eqn.ctx.threefry_partitionable} {parts} {node.outputs.index(value)}"
         return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -29,7 +29,7 @@ def key_of(eqn, inputs: list):
         inputs, params = [number], {**params, "broadcast_dimensions": ()}
     key = (
         eqn.primitive,
-        eqn.ctx,  # of random bits, say, it tells which
+        eqn.ctx.threefry_partitionable,  # which random bits
         tuple([v if v.literal is None else (np.asarray(v.literal).tobytes(), v.aval) for v in inputs]),
         tuple(sorted(params.items())),
     )
