@@ -1,4 +1,4 @@
-"""Everything that has to be known from an NVIDIA GPU, by one command, in less than eight minutes:
+"""Everything that has to be known from an NVIDIA GPU, by one command:
 
     python -m benchmarks.gpu [--only SECTION ..] [--json FILE]
 
@@ -9,6 +9,8 @@ convolutions   with what XLA does not fuse: XLA, cuDNN's plans (a minute of it g
 graphs      the same programs with and without CUDA graphs, by the wall's clock
 blocks      a train step of two residual blocks                 resnet50   one of ResNet-50, batch 128, bfloat16
 transformers   train steps of ViT-S/16, batch 256, and of BERT-base, 64 texts of 128 tokens, bfloat16
+
+For XLA and the kernels an H200 took 4 seconds for ceilings, 64 for micro, 53 for resnet50 and 101 for transformers.
 
 The result is a dated file in benchmarks/results/gpu/. Without a GPU it says what is missing, and ends with status 1.
 """
@@ -37,6 +39,7 @@ from .gpu_programs import DIRECTIONS, PREDICTED, PROGRAMS, predictions, two_bloc
 
 RESULTS = Path(__file__).parent / "results" / "gpu"
 DTYPES = ("bfloat16", "float16", "float32")
+LONGEST = 40  # kernels of a train step that a result names
 
 
 def missing() -> list[str]:
@@ -223,10 +226,10 @@ def _steps(step, arguments) -> list[dict]:
         with measure.peer(peer):
             run = step if peer == "xla" else jaxfuse.fuse(step)
             found = measure.timed(run, arguments, 3.0)
-            rows.append(dict(peer=peer, us=found.us, spread=found.spread))
             kernels, by_name = measure.profiled(run, arguments, runs=3)
-            rows[-1] |= dict(kernels_us=kernels.us, kernels=dict(list(by_name.items())[:40]))
-            print(rows[-1] | dict(kernels=None), flush=True)
+            row = dict(peer=peer, us=found.us, spread=found.spread, kernels_us=kernels.us)
+            print(row, flush=True)
+            rows.append(row | dict(kernels=dict(list(by_name.items())[:LONGEST])))
     return rows
 
 

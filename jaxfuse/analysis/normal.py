@@ -216,7 +216,8 @@ def per_channel(value: Value, like: Value, axes: int | tuple[int, ...]) -> Value
     if elsewhere := varying - set(axes):
         return NotPerChannel(f"operand {value!r} varies along axis {min(elsewhere)}, the channel axis is {along}")
     if varying and varying != {axis for axis in axes if is_long(like.shape[axis])}:
-        return NotPerChannel(f"operand {value!r} varies along axis {min(varying)} alone, the channel axes are {along}")
+        some = " and ".join(map(str, sorted(varying)))
+        return NotPerChannel(f"operand {value!r} varies along axis {some} alone, the channel axes are {along}")
     smallest: Value | None = None
     source: Value | None = value
     while source is not None:

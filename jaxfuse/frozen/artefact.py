@@ -56,10 +56,9 @@ def load(path: str | os.PathLike):
     Args:
       path: the file.
 
-    Returns: a function of the arguments that it was saved for, jitted.
+    Returns: a function of the arguments that it was saved for, jitted. `jax.export` has no rules to map or differentiate it.
 
     Raises: ArtefactError, a ValueError, for what is no such file, is truncated or altered, or is of a newer format; what `open` raises.
-    The function is neither mapped nor differentiated: `jax.export` has no rules for that.
     """
     if not Path(path).exists():
         raise FileNotFoundError(f"there is no file {os.fspath(path)}{near.files(os.fspath(path))}")

@@ -143,12 +143,11 @@ class Frozen:
     def _of(self, args: tuple, kwargs: dict) -> tuple[Made, list]:
         args, kwargs = jax.tree.map(as_array, (args, kwargs))
         leaves, tree = jax.tree.flatten((args, kwargs))
-        types = [type_of(leaf) for leaf in leaves]
-        flags = tuple((type(t), t) for t in types if not is_array(t))
-        signature = private.trace_context(), tree, *[t if is_array(t) else (type(t), t) for t in types]
+        types = [type_of(leaf) if is_array(leaf) else (type(leaf), leaf) for leaf in leaves]
+        signature = private.trace_context(), tree, *types
         with self._lock:
             if signature not in self._made:
-                self._made[signature] = self._make(args, kwargs, flags)
+                self._made[signature] = self._make(args, kwargs, flags=tuple(t for t in types if not is_array(t)))
             return self._made[signature], [leaf for leaf in leaves if is_array(leaf)]
 
     def _make(self, args: tuple, kwargs: dict, flags: tuple) -> Made:

@@ -36,4 +36,4 @@ def type_of(leaf):
 
 def weakly(aval) -> jax.ShapeDtypeStruct:
     """`stage.type_of`, which may be weak."""
-    return stage.type_of(aval).update(weak_type=getattr(aval, "weak_type", False))
+    return stage.type_of(aval, getattr(aval, "weak_type", False))

@@ -236,10 +236,11 @@ def lowered_by(choose):
     return rule
 
 
-def type_of(aval) -> jax.ShapeDtypeStruct:
+def type_of(aval, weak_type: bool = False) -> jax.ShapeDtypeStruct:
     """With what `explicit` meshes and `shard_map` add to a type: the sharding, and the mesh axes it varies over."""
     sharding = None if aval.sharding.mesh.empty else aval.sharding
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, manual_axis_type=aval.manual_axis_type)
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype, sharding=sharding, manual_axis_type=aval.manual_axis_type, weak_type=weak_type)
 
 
 @functools.lru_cache(maxsize=4096)

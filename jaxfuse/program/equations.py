@@ -81,7 +81,7 @@ def closed_over(param) -> Iterator:
 
 
 def inlinable(eqn) -> ClosedJaxpr | None:
-    """The body of a plain nested `jit`. One with shardings of its own stays as it is. What it donates JAX keeps, within another program."""
+    """The body of a plain nested `jit`. One with shardings of its own stays as it is."""
     if name_of(eqn) not in INLINED or eqn.effects:
         return None
     params = eqn.params
@@ -93,7 +93,7 @@ def inlinable(eqn) -> ClosedJaxpr | None:
     return None if specified else body
 
 
-def keeping(params: dict) -> dict:
-    """The parameters of an equation that donates nothing: a part of a program may be run by itself, and then a `jit` would."""
+def without_donation(params: dict) -> dict:
+    """The parameters of an equation, which donates nothing: JAX ignores it within a program, but a part of one may run by itself."""
     donated = params.get("donated_invars", ())
     return params | dict(donated_invars=(False,) * len(donated)) if any(donated) else params

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Literal
 
-from jaxfuse.program.equations import CUSTOM_DERIVATIVE_CALLS, inlinable, keeping, key_of, same_rule
+from jaxfuse.program.equations import CUSTOM_DERIVATIVE_CALLS, inlinable, key_of, same_rule, without_donation
 from jaxfuse.program.source import user_line
 from jaxfuse.runtime.private import is_symbolic, name_of, params_of
 
@@ -102,7 +102,7 @@ class Node:
         eqn = self.eqn
         name_stack = source_info_util.current_name_stack() + self.name_stack + eqn.source_info.name_stack
         with source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack):
-            outputs = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(keeping(eqn.params)))
+            outputs = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(without_donation(eqn.params)))
         return outputs if eqn.primitive.multiple_results else [outputs]
 
     def source(self) -> str:
