@@ -7,8 +7,7 @@ from typing import NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from jaxfuse import patterns
-from jaxfuse.analysis import scan_pairs
+from jaxfuse import patterns, scan_pairs
 from jaxfuse.program import autodiff, symbolic
 from jaxfuse.program.bodies import inside, programs, retraced, subprograms
 from jaxfuse.program.equations import CUSTOM_DERIVATIVE_CALLS

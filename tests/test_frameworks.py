@@ -42,7 +42,7 @@ SITES = {
     "transformers ViT": ({"transpose+conv+bias": 1}, {"transpose+conv+bias": 1}),
     "transformers BERT": ({}, {}),
 }
-OTHERS = {"dense", "dense+bias", "layer_norm", "matmul", "attention", "attention scores", "dense+bias x3"}
+OTHERS = {"dense", "dense+bias", "layer_norm", "matmul", "attention", "attention scores"}
 
 
 def counted(sites, part: str) -> int:

@@ -1,4 +1,4 @@
-"""Dense layers, gates and groups of layers are recognised, in every framework's spelling."""
+"""Dense layers are recognised, in every framework's spelling."""
 
 import equinox as eqx
 import flax.linen as nn
@@ -33,6 +33,19 @@ def test_the_row_says_what_and_where():
 
 
 @pytest.mark.filterwarnings("error")
+def test_a_small_layer_keeps_no_large_one_from_being_fused():
+    """Layers of one input, such as a network's head beside its last layer, are decided one by one."""
+    x, large, small = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1024, 512), (512, 4096), (512, 2)))
+
+    def decided(fn):
+        report = jaxfuse.explain(fn, x, large, small)
+        return {(str(site.operands[1]), site.reason) for site in (*report.fused, *report.skipped)}
+
+    alone = decided(lambda x, large, small: jax.nn.gelu(x @ large)) | decided(lambda x, large, small: jax.nn.gelu(x @ small))
+    together = decided(lambda x, large, small: (jax.nn.gelu(x @ large), jax.nn.gelu(x @ small)))
+    assert len({reason for _, reason in alone}) == 2 and together == alone
+
+
 def test_a_product_of_one_element_that_is_compared():
     """As spectral norms do it: the derivative of a comparison of one number is no array."""
     model = nn.SpectralNorm(nn.Dense(16))

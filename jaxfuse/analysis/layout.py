@@ -10,13 +10,12 @@ import math
 from collections.abc import Callable
 from typing import Self
 
-import jax
 import numpy as np
 from jax import lax
-from jax.extend import source_info_util
 
 from jaxfuse.analysis.axes import IndexMap, SubAxes, is_long
-from jaxfuse.program.graph import Graph, Node, Transposed, Value
+from jaxfuse.program.graph import Graph, Node, Value
+from jaxfuse.program.transposes import transposed
 from jaxfuse.runtime import private
 
 RESHAPES = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy", "pvary")
@@ -126,26 +125,6 @@ def in_place(value: Value) -> Value:
     """The furthest value whose elements lie as they do in `value`, in the same shape."""
     source, order = only_moved(value)
     return source if source.shape == value.shape and order == tuple(sorted(order)) else value
-
-
-def transposed(graph: Graph, value: Value, order: tuple[int, ...]) -> Value:
-    """`value` with its axes in that order, as one more value of the program: a match may define it together with `value`;
-    where none does, it is computed from `value`. So what one fused op gives channels-last, another reads channels-last."""
-    if order == tuple(range(value.ndim)):
-        return value
-    transposes = graph.marks.transposes
-    if (value, order) not in transposes:
-        closed = jax.make_jaxpr(lambda array: lax.transpose(array, order))(jax.ShapeDtypeStruct(value.shape, value.dtype))
-        name_stack = value.producer.name_stack if value.producer else source_info_util.new_name_stack()
-        node = Node(closed.jaxpr.eqns[0], -1, [value], name_stack)
-        value.users.remove(node)  # the program's own readers decide what may be fused
-        transposes[value, order] = Transposed(value, node)
-    return transposes[value, order]
-
-
-def is_transposed(graph: Graph, value: Value, order: tuple[int, ...]) -> bool:
-    """Whether a fused op gives the value with its axes in that order, or wants it so."""
-    return (value, order) in graph.marks.transposes
 
 
 def to_layout(graph: Graph, value: Value, layout: Layout, permutation) -> tuple[Value, Callable]:

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfuse.analysis.axes import is_long
-from jaxfuse.analysis.elementwise import RULES, is_known
 from jaxfuse.analysis.layout import RESHAPES
+from jaxfuse.program.elementwise import RULES, is_known
 from jaxfuse.program.graph import Node, Value
 from jaxfuse.runtime import private
 
@@ -141,14 +141,6 @@ def is_smaller(value: Value, other: Value) -> bool:
 
 def nbytes(value: Value) -> int:
     return size(value) * value.dtype.itemsize
-
-
-def filled(value: Value, number):
-    """The number in the value's shape and type, sharded along explicit axes of a mesh and varying over those of a `shard_map`."""
-    sharding = value.aval.sharding if any(value.spec) else None
-    varying = tuple(value.aval.manual_axis_type.varying)
-    full = jax.lax.broadcast_in_dim(jnp.asarray(number, value.dtype), value.shape, (), out_sharding=sharding)
-    return jax.lax.pcast(full, varying, to="varying") if varying else full
 
 
 # --- casts -------------------------------------------------------------------------------------------------------

@@ -3,14 +3,15 @@ what that computes."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.analysis.elementwise import POINTS, Traced, is_elementwise, table_of
-from jaxfuse.analysis.normal import constant, filled, is_float_cast
+from jaxfuse.analysis.normal import constant, is_float_cast
+from jaxfuse.program.bodies import filled
+from jaxfuse.program.elementwise import POINTS, Traced, is_elementwise, table_of
 from jaxfuse.program.graph import Node, Transposed, Value
 
 
@@ -30,7 +31,7 @@ class Region:
         return [made[v] for v in wanted]
 
     def table(self, points: np.ndarray = POINTS) -> np.ndarray | None:
-        """Value and derivative of the function on these points, by default those of analysis/elementwise.py."""
+        """Value and derivative of the function on these points, by default those of program/elementwise.py."""
         return table_of(lambda x: self.replay(x, (self.end,))[0], self.start.aval, points)
 
     def values(self, wanted: tuple[Value, ...], points: np.ndarray) -> np.ndarray | None:
@@ -43,7 +44,7 @@ class Region:
         return Traced(lambda x: self.replay(x, (self.end, *self.masks)), self.start.aval).between()
 
     def mask_tables(self) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """What the masks are on the points of analysis/elementwise.py and those between which they change, and what they would be if they
+        """What the masks are on the points of program/elementwise.py and those between which they change, and what they would be if they
         were computed from the function's value instead of its argument. Where both agree, as for x > 0 and relu(x) > 0, nothing needs to
         keep the argument."""
         points = np.concatenate([POINTS, self.between])
@@ -81,23 +82,33 @@ def depends_on(values: Collection[Value], targets: Collection[Value], behind: Co
     return any(v in targets for v in (*values, *[v for n in nodes for v in n.inputs]))
 
 
+def reached(start: Value, most: int, takes: Callable[[Node, set[Value]], bool]) -> Iterator[Node]:
+    """At most so many elementwise nodes, in program order, that are computed from the value and that the function takes; it is given
+    the values made so far."""
+    made, frontier, count = {start}, {n.index: n for n in start.users}, 0
+    while frontier and count < most:
+        node = frontier.pop(min(frontier))
+        if is_elementwise(node) and takes(node, made):
+            made.add(node.out)
+            frontier |= {n.index: n for n in node.out.users}
+            count += 1
+            yield node
+
+
 LONGEST_FUNCTION = 24  # nodes; jax.nn.gelu with tanh is 8, mish by hand 10
 
 
 def regions(start: Value, is_returned: Callable[[Value], bool], ignored: frozenset[int] = frozenset()) -> list[Region]:
     """Every region that starts here, shortest first; readers with an index in `ignored` do not count."""
     inside: dict[int, Node] = {}
-    values = [start]
-    found, frontier = [], {n.index: n for n in start.users}
-    while frontier and len(inside) < LONGEST_FUNCTION:
-        node = frontier.pop(min(frontier))
-        if node.index in ignored or is_float_cast(node):  # a step of its own: dtypes decide how far a kernel may go
-            continue
-        if not (is_elementwise(node) and all(v in values or constant(v) is not None for v in node.inputs)):
-            continue
+    values, found = [start], []
+
+    def takes(node: Node, made: set[Value]) -> bool:  # a cast is a step of its own: dtypes decide how far a kernel may go
+        return not (node.index in ignored or is_float_cast(node)) and all(v in made or constant(v) is not None for v in node.inputs)
+
+    for node in reached(start, LONGEST_FUNCTION, takes):
         inside[node.index] = node
         values.append(node.out)
-        frontier |= {n.index: n for n in node.out.users if n.index not in inside}
         read = [v for v in values if is_returned(v) or any(n.index not in inside and n.index not in ignored for n in v.users)]
         masks = tuple(v for v in read if v.dtype == bool)
         ends = [v for v in read if v not in masks]

@@ -168,7 +168,7 @@ class Program:
 
     def _scaled(self, node: Node, axis: int) -> Chain | None:
         """The longest chain of steps with a constant for each feature of which one is a factor; it ends with such a step."""
-        chains, _ = Walk(self.graph, axis, set(), lambda region: WalkEnd("not looked for")).chains(node.out)
+        chains, _ = Walk(self.graph, axis, set(), name_activation=lambda region: WalkEnd("not looked for")).chains(node.out)
         fitting = [chain for chain in chains if chain.layout.is_identity and chain.residual is None and chain.affine
                    and chain.nodes[-1].primitive not in ("convert_element_type",)
                    and all(value in self._fixed or value.literal is not None for _, value in chain.affine)]

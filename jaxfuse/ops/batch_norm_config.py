@@ -3,7 +3,13 @@
 import dataclasses
 from collections.abc import Callable
 
+import jax
+import numpy as np
+
 from jaxfuse.ops.activations import NO_ACTIVATION, Activation
+from jaxfuse.ops.batch_axes import equally_varying
+from jaxfuse.program.equations import CUSTOM_DERIVATIVE_CALLS, closed_over, derivative
+from jaxfuse.program.graph import Graph, evaluate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,3 +55,27 @@ class BatchNormConfig:
         statistics = 2 * self.batch_statistics
         n = len(small) - 3 - statistics
         return x, residual, tuple(small[:n]), tuple(small[n : n + statistics]), tuple(small[n + statistics :]), mask
+
+
+class PerChannelProgram:
+    """The user's own arithmetic from (mean, var, *parameters) to (center, scale, offset); equal if it reads the same."""
+
+    def __init__(self, function, types):
+        closed = jax.make_jaxpr(function)(*types)
+        self.graph = Graph(closed)
+        rules = tuple(derivative(node.eqn) for node in self.graph.nodes if node.primitive in CUSTOM_DERIVATIVE_CALLS)  # not in the text
+        self.text = str(closed.jaxpr), tuple(np.asarray(c).tobytes() for c in closed_over(closed)), rules
+
+    def __call__(self, *arrays):
+        """Inside a `shard_map` the arrays vary over its axes, and every number of the program has to follow them. On a shard of an
+        XLA program there is no mesh of explicit axes any more."""
+        return evaluate(self.graph, arrays, {}, lambda node, values: node.bind(equally_varying(values)))
+
+    def __eq__(self, other):
+        return isinstance(other, PerChannelProgram) and self.text == other.text
+
+    def __hash__(self):
+        return hash(self.text)
+
+    def __repr__(self):
+        return f"PerChannelProgram({len(self.graph.nodes)} equations)"

@@ -38,6 +38,15 @@ class DenseConfig:
     with_residuals: bool = False  # also return what the activation was applied to
     along: int = 0  # which of x's free axes is that of the items, where it has no batch axes
 
+    @classmethod
+    def of(cls, params: dict, out_dtype, weight_left: bool = False) -> "DenseConfig":
+        """That of a dot_general with these parameters, whose weight is the left operand or the right."""
+        order = slice(None, None, -1 if weight_left else 1)
+        (contracted, batch), precision = params["dimension_numbers"], params["precision"]
+        (x_contracted, w_contracted), (x_batch, w_batch) = contracted[order], batch[order]
+        return cls(tuple(x_contracted), tuple(w_contracted), tuple(x_batch), tuple(w_batch), str(out_dtype),
+                   precision=precision[order] if isinstance(precision, tuple) else precision)
+
     @property
     def residual_outs(self) -> int:
         return int(self.with_residuals)

@@ -1,4 +1,4 @@
-"""Which activation a function is, by what it computes: its values and derivatives on the points of analysis/elementwise.py."""
+"""Which activation a function is, by what it computes: its values and derivatives on the points of program/elementwise.py."""
 
 import functools
 from collections.abc import Callable
@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxfuse.analysis.elementwise import FINITE, POINTS, same, table_of
 from jaxfuse.ops.activations import ALIASES, NO_ACTIVATION, PRESETS, TABLE, Activation, named
 from jaxfuse.ops.errors import Arguments
 from jaxfuse.ops.piecewise import RELU, Evaluate, PiecewiseLinear, fitted
+from jaxfuse.program.elementwise import FINITE, POINTS, same, same_limits, table_of
 
 ActivationArgument = str | Callable[[Any], Any] | None  # of an op
 
@@ -127,3 +127,36 @@ def _canonical(kind: str, function: PiecewiseLinear) -> Activation:
             if np.allclose(numbers, other, rtol=1e-6, atol=0, equal_nan=True) and np.array_equal(np.signbit(numbers), np.signbit(other)):
                 return known
     return named("relu") if (kind, function) == ("piecewise_linear", RELU) else Activation(kind, function)
+
+
+def nearest(table: np.ndarray) -> tuple[str, str]:
+    """(the name of one that this is close to, where it differs); empty if it resembles none."""
+    n = len(FINITE)
+    for activation in sorted(candidates(table), key=lambda near: np.abs(table[0, :n] - known_table(near)[0, :n]).sum()):
+        known, name = known_table(activation), activation.name
+        if not np.isclose(table[0, :n], known[0, :n], rtol=0.25, atol=0.05).mean() > 0.9:
+            continue
+        values, slopes = (~np.isclose(t, k, rtol=1e-3, atol=1e-3) for t, k in zip(table[:, :n], known[:, :n]))
+        if activation.has_alpha and values.any():  # a parameter can always be found
+            continue
+        if values.any():
+            at = np.argmax(values)
+            where = f"at x = {FINITE[at]:g} it is {table[0, at]:g}, not {known[0, at]:g}"
+        elif not same_limits(table, known, 1e-3):
+            where = _beyond(table[:, n:], known[:, n:])
+        elif slopes.any():
+            at = np.argmax(slopes)
+            where = f"its derivative at x = {FINITE[at]:g} is {table[1, at]:g}, not {known[1, at]:g}"
+        else:
+            where = "its constants are rounded differently"
+        return name, where
+    return "", ""
+
+
+def _beyond(table: np.ndarray, known: np.ndarray) -> str:
+    """How they differ on the points SPECIAL."""
+    if np.allclose(table[0], known[0], rtol=1e-3, atol=1e-3, equal_nan=True):
+        return f"where exp overflows its derivative is {table[1, 0]:g} at 1000 and {table[1, 1]:g} at -1000, not {known[1, :2]}"
+    if not np.allclose(table[0, 2:], known[0, 2:], rtol=1e-3, atol=1e-3, equal_nan=True):
+        return f"at infinity, -infinity and NaN it is {table[0, 2:]}, not {known[0, 2:]}"
+    return f"where exp overflows it is {table[0, 0]:g} at 1000 and {table[0, 1]:g} at -1000, not {known[0, :2]}"

@@ -3,17 +3,18 @@
 Autodiff writes it as many nodes. They are found from z, the activation's input, and named by what they compute at dy = 1.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxfuse.analysis.elementwise import FINITE, Traced, is_elementwise
-from jaxfuse.analysis.normal import ADD, CAST, constant, filled, is_float_cast, is_rounded, narrowest, scaled
-from jaxfuse.analysis.regions import Region, replayed
+from jaxfuse.analysis.normal import ADD, CAST, constant, is_float_cast, is_rounded, narrowest, scaled
+from jaxfuse.analysis.regions import Region, reached, replayed
 from jaxfuse.ops.activations import Activation
 from jaxfuse.ops.naming import table_at
 from jaxfuse.program.autodiff import backward
+from jaxfuse.program.bodies import filled
+from jaxfuse.program.elementwise import FINITE, Traced
 from jaxfuse.program.graph import Graph, Node, Value
 from jaxfuse.program.site import Refusal
 from jaxfuse.runtime.reasons import no_kernel
@@ -87,22 +88,9 @@ def activation_grads_at(graph: Graph, z: Value, dz: Value) -> Iterator[Activatio
             yield ActivationGrad(z, dy, dz, functions, products)
 
 
-def _reached(value: Value, takes: Callable[[Node, set[Value]], bool]) -> list[Node]:
-    """Elementwise nodes that are computed from the value and that the function takes; it is given the values made so far."""
-    made, frontier = {value}, {n.index: n for n in value.users}
-    found: list[Node] = []
-    while frontier and len(found) < LARGEST:
-        node = frontier.pop(min(frontier))
-        if is_elementwise(node) and takes(node, made):
-            found.append(node)
-            made.add(node.out)
-            frontier |= {n.index: n for n in node.out.users}
-    return found
-
-
 def _functions_of(z: Value, but: Value | None = None) -> list[Node]:
     """What is computed from z alone, and not from the value `but`."""
-    return _reached(z, lambda node, made: node.out is not but and all(v in made or constant(v) is not None for v in node.inputs))
+    return [*reached(z, LARGEST, lambda node, made: node.out is not but and all(v in made or constant(v) is not None for v in node.inputs))]
 
 
 def _cotangents(graph: Graph, z: Value, functions: list[Node]) -> list[Value]:
@@ -123,7 +111,7 @@ def _products(graph: Graph, dy: Value, z: Value, functions: list[Node]) -> list[
             return False
         return node.index in back and known and _is_linear(node, made)
 
-    return _reached(dy, takes)
+    return [*reached(dy, LARGEST, takes)]
 
 
 def _is_linear(node: Node, made: set[Value]) -> bool:

@@ -7,15 +7,14 @@ What comes before it, which config it has, and how the op computes its gradients
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 
-from jaxfuse.analysis.elementwise import is_elementwise
 from jaxfuse.analysis.gradients import CONTRACTIONS, gradients_of
-from jaxfuse.analysis.layout import inverse, to_layout, transposed
+from jaxfuse.analysis.layout import inverse, to_layout
 from jaxfuse.analysis.normal import is_float_cast, nbytes
 from jaxfuse.analysis.regions import depends_on
 from jaxfuse.ops.activations import NO_ACTIVATION, Activation, named
@@ -25,9 +24,11 @@ from jaxfuse.patterns.activation_grad import activation_grads_at
 from jaxfuse.patterns.kernel import as_vector, require, require_unread, types_of
 from jaxfuse.patterns.walk import Chain, WalkEnd, longest
 from jaxfuse.program.autodiff import Subgraph, backward, forward
+from jaxfuse.program.elementwise import is_elementwise
 from jaxfuse.program.graph import Emission, Graph, Node, Value
 from jaxfuse.program.liveness import dead_after
-from jaxfuse.program.site import Match, Unfit
+from jaxfuse.program.site import Match, Refusal, Unfit, UnfusedStep
+from jaxfuse.program.transposes import transposed
 
 NARROW = (jnp.bfloat16, jnp.float16)
 SAME_VALUES = {named("maximum0"): named("relu"), named("clip6"): named("relu6")}  # and at ties another derivative
@@ -40,6 +41,7 @@ class Contraction:
     a walk over `part` of the graph has found after it, shortest first, and `stop` is why it ended."""
 
     op: ClassVar[FusedOp]
+    claims_refused: ClassVar[bool] = False  # whether a row of what is refused speaks of its nodes too
 
     graph: Graph
     part: Graph | Subgraph
@@ -73,9 +75,20 @@ class Contraction:
     def bytes_saved(self, chain: Chain) -> int:
         return 2 * nbytes(chain.end) if chain.nodes else 0
 
-    def longest(self, unprofitable) -> tuple[Emission | None, Chain, tuple[Chain, Unfit] | None]:
-        """As `walk.longest` has it."""
-        return longest(self.chains, self.node.out.dtype, lambda chain: self.fused(chain, unprofitable), self._ends_wide)
+    def label(self, chain: Chain) -> str:
+        raise NotImplementedError
+
+    def rows(self, operands: tuple[Value, ...], unprofitable) -> Iterator[Match | Refusal]:
+        """The Match of the longest chain that a kernel takes; what it does not take as a Refusal, or as a step that stays outside."""
+        emission, chain, refused = longest(self.chains, self.node.out.dtype, lambda chain: self.fused(chain, unprofitable), self._ends_wide)
+        if emission:
+            read = (*operands, chain.residual) if chain.residual is not None else operands
+            yield Match(self.label(chain), self.node, self.nodes_of(chain), (emission,), read, self.bytes_saved(chain))
+        if refused:
+            label, nodes = self.label(refused[0]), self.nodes_of(refused[0]) if self.claims_refused else ()
+            yield (UnfusedStep if emission else Refusal)(label, self.node, operands, refused[1].reason, nodes=nodes)
+        elif self.stop.unfused:
+            yield UnfusedStep(f"{self.label(chain)}+{self.stop.unfused}", self.node, operands, self.stop.reason)
 
     def _ends_wide(self, chain: Chain) -> bool:
         """Whether the chain of a narrow product, cast and computed with in float32, ends in what has to be written in float32. A

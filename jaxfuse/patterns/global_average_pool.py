@@ -2,12 +2,12 @@
 
 import math
 
-from jaxfuse.analysis.elementwise import is_elementwise
 from jaxfuse.analysis.layout import is_reshape
 from jaxfuse.analysis.normal import scale_factor, unwidened
 from jaxfuse.ops.batch_axes import reshaped
 from jaxfuse.ops.global_average_pool import OP, GlobalAveragePoolConfig
 from jaxfuse.patterns.kernel import require, require_batch_sharding, types_of
+from jaxfuse.program.elementwise import is_elementwise
 from jaxfuse.program.graph import Emission, Graph, Node, Value
 from jaxfuse.program.site import Match, Refusal, Unfit
 from jaxfuse.runtime.reasons import LeftToXla, Unprofitable

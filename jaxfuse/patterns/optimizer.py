@@ -10,11 +10,11 @@ An update is a returned p + u or p - u of an input p; what tells the kinds apart
 Weight decay by an L2 loss or by `add_decayed_weights` before the moments: p is under the root.
 """
 
-from jaxfuse.analysis.elementwise import is_elementwise
 from jaxfuse.analysis.layout import RESHAPES
 from jaxfuse.analysis.normal import ADD, CAST, constant, size, uncast
 from jaxfuse.analysis.regions import cone, depends_on
 from jaxfuse.program.autodiff import backward
+from jaxfuse.program.elementwise import is_elementwise
 from jaxfuse.program.graph import Graph, Node, Value
 from jaxfuse.program.site import Refusal
 from jaxfuse.runtime.reasons import left_to_xla

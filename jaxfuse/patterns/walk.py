@@ -7,16 +7,17 @@ a report can say what was almost fused.
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.analysis.elementwise import is_elementwise
 from jaxfuse.analysis.layout import Layout
 from jaxfuse.analysis.normal import ADD, NotPerChannel, constant, is_float_cast, is_rounded, per_channel, repeats, unwidened
 from jaxfuse.analysis.regions import Region, regions
 from jaxfuse.ops.activations import Activation
+from jaxfuse.patterns.activations import WalkEnd, name_activation
+from jaxfuse.program.elementwise import is_elementwise
 from jaxfuse.program.graph import Node, Value
 from jaxfuse.program.liveness import FusedReader
 from jaxfuse.program.site import Unfit
@@ -114,13 +115,6 @@ def step_name(kind: str) -> str:
     return "bias" if kind in (*ADD, "sub") else "scale"
 
 
-class WalkEnd(NamedTuple):
-    """Why a walk went no further; `unfused` is the step that was not taken, None where nothing was there to take."""
-
-    reason: str
-    unfused: str | None = None
-
-
 class Walk:
     """How to walk: over which graph, along which channel axes of the first value, and what not to touch.
 
@@ -129,8 +123,8 @@ class Walk:
     `adds_last`: a residual may come after the activation.
     """
 
-    def __init__(self, graph, axes: int | tuple[int, ...], claimed: set[int], name_activation, ignored: frozenset[int] = frozenset(),
-                 adds_last: bool = False):
+    def __init__(self, graph, axes: int | tuple[int, ...], claimed: set[int], ignored: frozenset[int] = frozenset(),
+                 adds_last: bool = False, name_activation=name_activation):
         self.graph, self.claimed, self.name_activation = graph, claimed, name_activation
         self.axes = (axes,) if isinstance(axes, int) else axes
         self.ignored, self.adds_last = ignored, adds_last

@@ -3,10 +3,11 @@
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxfuse.program.equations import CONTROL, INLINED
-from jaxfuse.program.graph import Node
+from jaxfuse.program.graph import Node, Value
 
 
 def subprograms(node: Node) -> dict[str, object]:
@@ -47,3 +48,11 @@ def retraced(body: ClosedJaxpr | Jaxpr, function) -> ClosedJaxpr | Jaxpr:
     if was != now:
         raise TypeError(f"the rewritten body returns {now}, not {was}")
     return after if isinstance(body, ClosedJaxpr) else after.jaxpr
+
+
+def filled(value: Value, number):
+    """The number in the value's shape and type, sharded along explicit axes of a mesh and varying over those of a `shard_map`."""
+    sharding = value.aval.sharding if any(value.spec) else None
+    varying = tuple(value.aval.manual_axis_type.varying)
+    full = jax.lax.broadcast_in_dim(jnp.asarray(number, value.dtype), value.shape, (), out_sharding=sharding)
+    return jax.lax.pcast(full, varying, to="varying") if varying else full

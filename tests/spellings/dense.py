@@ -22,10 +22,8 @@ HITS = hits(ARGS, {
     "dense+bias, bias first": lambda x, w, v, b, r: b[None, None] + x @ w,
     "dense+bias, computed weight": lambda x, w, v, b, r: x[0] @ (w + v) + b,
     "dense+bias, a vector": lambda x, w, v, b, r: x[0, 0] @ w + b,
-    "dense, a scale": lambda x, w, v, b, r: (x @ w) / 4,
     "dense+bias+add": lambda x, w, v, b, r: r + (x @ w + b),
     "dense+bias+add+relu": lambda x, w, v, b, r: jax.nn.relu(x @ w + b + r),
-    "dense, a factor for each output": lambda x, w, v, b, r: jax.nn.relu((x @ w) * jnp.exp(b) + b),
     "dense+bias+gelu": lambda x, w, v, b, r: jax.nn.gelu(x @ w + b, approximate=False),
     "dense+bias+relu, transposed weight": lambda x, w, v, b, r: jax.nn.relu(jnp.einsum("btk,nk->btn", x, w.T) + b),
     "dense+bias+relu, transposed input": lambda x, w, v, b, r: jax.nn.relu(
@@ -41,20 +39,19 @@ HITS = hits(ARGS, {
         lax.dot_general(*bf16(x, w), (((2,), (0,)), ((), ())), preferred_element_type=jnp.float32) + b),
     "dense+bias+tanh, bf16 in between": lambda x, w, v, b, r: jnp.tanh(
         bf16(x)[0] @ bf16(w)[0] + bf16(b)[0]).astype(jnp.float32),
-    "dense x2": lambda x, w, v, b, r: (x @ w, x @ v),
-    "dense+bias x3": lambda x, w, v, b, r: ((x @ w + b) / 4, x @ v + b, x @ (w + v) + b),
-    "dense+silu+gate": lambda x, w, v, b, r: jax.nn.silu(x @ w) * (x @ v),
-    "dense+silu+gate, linear first": lambda x, w, v, b, r: (x @ v) * jax.nn.silu(x @ w),
-    "dense+bias+gelu_tanh+gate": lambda x, w, v, b, r: jax.nn.gelu(x @ w + b) * (x @ v + b),
-    "dense+sigmoid+gate, jax.nn.glu": lambda x, w, v, b, r: jax.nn.glu(x @ w),
-    "dense+bias+silu+gate, one weight": lambda x, w, v, b, r: (lambda u, v: v * jax.nn.silu(u))(
-        *jnp.split(x @ w + b, 2, -1)),
-})
-
-
-def silu_returned(x, w, v, b, r):
-    gate = jax.nn.silu(x @ w)
-    return gate * (x @ v), gate
+}) | {name: Hit(function, ARGS, fused) for name, (function, *fused) in {  # several layers: a row each, and XLA multiplies by a gate
+    "two of one input": (lambda x, w, v, b, r: (x @ w, x @ v), "dense", "dense"),
+    "two of one input, a head of one output": (lambda x, w, v, b, r: (x @ w + b, x @ v[:, :1]), "dense+bias", "dense"),
+    "key and value": (lambda x, w, v, b, r: (x @ v + b, x @ (w + v) + b), "dense+bias", "dense+bias"),
+    "gate, silu": (lambda x, w, v, b, r: jax.nn.silu(x @ w) * (x @ v), "dense+silu", "dense"),
+    "gate, linear first": (lambda x, w, v, b, r: (x @ v) * jax.nn.silu(x @ w), "dense", "dense+silu"),
+    "gate, gelu and biases": (lambda x, w, v, b, r: jax.nn.gelu(x @ w + b) * (x @ v + b), "dense+bias+gelu_tanh", "dense+bias"),
+    "gate, jax.nn.glu of one weight": (lambda x, w, v, b, r: jax.nn.glu(x @ w), "dense"),
+    "gate, split by hand": (
+        lambda x, w, v, b, r: (lambda u, v: v * jax.nn.silu(u))(*jnp.split(x @ w + b, 2, -1)), "dense+bias"),
+    "gate, another function": (lambda x, w, v, b, r: jnp.sin(x @ w) * (x @ v), "dense", "dense"),
+    "gate, another input": (lambda x, w, v, b, r: jax.nn.silu(x @ w) * ((x + 1) @ v), "dense+silu", "dense"),
+}.items()}
 
 
 # name -> (function, what is fused all the same, what is left)
@@ -73,6 +70,13 @@ MISSES = {name: Miss(function, ARGS, left, fused, "bf16-math" not in name) for n
     "silu with 1.1": (
         lambda x, w, v, b, r: (lambda z: z * jax.nn.sigmoid(1.1 * z))(x @ w + b), ["dense+bias"],
         ("dense+bias+silu", "resembles silu, but")),
+    "a scale": (lambda x, w, v, b, r: (x @ w) / 4, ["dense"], ("dense+scale", "a scale of a dense layer: no kernel yet")),
+    "a factor for each output": (
+        lambda x, w, v, b, r: jax.nn.relu((x @ w) * jnp.exp(b) + b), ["dense"],
+        ("dense+bn+relu", "a scale of a dense layer: no kernel yet")),
+    "a query's scale": (
+        lambda x, w, v, b, r: ((x @ w + b) / 4, x @ v + b), ["dense+bias"] * 2,
+        ("dense+bias+scale", "a scale of a dense layer: no kernel yet")),
     "weight first and bias in columns": (
         lambda x, w, v, b, r: w.T @ x[0].T + b[:, None], [],
         ("dense+bias", "has its weight on the left and makes columns: the kernel writes rows")),
@@ -82,9 +86,6 @@ MISSES = {name: Miss(function, ARGS, left, fused, "bf16-math" not in name) for n
     "bf16-math asked for": (
         lambda x, w, v, b, r: jnp.dot(x, w, precision=lax.DotAlgorithmPreset.BF16_BF16_F32) + b, [],
         ("dense+bias", "the kernel computes in its operands' dtype")),
-    "gate of another function": (lambda x, w, v, b, r: jnp.sin(x @ w) * (x @ v), ["dense"], ("dense+gate", "sin at ")),
-    "gate read elsewhere": (silu_returned, ["dense+silu"], ("dense+silu+gate", "float32[2, 5, 16] is returned by the program")),
-    "gate of another input": (lambda x, w, v, b, r: jax.nn.silu(x @ w) * ((x + 1) @ v), ["dense+silu", "dense"]),
     "another contraction of one input": (
         lambda x, w, v, b, r: (x @ w, x.transpose(0, 2, 1) @ R[0]), ["dense"] * 2),
     "integers": (
@@ -125,13 +126,13 @@ PROGRAMS = {
     "heads": (
         lambda x, w, b: jax.nn.gelu(jnp.einsum("btk,knh->btnh", x, w.reshape(8, 2, 8)) + b.reshape(2, 8)), (X, W, B),
         ["dense+bias+gelu_tanh"], ["gelu_tanh_grad+dense_grad+bias_grad"]),
-    "gate": (lambda x, w, v: jax.nn.silu(x @ w) * (x @ v), (X, W, V), ["dense+silu+gate"],
+    "gate": (lambda x, w, v: jax.nn.silu(x @ w) * (x @ v), (X, W, V), ["dense", "dense+silu"],
              ["dense_grad", "silu_grad+dense_grad"]),
-    "three": (lambda x, w, v, b: ((x @ w + b) / 4, x @ v + b, x @ (w * v) + b), (X, W, V, B), ["dense+bias x3"],
+    "three": (lambda x, w, v, b: ((x @ w + b) / 4, x @ v + b, x @ (w * v) + b), (X, W, V, B), ["dense+bias"] * 3,
               ["dense_grad+bias_grad"] * 3),
-    "attention": (attention, (X, W), ["attention", "dense x3"], ["attention"] + ["dense_grad"] * 3),
+    "attention": (attention, (X, W), ["attention"] + ["dense"] * 3, ["attention"] + ["dense_grad"] * 3),
     "scores and values": (
-        scores_and_values, (X, W), ["attention scores", "dense x3", "matmul"], ["dense_grad"] * 3 + ["matmul_grad"] * 2),
+        scores_and_values, (X, W), ["attention scores"] + ["dense"] * 3 + ["matmul"], ["dense_grad"] * 3 + ["matmul_grad"] * 2),
     "float32 result": (
         lambda x, w, b: jnp.tanh(
             lax.dot_general(x, w, (((2,), (0,)), ((), ())), preferred_element_type=jnp.promote_types(x.dtype, jnp.float32)) + b),

@@ -1,6 +1,7 @@
 """What is static about a convolution: its config, checked from the arguments of `jaxfuse.ops.conv`, and the plain convolution."""
 
 import dataclasses
+import functools
 from typing import Any, NoReturn
 
 import jax
@@ -12,6 +13,7 @@ from jaxfuse.ops.activations import NO_ACTIVATION, Activation
 from jaxfuse.ops.errors import Arguments
 
 Pairs = tuple[tuple[int, int], ...]
+Types = tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,3 +153,31 @@ def convolve(config: ConvConfig, x, w):
     return lax.conv_general_dilated(
         x, w, config.window_strides, config.padding, config.lhs_dilation, config.rhs_dilation, dimension_numbers=dn,
         feature_group_count=config.feature_group_count, precision=config.precision, preferred_element_type=config.out_dtype)
+
+
+def with_weight_gradient(params: dict, x, dy, dw) -> tuple[ConvConfig, Types] | None:
+    """The config of one of the convolutions whose weight gradients a convolution of x by dy, with these parameters, is side by side, and
+    the types of its x, its w and its cotangent. There are as many as groups of features; groups of the batch are groups of one
+    convolution's features."""
+    dn, count = params["dimension_numbers"], params["feature_group_count"]
+    lhs, rhs, out = ((spec[1], spec[0], *spec[2:]) for spec in (dn.lhs_spec, dn.out_spec, dn.rhs_spec))
+    strides, dilation = tuple(params["rhs_dilation"]), tuple(params["window_strides"])
+    lhs_dilation = tuple(params["lhs_dilation"])
+    lengths = zip([x.shape[d] for d in lhs[2:]], [dw.shape[d] for d in rhs[2:]], [dy.shape[d] for d in out[2:]])
+    padding = tuple(
+        (low, _padding_behind((in_ - 1) * apart + 1 + low, (k - 1) * r + 1, o, stride))
+        for (low, _), apart, r, stride, (in_, k, o) in zip(params["padding"], lhs_dilation, dilation, strides, lengths))
+    config = ConvConfig(strides, padding, dilation, params["batch_group_count"], lhs, rhs, out, lhs_dilation, precision=params["precision"])
+    types = _one_of(count, x, lhs[0]), _one_of(count, dw, rhs[0]), _one_of(count, dy, out[1])
+    made = jax.eval_shape(functools.partial(convolve, config), *types[:2])
+    return (config, types) if made.shape == types[2].shape else None
+
+
+def _padding_behind(length: int, window: int, positions: int, stride: int) -> int:
+    """What makes so many positions of the window: none at all, where that is among the possible ones."""
+    least = (positions - 1) * stride + window - length
+    return max(least, min(0, least + stride - 1))
+
+
+def _one_of(count: int, value, axis: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct([n // count if d == axis else n for d, n in enumerate(value.shape)], value.dtype)

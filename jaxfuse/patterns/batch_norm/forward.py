@@ -8,7 +8,6 @@ from jaxfuse.analysis.normal import CAST, NotPerChannel, chosen, narrowest, per_
 from jaxfuse.analysis.statistics import Statistics
 from jaxfuse.analysis.sums import reductions, shared_over, squared, unmasked
 from jaxfuse.ops.stage import refused_array
-from jaxfuse.patterns.activations import name_activation
 from jaxfuse.patterns.batch_norm import gradient as batch_norm_grad
 from jaxfuse.patterns.batch_norm.site import Site, Unscaled, uses
 from jaxfuse.patterns.kernel import require_batch_sharding
@@ -100,7 +99,7 @@ def _rows(graph: Graph, node: Node, statistics: Statistics, claimed, unprofitabl
             site = Site(graph, node, statistics, gradient, chain, unprofitable)
             return site, site.forward()
 
-        chains, stop = Walk(graph, statistics.axis, claimed, name_activation, ignored).chains(*step)
+        chains, stop = Walk(graph, statistics.axis, claimed, ignored).chains(*step)
         found, chain, refused = longest(chains, x.dtype, attempt)
         if found and found[0].includes_activation:
             break

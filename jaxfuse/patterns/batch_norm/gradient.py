@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfuse.analysis.forms import ChannelForms, Form, batch_sum, is_sum_of_gradient
-from jaxfuse.analysis.layout import inverse, transposed
+from jaxfuse.analysis.layout import inverse
 from jaxfuse.analysis.normal import nbytes, unwidened
 from jaxfuse.analysis.regions import depends_on
 from jaxfuse.analysis.statistics import Statistics
@@ -19,6 +19,7 @@ from jaxfuse.patterns.kernel import require
 from jaxfuse.program.graph import Emission, Graph, Node, Value
 from jaxfuse.program.liveness import dead_after
 from jaxfuse.program.site import Match
+from jaxfuse.program.transposes import transposed
 
 FUSED_BY_XLA = "XLA moves less, for it computes what is beside it along with it"
 

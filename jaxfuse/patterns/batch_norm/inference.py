@@ -3,7 +3,6 @@
 from jaxfuse.analysis.axes import is_long
 from jaxfuse.analysis.normal import ADD, channel_factor, constant, is_smaller, size
 from jaxfuse.analysis.regions import cone
-from jaxfuse.patterns.activations import name_activation
 from jaxfuse.patterns.dense.site import is_parameter
 from jaxfuse.patterns.walk import Walk
 from jaxfuse.program.autodiff import forward
@@ -28,7 +27,7 @@ def match(graph, node: Node, claimed: set[int], unprofitable):
         first, start = start.producer, start.producer.inputs[0]
     if first.index in claimed or _follows_convolution(start):
         return
-    chains, stop = Walk(part, axis, claimed, name_activation).chains(start, first)
+    chains, stop = Walk(part, axis, claimed).chains(start, first)
     chain = chains[-1]
     if node not in chain.nodes:
         yield Refusal("bn inference", node, (start,), stop.reason, nodes=(first, node))

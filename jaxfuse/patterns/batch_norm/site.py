@@ -6,25 +6,23 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jaxfuse.analysis.layout import channels_last, to_layout, transposed
+from jaxfuse.analysis.layout import channels_last, to_layout
 from jaxfuse.analysis.normal import ADD, CAST, NotPerChannel, nbytes, per_channel, size
 from jaxfuse.analysis.regions import cone, depends_on
 from jaxfuse.analysis.statistics import Statistics
 from jaxfuse.ops.activations import NO_ACTIVATION
-from jaxfuse.ops.batch_axes import equally_varying
 from jaxfuse.ops.batch_norm import OP
-from jaxfuse.ops.batch_norm_config import BatchNormConfig
+from jaxfuse.ops.batch_norm_config import BatchNormConfig, PerChannelProgram
 from jaxfuse.ops.batch_norm_grad import GradientConfig
 from jaxfuse.patterns.batch_norm import gradient as batch_norm_grad
 from jaxfuse.patterns.batch_norm.gradient import Gradient
 from jaxfuse.patterns.kernel import as_vector, require
 from jaxfuse.patterns.walk import Chain
-from jaxfuse.program.equations import CUSTOM_DERIVATIVE_CALLS, closed_over, derivative
-from jaxfuse.program.graph import Emission, Graph, Node, Value, compute, evaluate
+from jaxfuse.program.graph import Emission, Graph, Node, Value, compute
 from jaxfuse.program.liveness import FusedReader
 from jaxfuse.program.site import Match, Refusal, Unfit
+from jaxfuse.program.transposes import transposed
 
 LARGEST_PROGRAM = 64  # nodes of per-channel arithmetic between the statistics and the result
 
@@ -160,30 +158,6 @@ def _is_normalised(value: Value, axes: tuple[int, ...]) -> bool:
 
 
 # --- arithmetic on one number for each channel --------------------------------------------------------------------
-
-
-class PerChannelProgram:
-    """The user's own arithmetic from (mean, var, *parameters) to (center, scale, offset); equal if it reads the same."""
-
-    def __init__(self, function, types):
-        closed = jax.make_jaxpr(function)(*types)
-        self.graph = Graph(closed)
-        rules = tuple(derivative(node.eqn) for node in self.graph.nodes if node.primitive in CUSTOM_DERIVATIVE_CALLS)  # not in the text
-        self.text = str(closed.jaxpr), tuple(np.asarray(c).tobytes() for c in closed_over(closed)), rules
-
-    def __call__(self, *arrays):
-        """Inside a `shard_map` the arrays vary over its axes, and every number of the program has to follow them. On a shard of an
-        XLA program there is no mesh of explicit axes any more."""
-        return evaluate(self.graph, arrays, {}, lambda node, values: node.bind(equally_varying(values)))
-
-    def __eq__(self, other):
-        return isinstance(other, PerChannelProgram) and self.text == other.text
-
-    def __hash__(self):
-        return hash(self.text)
-
-    def __repr__(self):
-        return f"PerChannelProgram({len(self.graph.nodes)} equations)"
 
 
 def uses(statistics: Statistics, value: Value, inner: tuple[Value, ...] = ()) -> bool:

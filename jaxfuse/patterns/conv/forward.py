@@ -8,12 +8,11 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfuse.analysis.layout import channels_last, is_transposed, only_moved, transposed
+from jaxfuse.analysis.layout import channels_last, only_moved
 from jaxfuse.analysis.normal import constant, varying_axes
 from jaxfuse.ops.conv.config import batch_groups_as_features
 from jaxfuse.ops.conv.conv import OP, ConvConfig
 from jaxfuse.ops.stage import Kernel
-from jaxfuse.patterns.activations import name_activation
 from jaxfuse.patterns.contraction import NARROW, Axes, Contraction, require_no_sharding
 from jaxfuse.patterns.conv import space_to_batch
 from jaxfuse.patterns.walk import Chain, Walk
@@ -21,6 +20,7 @@ from jaxfuse.program.autodiff import backward
 from jaxfuse.program.graph import Node, Value
 from jaxfuse.program.liveness import reader_index
 from jaxfuse.program.site import Match, Refusal, Unfit, UnfusedStep
+from jaxfuse.program.transposes import is_transposed, transposed
 from jaxfuse.runtime.reasons import no_kernel
 
 BLOCKS = "space_to_batch+conv+batch_to_space"
@@ -55,21 +55,14 @@ def match(graph, node: Node, claimed: set[int], unprofitable):
 
 def _rows(graph, node: Node, head: "Head", claimed: set[int], unprofitable):
     (x, w), channels = head.operands, head.config.out_spec[1]
-    walk = Walk(graph, channels, claimed, name_activation, frozenset({reader_index(node)}), adds_last=True)
+    walk = Walk(graph, channels, claimed, frozenset({reader_index(node)}), adds_last=True)
     groups = node.params["batch_group_count"]
     regrouped = functools.partial(batch_groups_as_features, groups=groups, spec=head.config.lhs_spec) if groups > 1 else None
     conv = Convolution(graph, graph, node, x, w, head.out, (channels,), *walk.chains(head.out), head.nodes, regrouped, head)
-    emission, chain, refused = conv.longest(unprofitable)
-    if emission:
-        read = (*head.operands, chain.residual) if chain.residual is not None else head.operands
-        yield Match(conv.label(chain), node, conv.nodes_of(chain), (emission,), read, conv.bytes_saved(chain))
-        if head.refused:
+    for row in conv.rows(head.operands, unprofitable):
+        yield row
+        if isinstance(row, Match) and head.refused:
             yield UnfusedStep("pad+conv", node, head.operands, head.refused)
-    if refused:
-        row = UnfusedStep if emission else Refusal
-        yield row(conv.label(refused[0]), node, head.operands, refused[1].reason)
-    elif conv.stop.unfused:
-        yield UnfusedStep(f"{conv.label(chain)}+{conv.stop.unfused}", node, head.operands, conv.stop.reason)
 
 
 def config_of(node: Node, is_backward: bool = False) -> ConvConfig:

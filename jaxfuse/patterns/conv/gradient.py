@@ -13,17 +13,17 @@ import jax
 import jax.numpy as jnp
 
 from jaxfuse.analysis.forms import ChannelForms, Form, batch_sum, is_sum_of_gradient
-from jaxfuse.analysis.layout import channels_last, in_place, is_reshape, is_transposed
+from jaxfuse.analysis.layout import channels_last, in_place, is_reshape
 from jaxfuse.analysis.normal import channel_factor, constant, is_float_cast, unwidened
 from jaxfuse.ops.arrays import beside, other_axes, wide
 from jaxfuse.ops.conv.conv import OP, ConvConfig
-from jaxfuse.patterns.activations import name_activation
 from jaxfuse.patterns.contraction import Axes, Gradients
 from jaxfuse.patterns.conv.forward import config_of, reordered
 from jaxfuse.patterns.walk import Walk
 from jaxfuse.program.autodiff import forward
 from jaxfuse.program.graph import Graph, Node, Value
 from jaxfuse.program.site import Match, Refusal, Unfit, UnfusedStep
+from jaxfuse.program.transposes import is_transposed
 from jaxfuse.runtime.reasons import no_kernel
 
 
@@ -145,7 +145,7 @@ def _ways(graph: Graph, config: ConvConfig, found: ConvGradients, claimed: set[i
     behind = [dataclasses.replace(found, dz=s.g, dy=s.g, scaled=s, sums=tuple(v for v, _ in s.sums), parameters=s.needs) for s in scales]
     by_parameters, by_numbers = ([way for way in behind if way.scaled and way.scaled.is_number == number] for number in (False, True))
     part, own = forward(graph), forward(graph).node_in_subgraph(found.node)
-    walk = Walk(part if own else graph, channels, claimed, name_activation)
+    walk = Walk(part if own else graph, channels, claimed)
     chains, _ = walk.chains((own or found.node).out)
     for way in (*by_parameters, plain, *by_numbers):
         if through := way.through_activation(graph, chains):

@@ -5,9 +5,8 @@ import dataclasses
 import jax.numpy as jnp
 
 from jaxfuse.analysis.layout import RESHAPES
-from jaxfuse.analysis.normal import ADD, CAST, varying_axes
+from jaxfuse.analysis.normal import ADD, CAST, uncast, varying_axes
 from jaxfuse.ops.dense import OP, DenseConfig
-from jaxfuse.patterns.activations import name_activation
 from jaxfuse.patterns.contraction import NARROW, Axes, Contraction, require_no_sharding
 from jaxfuse.patterns.walk import Chain, Walk
 from jaxfuse.program.autodiff import Subgraph
@@ -16,7 +15,6 @@ from jaxfuse.program.site import Unfit
 from jaxfuse.runtime.reasons import no_kernel
 
 REARRANGED = (*RESHAPES, CAST, "transpose", "slice", "split", "concatenate")
-FARTHEST_PARAMETER = 8  # casts, reshapes, slices between a parameter and where it is used
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -24,17 +22,16 @@ class Layer(Contraction):
     """x·w with its bias, residual and activation. A `wide` one is computed in float32: where a softmax widens scores again, XLA drops
     the cast to 16 bits that comes before, as it does with a product of its own."""
 
-    op = OP
+    op, claims_refused = OP, True
     weight_left: bool
     wide: bool = False
 
-    chain = property(lambda self: self.chains[-1])
-    label = property(lambda self: self.chain.label("dense"))
+    def label(self, chain: Chain) -> str:
+        return chain.label("dense")
 
-    @property
-    def nodes(self) -> tuple[Node, ...]:
+    def nodes_of(self, chain: Chain) -> tuple[Node, ...]:
         """Less casts at the end: with these the norm that follows begins."""
-        nodes = [*self.nodes_of(self.chain)]
+        nodes = [*super().nodes_of(chain)]
         while nodes[-1].primitive == CAST:
             nodes.pop()
         return tuple(nodes)
@@ -57,29 +54,14 @@ def layer_of(graph: Graph, part: Graph | Subgraph, node: Node, claimed: set[int]
     weight_left, left = _weight_is_left(node), _free_axes_on_the_left(node)
     features = tuple(range(left) if weight_left else range(left, node.out.ndim))
     x, w = reversed(node.inputs) if weight_left else node.inputs
-    chains, stop = Walk(part, features, claimed, name_activation).chains(node.out)
+    chains, stop = Walk(part, features, claimed).chains(node.out)
     return Layer(graph, part, node, x, w, node.out, features, chains, stop, (), None, weight_left)
-
-
-def siblings(node: Node) -> list[Node]:
-    """The layers that contract the same axes of the same input, in program order."""
-    side = int(_weight_is_left(node))
-    contracted = node.params["dimension_numbers"][0]
-    return [n for n in node.inputs[side].users if is_product(n) and not batch_axes(n) and n.inputs[side] is node.inputs[side]
-            and n.params["dimension_numbers"][0][side] == contracted[side]]
 
 
 def config_of(node: Node, weight_left: bool = False) -> DenseConfig:
     """The op's config for this contraction. Raises `Unfit` if the op does not cover it."""
-    params = node.params
     require_no_sharding(node)
-    contracted, batch = params["dimension_numbers"]
-    order = slice(None, None, -1 if weight_left else 1)
-    precision = params["precision"]
-    precision = precision[order] if isinstance(precision, tuple) else precision
-    (x_contracted, w_contracted), (x_batch, w_batch) = contracted[order], batch[order]
-    return DenseConfig(tuple(x_contracted), tuple(w_contracted), tuple(x_batch), tuple(w_batch), str(node.out.dtype),
-                       precision=precision)
+    return DenseConfig.of(node.params, node.out.dtype, weight_left)
 
 
 def is_product(node: Node) -> bool:
@@ -93,13 +75,7 @@ def batch_axes(node: Node) -> Axes:
 
 def is_parameter(value: Value) -> bool:
     """Whether the value is an input or a constant of the program, rearranged."""
-    for _ in range(FARTHEST_PARAMETER):
-        if value.producer is None:
-            return True
-        if value.producer.primitive not in REARRANGED:
-            return False
-        value = value.producer.inputs[0]
-    return False
+    return uncast(value, *REARRANGED).producer is None
 
 
 def _weight_is_left(node: Node) -> bool:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 from jaxfuse.analysis.normal import ADD, narrowest, varying_axes
 from jaxfuse.analysis.sums import squared
-from jaxfuse.patterns.activations import name_activation
 from jaxfuse.patterns.norm.form import UNREAD, read_form
 from jaxfuse.patterns.norm.norm import Norm
 from jaxfuse.patterns.norm.site import Site
@@ -57,7 +56,7 @@ def _rows(graph, node: Node, norm: Norm, end: Value, claimed: set[int], unprofit
     if reason:
         yield Refusal(label, node, (x,), reason, nodes=nodes)
         return
-    chains, _ = Walk(part, end.ndim - 1, claimed, name_activation).chains(end)
+    chains, _ = Walk(part, end.ndim - 1, claimed).chains(end)
     if norm.stop:  # a step that is none of its own follows
         chains = [chain for chain in chains if not chain.affine]
     form = functools.cache(lambda: read_form(norm, end))

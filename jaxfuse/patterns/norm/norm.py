@@ -6,7 +6,6 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.analysis.elementwise import RULES
 from jaxfuse.analysis.forms import Form, Known, Parameter
 from jaxfuse.analysis.layout import RESHAPES
 from jaxfuse.analysis.normal import ADD, CAST, constant, is_float_cast, is_smaller, varying_axes
@@ -14,6 +13,7 @@ from jaxfuse.analysis.regions import cone, depends_on
 from jaxfuse.analysis.statistics import MEAN, Statistics
 from jaxfuse.patterns.dense.site import is_parameter
 from jaxfuse.patterns.walk import WalkEnd, read_elsewhere, step_name
+from jaxfuse.program.elementwise import RULES
 from jaxfuse.program.graph import Node, Value
 
 SHAPED = (*RESHAPES, "transpose", CAST)

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxfuse.analysis.elementwise import is_elementwise
 from jaxfuse.analysis.normal import ADD, constant, is_float_cast, uncast
 from jaxfuse.analysis.regions import Region
 from jaxfuse.ops.activations import Activation
 from jaxfuse.patterns.activations import name_activation
 from jaxfuse.patterns.dense.site import REARRANGED
+from jaxfuse.program.elementwise import is_elementwise
 from jaxfuse.program.graph import Node, Value
 
 LARGEST_GATE = 40  # nodes between a gate and the dense layers it comes from

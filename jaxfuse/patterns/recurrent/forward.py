@@ -8,18 +8,21 @@ import jax
 import jax.numpy as jnp
 
 from jaxfuse.analysis.normal import ADD, uncast
-from jaxfuse.analysis.scan_pairs import Loop
-from jaxfuse.ops.gru import OP as GRU, GRUConfig
-from jaxfuse.ops.lstm import OP as LSTM, LSTMConfig
+from jaxfuse.ops.columns import side_by_side
+from jaxfuse.ops.gru import OP as GRU
+from jaxfuse.ops.gru import GRUConfig
+from jaxfuse.ops.lstm import OP as LSTM
+from jaxfuse.ops.lstm import LSTMConfig
 from jaxfuse.ops.recurrent import previous_states
 from jaxfuse.patterns.kernel import require
 from jaxfuse.patterns.recurrent import gradient
 from jaxfuse.patterns.recurrent.cell import Cell, cell_of, product
-from jaxfuse.patterns.recurrent.gates import Depends, Follower, Steps, Sum, side_by_side
+from jaxfuse.patterns.recurrent.gates import Depends, Follower, Steps, Sum
 from jaxfuse.program.autodiff import forward
 from jaxfuse.program.graph import Emission, Graph, Node, Value
 from jaxfuse.program.site import Match, Refusal, Unfit
 from jaxfuse.runtime.reasons import LeftOut
+from jaxfuse.scan_pairs import Loop
 
 ONE_STEP = "a cell outside a loop: XLA computes one step as fast"  # the figures are in benchmarks/results/kernels.md
 

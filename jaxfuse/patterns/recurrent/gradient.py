@@ -14,13 +14,13 @@ from jax.interpreters import partial_eval
 
 from jaxfuse.analysis.gradients import Sums
 from jaxfuse.analysis.normal import constant
-from jaxfuse.analysis.scan_pairs import CONST, Loop, ScanPair, pairs
 from jaxfuse.patterns.dense.site import REARRANGED
 from jaxfuse.program.autodiff import backward
 from jaxfuse.program.equations import CUSTOM_DERIVATIVE_CALLS
 from jaxfuse.program.graph import Emission, Graph, Node, Value, compute
 from jaxfuse.program.site import Match, Unfit
 from jaxfuse.runtime.private import scan_over
+from jaxfuse.scan_pairs import CONST, Loop, ScanPair, pairs
 
 DEEPEST = 6  # nodes before the loop that a constant of it is followed back over
 MOST_CHOICES = 4  # of outputs that cotangents may be of

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from jaxfuse.analysis.normal import constant, filled, nbytes
+from jaxfuse.analysis.normal import constant, nbytes
+from jaxfuse.program.bodies import filled
 from jaxfuse.program.graph import Emission, Graph, Node, Value, compute
 
 CONST, CARRIED, SLICED = range(3)
