@@ -25,6 +25,7 @@ VALUES = {
     "relu6": lambda z, a: np.minimum(np.maximum(z, 0), 6),
     "leaky_relu": lambda z, a: np.where(z >= 0, z, a * z),
     "elu": lambda z, a: np.where(z > 0, z, a * np.expm1(np.minimum(z, 0))),
+    "elu_expm1": lambda z, a: np.where(z > 0, z, a * np.expm1(np.minimum(z, 0))),
     "sigmoid": lambda z, a: 1 / (1 + np.exp(-z)),
     "tanh": lambda z, a: np.tanh(z),
     "silu": lambda z, a: z / (1 + np.exp(-z)),

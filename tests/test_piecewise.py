@@ -44,7 +44,7 @@ NEAR_MISSES = {
     "another gate": lambda x: (x + 1) * jnp.clip(x / 6 + 0.5, 0, 1),
     "a power at NaN": lambda x: jnp.where(x > 0, x, 0 * x),  # NaN at -infinity
     "softplus that overflows": lambda x: jnp.log(1 + jnp.exp(3 * x)) / 3,
-    "elu without a guard": lambda x: jnp.where(x > 0, x, jnp.expm1(x)),  # its gradient is NaN where exp(x) overflows
+    "celu without a guard": lambda x: jnp.where(x > 0, x, 2 * jnp.expm1(x / 2)),  # its gradient is NaN where exp overflows
 }
 INEXACT = ["hard sigmoid by clip", "hard sigmoid by a fifth", "hard swish by clip"]  # the compiler decides whether x/6 + 0.5 is 0 at -3
 POINTS = [np.nan, np.inf, -np.inf, 0.0, -0.0, 0.25, -0.5, 0.5, 1, 2, -2, 3, -3, 4, 6, -6, 2.5, 1e4, -1e4, 5.75, -1.25]
@@ -180,12 +180,41 @@ def test_layers(layer, spelling):
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("near_miss", ["a jump", "softplus that overflows", "elu without a guard"])
+@pytest.mark.parametrize("near_miss", ["a jump", "softplus that overflows", "celu without a guard"])
 def test_a_near_miss_behind_a_layer_stays(near_miss):
     report = jaxfuse.explain(lambda *args: dense(NEAR_MISSES[near_miss], *args), INTEGERS, W, BIAS, policy="always")
     assert [site.pattern for site in report.fused] == ["dense+bias"]
-    if near_miss == "elu without a guard":
-        assert "where exp overflows its derivative is nan at 1000" in report.unfused_steps[0].reason
+    if near_miss == "celu without a guard":
+        assert "where exp overflows its derivative is nan at 100000" in report.unfused_steps[0].reason
+
+
+def elu_by_where(x):
+    return jnp.where(x > 0, x, jnp.expm1(x))
+
+
+@pytest.mark.parametrize("layer", LABELS)
+@pytest.mark.parametrize("far", [80.0, 100.0])
+def test_an_elu_without_a_guard_is_what_the_user_wrote(layer, far):
+    """Where exp(x) overflows its gradient is NaN in reverse mode and 1 in forward mode, fused inside and outside of `grad`."""
+    x = jnp.asarray(np.where(np.arange(INTEGERS.size).reshape(INTEGERS.shape) == 3, far, INTEGERS), jnp.float32)
+
+    def function(x):
+        return layer(elu_by_where, x, W, BIAS)
+
+    def gradient(x):
+        return jax.grad(lambda x: jnp.sum(jnp.sin(function(x))))(x)
+
+    fused, always = jaxfuse.fuse(function, policy="always"), dict(policy="always")
+    assert any("elu_expm1" in site.pattern for site in jaxfuse.explain(function, x, **always).fused)
+    np.testing.assert_allclose(fused(x), function(x), rtol=1e-5, atol=1e-5)
+    want = gradient(x)
+    outside = jax.grad(lambda x: jnp.sum(jnp.sin(fused(x))))(x)
+    for got in (jaxfuse.fuse(gradient, **always)(x), outside):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+    assert np.isnan(want).any() == (layer is not batch_norm and far > 90)
+    tangents = [jax.jvp(f, (x,), (jnp.ones_like(x),))[1] for f in (fused, function)]
+    assert np.isfinite(tangents[1]).all()
+    np.testing.assert_allclose(*tangents, rtol=1e-4, atol=1e-4)
 
 
 def test_an_activation_given_as_a_function():

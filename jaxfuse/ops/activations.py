@@ -100,6 +100,13 @@ KINDS: dict[str, Kind] = {
         alpha=_DEPTH,
         onednn="!f32 && eltwise(algorithm::eltwise_elu, p.alpha)",
         cudnn=lambda alpha: PointwiseStep("elu", dict(elu_alpha=alpha))),
+    # Without jax.nn.elu's guard: where exp overflows, reverse mode makes NaN of 0 · exp(x), and forward mode selects it away.
+    "elu_expm1": Kind(
+        value=Both(lambda x, alpha: jnp.where(x > 0, x, alpha * jnp.expm1(x)), "z < 0.0f ? p.alpha * expm1_of_negative(z) : z"),
+        pullback="(z > 0.0f ? g : N{}) + (z > 0.0f ? N{} : g * p.alpha) * exp(z)",
+        alpha=_DEPTH,
+        onednn="!f32 && eltwise(algorithm::eltwise_elu, p.alpha)",
+        cudnn=lambda alpha: PointwiseStep("elu", dict(elu_alpha=alpha))),
     "selu": Kind(
         value=Both(lambda x, _: jax.nn.selu(x), "kSeluScale * (z < 0.0f ? kSeluAlpha * expm1_of_negative(z) : z)"),
         pullback="kSeluScale * (z > 0.0f ? g : g * (kSeluAlpha * exp(z)))",

@@ -10,7 +10,7 @@ import numpy as np
 from jaxfuse.ops.activations import ALIASES, NO_ACTIVATION, PRESETS, TABLE, Activation, named
 from jaxfuse.ops.errors import Arguments
 from jaxfuse.ops.piecewise import RELU, Evaluate, PiecewiseLinear, fitted
-from jaxfuse.program.elementwise import FINITE, POINTS, same, same_limits, table_of
+from jaxfuse.program.elementwise import FAR, FINITE, POINTS, same, same_limits, table_of
 
 ActivationArgument = str | Callable[[Any], Any] | None  # of an op
 
@@ -156,7 +156,7 @@ def nearest(table: np.ndarray) -> tuple[str, str]:
 def _beyond(table: np.ndarray, known: np.ndarray) -> str:
     """How they differ on the points SPECIAL."""
     if np.allclose(table[0], known[0], rtol=1e-3, atol=1e-3, equal_nan=True):
-        return f"where exp overflows its derivative is {table[1, 0]:g} at 1000 and {table[1, 1]:g} at -1000, not {known[1, :2]}"
+        return f"where exp overflows its derivative is {table[1, 0]:g} at {FAR:g} and {table[1, 1]:g} at {-FAR:g}, not {known[1, :2]}"
     if not np.allclose(table[0, 2:], known[0, 2:], rtol=1e-3, atol=1e-3, equal_nan=True):
         return f"at infinity, -infinity and NaN it is {table[0, 2:]}, not {known[0, 2:]}"
-    return f"where exp overflows it is {table[0, 0]:g} at 1000 and {table[0, 1]:g} at -1000, not {known[0, :2]}"
+    return f"where exp overflows it is {table[0, 0]:g} at {FAR:g} and {table[0, 1]:g} at {-FAR:g}, not {known[0, :2]}"

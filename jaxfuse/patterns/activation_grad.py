@@ -14,7 +14,7 @@ from jaxfuse.ops.activations import Activation
 from jaxfuse.ops.naming import table_at
 from jaxfuse.program.autodiff import backward
 from jaxfuse.program.bodies import filled
-from jaxfuse.program.elementwise import FINITE, Traced
+from jaxfuse.program.elementwise import FAR, FINITE, Traced
 from jaxfuse.program.graph import Graph, Node, Value
 from jaxfuse.program.site import Refusal
 from jaxfuse.runtime.reasons import no_kernel
@@ -41,15 +41,15 @@ class ActivationGrad(NamedTuple):
             return [replayed(steps, {self.z: x, self.dy: filled(self.dy, 1)})[self.dz]]
 
         traced = Traced(function, self.z.aval)
-        points = np.concatenate([FINITE, [1000.0, -1000.0, np.inf, -np.inf], activated.ties, traced.between()])
+        points = np.concatenate([FINITE, [FAR, -FAR, np.inf, -np.inf], activated.ties, traced.between()])
         slope = traced(points)
         if slope is None:
             return False
         own = region.table(points) if region else None
         known = (table_at(activated, points) if own is None else own)[1]
-        overflows = ~np.isfinite(slope[0]) & (np.abs(known) < 1e-9)  # an exp on the way to 0
-        forgiven = (np.abs(points) >= 1000) & (overflows | np.isnan(known))  # 0·Inf, which another order makes 0
-        return bool(np.all(np.isclose(slope[0], known, rtol=1e-5, atol=1e-5) | forgiven))
+        overflows = (np.abs(points) >= FAR) & ~np.isfinite(slope[0]) & (np.abs(known) < 1e-9)  # an exp on the way to 0
+        forgiven = overflows | np.isinf(points) & np.isnan(known)  # 0·Inf, which another order makes 0
+        return bool(np.all(np.isclose(slope[0], known, rtol=1e-5, atol=1e-5, equal_nan=True) | forgiven))
 
 
 def activation_grad(graph: Graph, z: Value, activated: Activation, region: Region) -> Iterator[Refusal]:

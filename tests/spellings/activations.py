@@ -14,6 +14,8 @@ ACTIVATIONS = {
     "clip": [lambda x: jnp.clip(x, 0, 5), lambda x: jnp.clip(x, 0, 1)],
     "leaky_relu": [jax.nn.leaky_relu, nn.leaky_relu, keras.activations.leaky_relu, keras.layers.LeakyReLU(0.3)],
     "elu": [jax.nn.elu, nn.elu, keras.activations.elu, lambda x: jax.nn.elu(x, 0.5)],
+    "elu_expm1": [lambda x: jnp.where(x > 0, x, jnp.expm1(x)), lambda x: jnp.where(x < 0, jnp.expm1(x), x),
+                  lambda x: jnp.where(x > 0, x, 0.5 * jnp.expm1(x))],
     "selu": [jax.nn.selu, nn.selu, keras.activations.selu],
     "celu": [lambda x: jax.nn.celu(x, 0.7), lambda x: nn.celu(x, 2.0), lambda x: keras.activations.celu(x, 2.0)],
     "gelu": [lambda x: jax.nn.gelu(x, approximate=False), keras.activations.gelu,
