@@ -24,6 +24,7 @@ from jaxfuse.analysis.normal import (
     Sum, chosen, constant, is_float_cast, is_rounded, narrowest, normal, per_channel, scaled, size, unwidened, varying_axes)
 from jaxfuse.analysis.sums import Reduction, reductions
 from jaxfuse.program.graph import Node, Value
+from jaxfuse.runtime import private
 
 MOST_TENSORS = 4  # in one form; what has more is a tensor of its own
 
@@ -289,9 +290,9 @@ def is_sum_of_gradient(form: Form, x: Value) -> bool:
     return len(form.tensors - {x}) == 1 and (form.degree == 1 or all(len(others) == 1 for others in products))
 
 
-def batch_sum(value: Value, form: Form, x: Value, g: Value | None, sum_g, sum_gx, count: int, read):
+def batch_sum(value: Value, form: Form, x: Value, g: Value | None, sum_g, sum_gx, count, read):
     """The array of the value that sums the form over the batch, where Σx is 0: of p·g·x + q·g + r·x + s, p·Σg·x + q·Σg + count·s."""
-    sums = {(): count, (g,): sum_g, (g, x): sum_gx, (x, g): sum_gx}
+    sums = {(): jnp.asarray(count, jnp.float32) if private.is_symbolic_size(count) else count, (g,): sum_g, (g, x): sum_gx, (x, g): sum_gx}
     parts = [coefficient.vector(read) * sums[product] for product, coefficient in form.coefficients.items() if product in sums]
     total = sum(parts, start=jnp.float32(0))
     return jnp.broadcast_to(total.astype(value.dtype), (size(value),)).reshape(value.shape)

@@ -88,11 +88,11 @@ def scale_factor(node: Node, value: Value) -> float | None:
 # --- numbers -----------------------------------------------------------------------------------------------------
 
 
-def constant(value: Value, depth: int = 8) -> float | None:
+def constant(value: Value, depth: int = 8, example: bool = False) -> float | None:
     """The real number, if the value is one number that the program fixes: written into it, broadcast, cast, or computed from
     such numbers (jnp.var divides by `144 - ddof`) in a few steps, at most `depth` deep. Floats overflow to infinity; None where
-    an integer wraps around."""
-    number, dtype = _constant(value, depth), value.dtype
+    an integer wraps around. With `example` a size that is not known stands for a number too, as `private.example` has it."""
+    number, dtype = _constant(value, depth, example), value.dtype
     if number is not None and jnp.issubdtype(dtype, jnp.integer):
         info = jnp.iinfo(dtype)
         return number if max(int(info.min), -EXACT) <= number <= min(int(info.max), EXACT) else None
@@ -101,20 +101,22 @@ def constant(value: Value, depth: int = 8) -> float | None:
     return number
 
 
-def _constant(value: Value, depth: int) -> float | None:
+def _constant(value: Value, depth: int, example: bool) -> float | None:
     if value.literal is not None:
         return float(value.literal) if np.ndim(value.literal) == 0 and not np.iscomplexobj(value.literal) else None
     node = value.producer
     if node is None or depth == 0:
         return None
+    if example and node.primitive == "dim_as_value":
+        return private.example(node.params["dim"])
     if node.primitive in RESHAPES:
-        return constant(node.inputs[0], depth - 1)
+        return constant(node.inputs[0], depth - 1, example)
     if node.primitive == "reduce_sum" and node.inputs[0].literal is None:  # a mask of ones, counted
-        one = constant(node.inputs[0], depth - 1)
+        one = constant(node.inputs[0], depth - 1, example)
         return None if one is None else one * (size(node.inputs[0]) // max(1, size(value)))
     if not is_known(node):
         return None
-    operands = [constant(v, depth - 1) for v in node.inputs]
+    operands = [constant(v, depth - 1, example) for v in node.inputs]
     return None if None in operands else float(RULES[node.primitive](node.params, *operands))
 
 

@@ -15,6 +15,7 @@ from jaxfuse.analysis.forms import Form, Forms, Known
 from jaxfuse.analysis.normal import ADD, constant
 from jaxfuse.analysis.sums import Reduction
 from jaxfuse.program.graph import Node, Value
+from jaxfuse.runtime import private
 
 _random = np.random.default_rng(0)
 MEAN = _random.normal(size=24)
@@ -80,11 +81,19 @@ class Statistics(Forms):
     def _found(self, value: Value, known: Known):
         table = known.form.table
         moment = None if table is None else _moment(table)
+        if moment and moment.weight != 1 and private.is_symbolic_size(self.count):  # a weight that is no number of the program
+            moment = None
         if moment and known.index_map and known.index_map.flat == self.kept_sub_axes:
             self.moments[value] = moment
         if moment and moment.weight == 1:  # its roundings must not grow where it is subtracted
             known = Known(known.index_map, Form.number(TABLES[moment.kind]))
         super()._found(value, known)
+
+    def _operand(self, value: Value, node: Node) -> Known | None:
+        """Also a size that is not known, of which only a quotient by itself is looked for."""
+        known = super()._operand(value, node)
+        number = None if known or not private.is_symbolic_size(self.count) else constant(value, example=True)
+        return known if number is None else Known(None, Form.number(np.float64(number)))
 
     def _made(self, node: Node) -> Known | None:
         return None if self._is_unseen(node) else super()._made(node)
@@ -105,6 +114,6 @@ class Statistics(Forms):
         rounded = value not in self.same and jnp.promote_types(value.dtype, self.x.dtype) != value.dtype
         if rounded or form.needs or np.ptp(form.terms[max(form.terms, key=len)]) > 0:
             return
-        total = reduction.weight * self.count * (offset + square * VAR)
+        total = reduction.weight * private.example(self.count) * (offset + square * VAR)
         if np.any(total) and reduction.value not in self.known:
             self._found(reduction.value, Known(reduction.index_map, Form.number(total)))

@@ -6,7 +6,9 @@ A newer JAX may have moved any of them. Then what is said beside each stands in 
 import dataclasses
 import functools
 import importlib
+import math
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -87,10 +89,21 @@ BATCH = 32  # what a size is taken to be that is not known
 
 def known(size) -> int:
     """The size itself, or of a symbolic one what it is for a representative batch."""
+    return int(_evaluated(size, lambda names: dict.fromkeys(names, BATCH))) if is_symbolic_size(size) else size
+
+
+def example(size) -> float:
+    """The size itself, or of a symbolic one a number that stands for it in arithmetic: no whole number, so that none which a program
+    has can be the same; NaN where it comes out whole."""
     if not is_symbolic_size(size):
         return size
+    number = float(_evaluated(size, lambda names: {name: 1009.318281828 + 7.77 * i for i, name in enumerate(sorted(names, key=str))}))
+    return math.nan if number.is_integer() else number
+
+
+def _evaluated(size, of_names: Callable):
     with jax.enable_x64(True):  # else JAX computes it in 32 bits
-        return int(size._evaluate(dict.fromkeys(size._get_vars(), BATCH)))
+        return size._evaluate(of_names(size._get_vars()))
 
 
 def is_exported(ctx) -> bool:
