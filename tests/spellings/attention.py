@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from layers import randn
-from spellings import Miss, hits
+from spellings import Hit, Miss, hits
 
 Q, K, V = (randn(2, 5, 4, 8, seed=i) for i in range(3))
 CAUSAL = jnp.tril(jnp.ones((5, 5), bool))
@@ -38,6 +38,12 @@ def framework(**options):
 SPELLINGS = {
     "attention": attention(),
     "attention, no scale": attention(lambda s: s),
+    "attention, query scaled": lambda q, k, v: attention(lambda s: s)(q / 3, k, v),
+    "attention, query and keys scaled": lambda q, k, v: attention(lambda s: s * 2)(q * 0.5, k * -0.3, v),
+    "attention, scaled query that is negative": lambda q, k, v: attention(lambda s: s)(-(q / 3), k, v),
+    "attention, query scaled, bf16": lambda q, k, v: attention(lambda s: s)(q / 3, k, v),
+    "attention+bias, query scaled": lambda q, k, v: attention(lambda s: s + jnp.ones((5, 5)))(q * 0.3, k, v),
+    "attention+mask, query scaled": lambda q, k, v: attention(lambda s: jnp.where(CAUSAL, s, -1e9))(q * 0.3, k, v),
     "attention, values first": lambda q, k, v: jnp.einsum("bsnh,bnts->bthn", v, scores(q, k)),
     "attention, keys first": lambda q, k, v: mixed(jax.nn.softmax(jnp.einsum("bsnh,btnh->bnts", k, q)), v),
     "attention, one head": lambda q, k, v: jax.nn.softmax(q[:, :, 0] @ k[:, :, 1].swapaxes(1, 2)) @ v[:, :, 2],
@@ -77,6 +83,11 @@ SPELLINGS["attention, along the other axis"] = lambda q, k, v: jnp.einsum("bnts,
 HITS = {}
 for _name, _function in SPELLINGS.items():
     HITS |= hits([a.astype("bfloat16" if "bf16" in _name else "float32") for a in (Q, K, V)], {_name: _function}, both=True)
+
+HITS |= {f"attention, {name}": Hit(function, (Q, K, V), ["attention"], None, None) for name, function in {
+    "scaled query read elsewhere": lambda q, k, v: (lambda q: (attention(lambda s: s)(q, k, v), jnp.cos(q)))(q / 3),
+    "scaled query that is all of it": lambda q, k, v: (lambda q: attention(lambda s: s)(q, q, q))(q / 3),
+    "query times nothing": lambda q, k, v: attention(lambda s: s)(q * 0.0, k, v)}.items()}
 
 # the program, how the reason begins, and what it has; "fused" is right
 NEAR_MISSES = {

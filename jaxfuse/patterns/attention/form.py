@@ -4,7 +4,7 @@ on to the product with the values. Every axis gets a letter at that first produc
 import dataclasses
 
 from jaxfuse.analysis.axes import is_long
-from jaxfuse.analysis.normal import ADD, CAST, constant, is_float_cast, scale_factor
+from jaxfuse.analysis.normal import ADD, CAST, constant, is_float_cast, scale_factor, scaled
 from jaxfuse.patterns.attention.axes import Labels, Operand, aligned, moved, of_product, origin
 from jaxfuse.program.graph import Node, Value
 from jaxfuse.program.site import Unfit
@@ -262,10 +262,21 @@ class _Reader:
             raise Unfit(f"{self.node} and the product with the values do not have the same axes")
         for operands in (form.biases, form.masks, form.factors, form.dropout):
             operands[:] = [dataclasses.replace(operand, labels=named(operand.labels)) for operand in operands]
-        form.qkv = self.node.inputs[1 - keys], self.node.inputs[keys], v
+        form.qkv = self._unscaled(self.node.inputs[1 - keys]), self._unscaled(self.node.inputs[keys]), v
         q_spec, k_spec, v_spec = ("".join(filter(None, spec)) for spec in specs)
         form.specs = q_spec, k_spec, v_spec
         form.out = "".join((*lost, *filter(None, of_end)))
+
+
+    def _unscaled(self, value: Value) -> Value:
+        """The queries or keys before they were multiplied by numbers: these scale the scores."""
+        while value.producer and len(value.users) == 1 and not self.part.is_returned(value):
+            step = scaled(value.producer)
+            if step is None or step[1] == 0 or (step[0].shape, step[0].dtype) != (value.shape, value.dtype):
+                break
+            self.form.nodes.insert(0, value.producer)
+            value, self.form.scale = step[0], self.form.scale * step[1]
+        return value
 
 
 def maximum_of(value: Value) -> Node | None:
