@@ -14,7 +14,7 @@ from jaxfuse.runtime import private
 WORTH_A_THREAD = 1 << 20  # bytes that a call reads and writes; handing less over costs as much as it takes
 COUNTED = 512  # elements; each counts as four operations
 LIGHT = 1 << 16  # bytes that are copied sooner than anybody would notice
-CARRIERS = 4  # calls of a program that carry its operations: one would do, if XLA left out no call
+CARRIERS = 4  # calls of a program that carry its operations: one would do, if XLA left out no call. JAX lowers alike calls once
 
 _notes: contextvars.ContextVar[dict | None] = contextvars.ContextVar("notes", default=None)
 _CARRYING = object()  # the key of the number of calls so far
@@ -35,15 +35,15 @@ def with_cost(run: Any, out_types: Any, operands: tuple) -> Any:
 
     XLA:CPU runs a program on the thread that calls it, which waits, if the program has less than 1,000 operations. It counts
     none for custom calls. So the first element of a result or of an operand is put together anew from its bits: of a light one,
-    since XLA may copy all of it, as it does where a reshape follows; of the first result where all are heavy.
+    since XLA may copy all of it, as it does where a reshape follows. Where all are heavy only the program's first call has them.
     """
     results = list(out_types) if isinstance(out_types, (list, tuple)) else [out_types]
     if private.is_symbolic((*results, *operands)) or sum(map(_bytes, (*results, *operands))) < WORTH_A_THREAD:
         return run(operands)
-    heavy = max(operands, key=_bytes)
-    if not isinstance(heavy, jax.core.Tracer) or not _carries():
+    heavy, result, operand = max(operands, key=_bytes), _lightest(results), _lightest(operands)
+    is_light = result is not None or operand is not None
+    if not isinstance(heavy, jax.core.Tracer) or _calls_so_far() > (CARRIERS if is_light else 1):
         return run(operands)
-    result, operand = _lightest(results), _lightest(operands)
     if result is None and operand is not None:
         given = list(operands)
         given[operand] = _first_from(given[operand], heavy)
@@ -55,13 +55,13 @@ def with_cost(run: Any, out_types: Any, operands: tuple) -> Any:
     return [_first_from(output, output) if i == carrier else output for i, output in enumerate(outputs)]
 
 
-def _carries() -> bool:
-    """Whether this call is among the first of its program."""
+def _calls_so_far() -> int:
+    """Of this program, with this one."""
     notes = _notes.get()
     if notes is None:
-        return True
+        return 1
     notes[_CARRYING] = notes.get(_CARRYING, 0) + 1
-    return notes[_CARRYING] <= CARRIERS
+    return notes[_CARRYING]
 
 
 def _bytes(array: Any) -> int:
