@@ -19,9 +19,7 @@ from jaxfuse.runtime.reasons import no_kernel
 def anchors(graph):
     """The products of the forward pass, whose gradients are looked for, then those of the backward pass that are left."""
     back = backward(graph)
-    if not back:
-        return []
-    return [n for n in forward(graph).nodes if is_product(n)] + [graph.nodes[i] for i in sorted(back) if is_product(graph.nodes[i])]
+    return [n for n in (*forward(graph).nodes, *[graph.nodes[i] for i in sorted(back)]) if is_product(n)] if back else []
 
 
 @dataclasses.dataclass(frozen=True)
