@@ -6,6 +6,7 @@ import os
 import pathlib
 import re
 import subprocess
+import sys
 import zlib
 
 import jax
@@ -117,6 +118,14 @@ def built_in_rules(tmp_path_factory):
 def programs_of_its_own():
     """Two tests that fuse the same function may have changed what it is rewritten to."""
     jitted._runs.clear()
+
+
+@pytest.fixture(autouse=True)
+def path_as_before():
+    """Commands that run in this process add the folder that they run in."""
+    before = sys.path.copy()
+    yield
+    sys.path[:] = before
 
 
 @pytest.fixture(scope="module", params=["installed", "reference"])

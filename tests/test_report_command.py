@@ -1,6 +1,5 @@
 """python -m jaxfuse explain; what the commands say of words that they do not know."""
 
-import sys
 
 import jax
 import jax.export
@@ -128,7 +127,6 @@ def test_what_is_wrong_is_said(name, capsys, arguments, words):
 def test_a_misspelt_word_is_answered_with_the_right_one(tmp_path, monkeypatch, capsys, arguments, words):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli.memory, "retain_memory", lambda: True)
-    monkeypatch.setattr(sys, "path", sys.path.copy())
     (tmp_path / "script.py").write_text("")
     try:
         assert cli.main(arguments) == 1
