@@ -159,22 +159,6 @@ def test_of_any_batch(name):
             assert distance(value, wanted) < 1e-5
 
 
-@native
-@pytest.mark.parametrize("divided", [16, 1009 * 16, 4 * 4 * 32], ids=str)
-def test_a_number_is_not_the_unknown_batch(divided):
-    """Which is no number of the program, whatever stands for it while patterns are looked for."""
-    def function(x, w):
-        mean = x.sum((0, 1, 2)) / divided
-        return jax.nn.relu((x - mean) * lax.rsqrt(((x - mean) ** 2).sum((0, 1, 2)) / divided + 1e-5) * w)
-
-    x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((jax.export.symbolic_shape("b")[0], 4, 4, 8), (8,)))
-    assert not jaxfuse.explain(function, x, w, policy="always").fused
-    program, rng = exported(jaxfuse.fuse(function, policy="always"), x, w), np.random.default_rng(0)
-    for batch in (1, 5):
-        x, w = (rng.normal(size=shape).astype("float32") for shape in ((batch, 4, 4, 8), (8,)))
-        assert distance(program.call(x, w), jax.jit(function)(x, w)) < 1e-5
-
-
 def test_for_several_platforms():
     x, w = np.ones((2, 16), np.float32), np.ones((16, 8), np.float32)
     program = exported(jaxfuse.fuse(dense, policy="always"), x, w, platforms=("cpu", "cuda", "tpu"))
@@ -262,6 +246,19 @@ def test_of_any_height_and_width():
     program = exported(jaxfuse.fuse(network, policy="always"), parameters, jax.ShapeDtypeStruct((4, height, width, 8), jnp.float32))
     assert {"jaxfuse_conv_fwd_v1", "jaxfuse_dense_fwd_v1"} == set(called(program.mlir_module()))
     close(program.call(parameters, x), network(parameters, x))
+
+
+@native
+def test_batch_norms_of_any_height_and_width():
+    function = lambda x, w: jax.nn.relu(batch_norm(relu_of_conv(x, w), w[0, 0, 0]))
+    both = lambda x, w: (function(x, w), jax.grad(lambda x, w: jnp.sum(jnp.sin(function(x, w))), (0, 1))(x, w))
+    types = [jax.ShapeDtypeStruct(s, jnp.float32) for s in (jax.export.symbolic_shape("b, h, w, 8"), (3, 3, 8, 8))]
+    program, rng = exported(jaxfuse.fuse(both, policy="always"), *types), np.random.default_rng(0)
+    assert {"jaxfuse_batch_norm_stats_v1", "jaxfuse_batch_norm_bwd_stats_v1", "jaxfuse_conv_fwd_v1"} <= set(called(program.mlir_module()))
+    for shape in ((2, 5, 6, 8), (1, 8, 3, 8)):
+        x, w = (rng.normal(size=s).astype("float32") for s in (shape, (3, 3, 8, 8)))
+        for value, wanted in pairs(program.call(x, w), jax.jit(both)(x, w)):
+            assert distance(value, wanted) < 1e-4
 
 
 @native

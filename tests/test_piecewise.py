@@ -217,6 +217,33 @@ def test_an_elu_without_a_guard_is_what_the_user_wrote(layer, far):
     np.testing.assert_allclose(*tangents, rtol=1e-4, atol=1e-4)
 
 
+@jax.custom_jvp
+def elu_with_a_rule(x):
+    return elu_by_where(x)
+
+
+elu_with_a_rule.defjvps(lambda t, y, x: t * ((x > 0) + (x <= 0) * jnp.exp(x)))
+OTHER_ELUS = {
+    "halves": (lambda x: jnp.where(x > 0, x, jnp.exp(x / 2) ** 2 - 1), "float32"),  # overflows later
+    "a rule": (elu_with_a_rule, "float32"),
+    "max and min": (lambda x: jnp.maximum(x, 0) + jnp.minimum(jnp.expm1(x), 0), "float32"),  # NaN in forward mode as well
+    "float16": (elu_by_where, "float16"),  # overflows at 11
+}
+
+
+@pytest.mark.parametrize("name", OTHER_ELUS)
+def test_an_elu_that_overflows_elsewhere_stays(name):
+    act, dtype = OTHER_ELUS[name]
+    function = jax.jit(lambda x: dense(act, x, W.astype(dtype), BIAS.astype(dtype)))
+    fused = jaxfuse.fuse(function, policy="always")
+    x = jnp.asarray(np.broadcast_to([5, 20, 80, 100, 150, 200, -5, -200], (8, 8)), dtype)
+    for z, one in zip(x.T[:, :, None] * np.eye(8, dtype=dtype), np.eye(8, dtype=dtype)):
+        got, want = (jax.jit(jax.grad(lambda z: jnp.sum(f(z) * one)))(z) for f in (fused, function))
+        np.testing.assert_allclose(got, want, rtol=2e-3, atol=2e-3)
+        got, want = (jax.jvp(f, (z,), (jnp.ones_like(z),))[1] for f in (fused, function))
+        np.testing.assert_allclose(got, want, rtol=2e-3, atol=2e-3)
+
+
 def test_an_activation_given_as_a_function():
     for given, name in [(jax.nn.relu, "relu"), (lambda x: jnp.maximum(x, 0.1 * x), "leaky_relu"), (jnp.tanh, "tanh")]:
         y = jaxfuse.ops.dense(INTEGERS, W, BIAS, activation=given)

@@ -132,6 +132,8 @@ class Forms:
     the nodes looked through.
     """
 
+    of_sizes = False  # whether numbers may be of sizes that are not known: where none is emitted
+
     def __init__(self, x: Value, kept: tuple[int, ...], same: Iterable[Value] = ()):
         self.x, self.kept, self.index_map, self.same = x, kept, IndexMap.of(x.shape), [*same] or [x]
         self.kept_sub_axes = merged(sub_axis for axis in kept for sub_axis in self.index_map.sub_axes[axis])
@@ -205,7 +207,7 @@ class Forms:
 
     def _operand(self, value: Value, node: Node) -> Known | None:
         """What is known of an operand of the node, or can be said of it at sight."""
-        number = None if value in self.known else constant(value)
+        number = None if value in self.known else constant(value, example=self.of_sizes)
         return self.known.get(value) if number is None else Known(None, Form.number(np.float64(number)))
 
     def is_tensor(self, value: Value) -> bool:

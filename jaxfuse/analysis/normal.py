@@ -91,7 +91,7 @@ def scale_factor(node: Node, value: Value) -> float | None:
 def constant(value: Value, depth: int = 8, example: bool = False) -> float | None:
     """The real number, if the value is one number that the program fixes: written into it, broadcast, cast, or computed from
     such numbers (jnp.var divides by `144 - ddof`) in a few steps, at most `depth` deep. Floats overflow to infinity; None where
-    an integer wraps around. With `example` a size that is not known stands for a number too, as `private.example` has it."""
+    an integer wraps around. With `example` also of sizes that are not known, as `private.example` has them, their sums and products."""
     number, dtype = _constant(value, depth, example), value.dtype
     if number is not None and jnp.issubdtype(dtype, jnp.integer):
         info = jnp.iinfo(dtype)
@@ -116,6 +116,7 @@ def _constant(value: Value, depth: int, example: bool) -> float | None:
         return None if one is None else one * (size(node.inputs[0]) // max(1, size(value)))
     if not is_known(node):
         return None
+    example = example and node.primitive in (*ADD, "sub", "mul", "div", "neg", CAST)  # others may choose between numbers
     operands = [constant(v, depth - 1, example) for v in node.inputs]
     return None if None in operands else float(RULES[node.primitive](node.params, *operands))
 

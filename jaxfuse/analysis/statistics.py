@@ -40,12 +40,12 @@ class Moment(NamedTuple):
         return value if self.weight == 1 else value * self.weight
 
 
-def _moment(table: np.ndarray) -> Moment | None:
-    """Whose table it is, but for a factor and the rounding of float64, so that an epsilon shows; weights within a rounding of 1 are 1."""
+def _moment(table: np.ndarray, near: float) -> Moment | None:
+    """Whose table it is, but for a factor and the rounding of float64, so that an epsilon shows; weights so `near` to 1 are 1."""
     for kind, exact in TABLES.items():
         weight = float(table[-1] / exact[-1])
         if weight and np.all(np.abs(table - weight * exact) <= 1e-14 * abs(weight) * (np.abs(exact) + TABLES["E[x²]"])):
-            return Moment(kind, 1.0 if abs(weight - 1) < 1e-6 else weight)
+            return Moment(kind, 1.0 if abs(weight - 1) < near else weight)
     return None
 
 
@@ -54,6 +54,8 @@ class Statistics(Forms):
 
     `moments` says what they are.
     """
+
+    of_sizes = True
 
     def __init__(self, x: Value, kept: tuple[int, ...], same: Iterable[Value] = ()):
         super().__init__(x, kept, same)
@@ -80,20 +82,14 @@ class Statistics(Forms):
 
     def _found(self, value: Value, known: Known):
         table = known.form.table
-        moment = None if table is None else _moment(table)
-        if moment and moment.weight != 1 and private.is_symbolic_size(self.count):  # a weight that is no number of the program
-            moment = None
+        unknown = private.is_symbolic_size(self.count)  # then other weights are no numbers of the program
+        moment = None if table is None else _moment(table, 1e-12 if unknown else 1e-6)
+        moment = None if moment and moment.weight != 1 and unknown else moment
         if moment and known.index_map and known.index_map.flat == self.kept_sub_axes:
             self.moments[value] = moment
         if moment and moment.weight == 1:  # its roundings must not grow where it is subtracted
             known = Known(known.index_map, Form.number(TABLES[moment.kind]))
         super()._found(value, known)
-
-    def _operand(self, value: Value, node: Node) -> Known | None:
-        """Also a size that is not known, of which only a quotient by itself is looked for."""
-        known = super()._operand(value, node)
-        number = None if known or not private.is_symbolic_size(self.count) else constant(value, example=True)
-        return known if number is None else Known(None, Form.number(np.float64(number)))
 
     def _made(self, node: Node) -> Known | None:
         return None if self._is_unseen(node) else super()._made(node)

@@ -28,6 +28,7 @@ from jaxfuse.ops.batch_norm_config import BatchNormConfig
 from jaxfuse.ops.errors import Arguments, Array, checked_names
 from jaxfuse.ops.naming import ActivationArgument, activation_of
 from jaxfuse.ops.op import FusedOp, Linear
+from jaxfuse.runtime.private import is_symbolic_size
 from jaxfuse.runtime.settings import ours
 
 
@@ -102,7 +103,7 @@ def _batch_statistics(config: BatchNormConfig, x):
     shift = jnp.zeros((x.shape[config.axis],), wide(x).dtype)
     if x.size:
         n = batch_axis(config.axis)
-        places = [slice(None) if d in (n, config.axis) else x.shape[d] // 2 for d in range(x.ndim)]
+        places = [slice(None) if d in (n, config.axis) else 0 if is_symbolic_size(x.shape[d]) else x.shape[d] // 2 for d in range(x.ndim)]
         sample = lax.stop_gradient(wide(x[tuple(places)])).mean(n)
         shift = jnp.where(jnp.isfinite(sample), sample, 0)
     centered = wide(x) - beside(x, config.axis, shift)

@@ -18,10 +18,11 @@ from jaxfuse.analysis.layout import inverse, to_layout
 from jaxfuse.analysis.normal import is_float_cast, nbytes
 from jaxfuse.analysis.regions import depends_on
 from jaxfuse.ops.activations import NO_ACTIVATION, Activation, named
+from jaxfuse.ops.arrays import as_vector
 from jaxfuse.ops.op import FusedOp, Linear
-from jaxfuse.ops.stage import Kernel
+from jaxfuse.ops.stage import Kernel, type_of
 from jaxfuse.patterns.activation_grad import activation_grads_at
-from jaxfuse.patterns.kernel import as_vector, require, require_unread, types_of
+from jaxfuse.patterns.kernel import require, require_unread
 from jaxfuse.patterns.walk import Chain, WalkEnd, longest
 from jaxfuse.program.autodiff import Subgraph, backward, forward
 from jaxfuse.program.elementwise import is_elementwise
@@ -209,7 +210,7 @@ class Gradients:
 
     @property
     def bias_type(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        return types_of(self.db) if self.db is not None else ()
+        return (type_of(self.db.aval),) if self.db is not None else ()
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -255,10 +256,11 @@ class Gradients:
             return transposed(graph, value, orders[value]) if value in orders else value
 
         operands = tuple(map(ordered, (*node.inputs, *self.saved, self.dy)))
-        types = (*types_of(*operands[:2]), *self.bias_type, *(types_of(ordered(dz)) if with_dz else ()))
+        given = tuple(type_of(v.aval) for v in operands)
+        types = (*given[:2], *self.bias_type, *([type_of(ordered(dz).aval)] if with_dz else []))
         wanted = [self.dx is not None, self.dw is not None, *[True for has in (has_bias, with_dz) if has]]
         linear = Linear(config, tuple(wanted), types, len(operands) - 1)
-        require(op.backward, linear, types_of(*operands), unprofitable, op.name, config, types, "backward")
+        require(op.backward, linear, given, unprofitable, op.name, config, types, "backward")
 
         def run(read):
             arrays = [*map(read, operands)]

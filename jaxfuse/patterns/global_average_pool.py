@@ -6,7 +6,8 @@ from jaxfuse.analysis.layout import is_reshape
 from jaxfuse.analysis.normal import scale_factor, unwidened
 from jaxfuse.ops.batch_axes import reshaped
 from jaxfuse.ops.global_average_pool import OP, GlobalAveragePoolConfig
-from jaxfuse.patterns.kernel import require, require_batch_sharding, types_of
+from jaxfuse.ops.stage import type_of
+from jaxfuse.patterns.kernel import require, require_batch_sharding
 from jaxfuse.program.elementwise import is_elementwise
 from jaxfuse.program.graph import Emission, Graph, Node, Value
 from jaxfuse.program.site import Match, Refusal, Unfit
@@ -23,7 +24,7 @@ def match(graph, node: Node, claimed: set[int], unprofitable):
     x, mean = unwidened(node.inputs[0]), _mean(graph, node)
     if mean is None or _is_made_in_a_loop(graph, x):
         return
-    config, types = GlobalAveragePoolConfig(node.params["axes"][0]), types_of(x)
+    config, types = GlobalAveragePoolConfig(node.params["axes"][0]), (type_of(x.aval),)
     try:
         require_batch_sharding((x,))
         require(OP.forward, config, types, unprofitable, "global_average_pool", config, types)

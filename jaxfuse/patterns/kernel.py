@@ -1,17 +1,11 @@
 """What patterns require of what they have found: that a kernel takes it and the policy expects a gain of it, that nothing else reads
 what is inside. And the gradients that an op gives, in the places where JAX's own gradient of the same nodes was found."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-
-import jax
-import jax.numpy as jnp
 
 from jaxfuse.analysis.gradients import Gradient
 from jaxfuse.analysis.regions import depends_on
-from jaxfuse.ops.arrays import wide
 from jaxfuse.ops.batch_axes import reshaped
-from jaxfuse.ops.stage import type_of
 from jaxfuse.program.graph import Emission, Graph, Node, Value
 from jaxfuse.program.liveness import dead, dead_after
 from jaxfuse.program.site import Unfit
@@ -26,16 +20,6 @@ def require(stage, config, types, unprofitable, op: str, *rule, cost=lambda kern
     if reason:
         raise Unfit(reason)
     return kernel
-
-
-def types_of(*values: Value) -> tuple[jax.ShapeDtypeStruct, ...]:
-    return tuple(type_of(v.aval) for v in values)
-
-
-def as_vector(array, shape: tuple[int, ...]):
-    """A per-channel operand in the shape of the channels, at least float32."""
-    array = wide(jnp.asarray(array)).reshape(-1)
-    return jnp.broadcast_to(array, (math.prod(shape),)).reshape(shape)
 
 
 def require_batch_sharding(values: Iterable[Value]) -> None:

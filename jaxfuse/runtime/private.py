@@ -8,6 +8,7 @@ import functools
 import importlib
 import math
 import pathlib
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -93,12 +94,12 @@ def known(size) -> int:
 
 
 def example(size) -> float:
-    """The size itself, or of a symbolic one a number that stands for it in arithmetic: no whole number, so that none which a program
-    has can be the same; NaN where it comes out whole."""
+    """The size itself, or of a symbolic one a number that stands for it in sums and products: small, and a fraction for each name, so
+    that no number of the program, no other size and no neighbour can be the same. NaN where it is made by divisions and bounds."""
     if not is_symbolic_size(size):
         return size
-    number = float(_evaluated(size, lambda names: {name: 1009.318281828 + 7.77 * i for i, name in enumerate(sorted(names, key=str))}))
-    return math.nan if number.is_integer() else number
+    fractions = lambda names: {name: 3 + zlib.crc32(str(name).encode()) / 2**32 for name in names}
+    return math.nan if "(" in str(size) else float(_evaluated(size, fractions))
 
 
 def _evaluated(size, of_names: Callable):

@@ -84,10 +84,28 @@ HITS = {}
 for _name, _function in SPELLINGS.items():
     HITS |= hits([a.astype("bfloat16" if "bf16" in _name else "float32") for a in (Q, K, V)], {_name: _function}, both=True)
 
+
+
+@jax.custom_vjp
+def clipped(x):
+    """The identity; its gradient is clipped."""
+    return x
+
+
+clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.01, 0.01),))
+plain = attention(lambda s: s)
+HITS |= hits((Q, K, V), {  # the scale stays where its gradient is not the attention's own
+    "attention, query that is the keys too": lambda q, k, v: plain(q / 3, q, v),
+    "attention, query that is the values too": lambda q, k, v: plain(q / 3, k, q),
+    "attention, scaled query with a gradient of its own": lambda q, k, v: plain(clipped(q / 3), k, v),
+}, both=True)
 HITS |= {f"attention, {name}": Hit(function, (Q, K, V), ["attention"], None, None) for name, function in {
+    "remat": lambda q, k, v: jax.checkpoint(plain)(q / 3, k, v),
+    "small scales of large numbers": lambda q, k, v: plain((3e19 * q) * 1e-19, (3e19 * k) * 1e-19, v),
     "scaled query read elsewhere": lambda q, k, v: (lambda q: (attention(lambda s: s)(q, k, v), jnp.cos(q)))(q / 3),
     "scaled query that is all of it": lambda q, k, v: (lambda q: attention(lambda s: s)(q, q, q))(q / 3),
-    "query times nothing": lambda q, k, v: attention(lambda s: s)(q * 0.0, k, v)}.items()}
+    "query times nothing": lambda q, k, v: attention(lambda s: s)(q * 0.0, k, v),
+}.items()}
 
 # the program, how the reason begins, and what it has; "fused" is right
 NEAR_MISSES = {

@@ -3,6 +3,8 @@ on to the product with the values. Every axis gets a letter at that first produc
 
 import dataclasses
 
+import numpy as np
+
 from jaxfuse.analysis.axes import is_long
 from jaxfuse.analysis.normal import ADD, CAST, constant, is_float_cast, scale_factor, scaled
 from jaxfuse.patterns.attention.axes import Labels, Operand, aligned, moved, of_product, origin
@@ -35,10 +37,10 @@ class Form:
         return self.nodes[-1].out
 
 
-def read_form(part, node: Node, dead) -> Form | None:
+def read_form(part, node: Node, dead, unscaled: bool) -> Form | None:
     """The attention that begins with this product; None if no softmax and second product follow. `dead` are nodes that nobody
-    needs. Raises `Unfit` for an attention that no kernel takes."""
-    reader = _Reader(part, node, dead)
+    needs; `unscaled`: q and k are those before they are scaled. Raises `Unfit` for an attention that no kernel takes."""
+    reader = _Reader(part, node, dead, unscaled)
     try:
         reader.to_softmax()
         reader.to_values()
@@ -52,8 +54,8 @@ def read_form(part, node: Node, dead) -> Form | None:
 class _Reader:
     """Follows the scores: `value` with its `labels` is what the next step is done to."""
 
-    def __init__(self, part, node: Node, dead):
-        self.part, self.node, self.dead = part, node, dead
+    def __init__(self, part, node: Node, dead, unscaled: bool):
+        self.part, self.node, self.dead, self.unscaled = part, node, dead, unscaled
         self.form, self.value = Form([node]), node.out
         self.key_axis: str | None = None
         (left, right), (left_batch, right_batch) = node.params["dimension_numbers"]
@@ -270,10 +272,11 @@ class _Reader:
 
     def _unscaled(self, value: Value) -> Value:
         """The queries or keys before they were multiplied by numbers: these scale the scores."""
-        while value.producer and len(value.users) == 1 and not self.part.is_returned(value):
+        while self.unscaled and value.producer and len(value.users) == 1 and not self.part.is_returned(value):
             step = scaled(value.producer)
-            if step is None or step[1] == 0 or (step[0].shape, step[0].dtype) != (value.shape, value.dtype):
-                break
+            most = 1 if value.dtype == np.float16 else 1e6
+            if step is None or not 1e-6 < abs(step[1]) <= most or (step[0].shape, step[0].dtype) != (value.shape, value.dtype):
+                break  # nor is a product out of range that was in it before
             self.form.nodes.insert(0, value.producer)
             value, self.form.scale = step[0], self.form.scale * step[1]
         return value

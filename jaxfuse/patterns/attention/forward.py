@@ -38,11 +38,14 @@ def anchors(graph):
 def match(graph, node: Node, claimed: set[int], unprofitable):
     """Yields the Match of an attention and of its gradients, or a Refusal; nothing if no softmax follows this product."""
     part = forward(graph)
-    try:
-        form = read_form(part, node, dead(graph))
-        yield from _Site(graph, part, node, form).matches(unprofitable) if form else ()
-    except Unfit as unfit:  # its products are rows of their own
-        yield Refusal("attention", node, tuple(node.inputs), unfit.reason)
+    for unscaled in (True, False):  # others may read what scales q and k, as their gradients do
+        try:
+            form = read_form(part, node, dead(graph), unscaled)
+            yield from _Site(graph, part, node, form).matches(unprofitable) if form else ()
+            return
+        except Unfit as unfit:
+            reason = unfit.reason
+    yield Refusal("attention", node, tuple(node.inputs), reason)  # its products are rows of their own
 
 
 class _Site:

@@ -12,12 +12,13 @@ from jaxfuse.analysis.normal import ADD, CAST, NotPerChannel, nbytes, per_channe
 from jaxfuse.analysis.regions import cone, depends_on
 from jaxfuse.analysis.statistics import Statistics
 from jaxfuse.ops.activations import NO_ACTIVATION
+from jaxfuse.ops.arrays import as_vector
 from jaxfuse.ops.batch_norm import OP
 from jaxfuse.ops.batch_norm_config import BatchNormConfig, PerChannelProgram
 from jaxfuse.ops.batch_norm_grad import GradientConfig
 from jaxfuse.patterns.batch_norm import gradient as batch_norm_grad
 from jaxfuse.patterns.batch_norm.gradient import Gradient
-from jaxfuse.patterns.kernel import as_vector, require
+from jaxfuse.patterns.kernel import require
 from jaxfuse.patterns.walk import Chain
 from jaxfuse.program.graph import Emission, Graph, Node, Value, compute
 from jaxfuse.program.liveness import FusedReader

@@ -13,6 +13,7 @@ from jaxfuse.analysis.statistics import MEAN, ONE, VAR, Statistics
 from jaxfuse.ops.norm_config import NormConfig
 from jaxfuse.program.graph import Value
 from jaxfuse.program.site import Unfit
+from jaxfuse.runtime import private
 
 UNREAD = "its steps are not those of a normalisation by mean and variance"
 
@@ -67,6 +68,8 @@ def read_form(norm: Statistics, end: Value) -> NormForm:
     if known.index_map is None or known.index_map.flat != norm.index_map.flat:
         raise Unfit(f"{end!r} has the elements of {x!r} in another order")
     scales, offsets = (known.form.coefficients.get(tensors, Form({})).terms for tensors in ((x,), ()))
+    if private.is_symbolic_size(norm.count):
+        raise Unfit("a symbolic shape, which the kernel would have to know")
     root = next((_root(table) for table in scales.values()), None)
     if root is None:
         raise Unfit(UNREAD)
