@@ -77,7 +77,7 @@ class Contraction:
         return 2 * nbytes(chain.end) if chain.nodes else 0
 
     def label(self, chain: Chain) -> str:
-        raise NotImplementedError
+        return chain.label(self.op.name)
 
     def rows(self, operands: tuple[Value, ...], unprofitable) -> Iterator[Match | Refusal]:
         """The Match of the longest chain that a kernel takes; what it does not take as a Refusal, or as a step that stays outside."""

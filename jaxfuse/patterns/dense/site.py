@@ -26,9 +26,6 @@ class Layer(Contraction):
     weight_left: bool
     wide: bool = False
 
-    def label(self, chain: Chain) -> str:
-        return chain.label("dense")
-
     def nodes_of(self, chain: Chain) -> tuple[Node, ...]:
         """Less casts at the end: with these the norm that follows begins."""
         nodes = [*super().nodes_of(chain)]
