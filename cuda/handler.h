@@ -21,6 +21,6 @@ namespace jaxfuse::cuda {
       },                                                                                                              \
       ::xla::ffi::Ffi::Bind().Ctx<::xla::ffi::PlatformStream<cudaStream_t>>().RemainingArgs().RemainingRets().Attrs(), \
       {::xla::ffi::Traits::kCmdBufferCompatible});                                                                    \
-  static const bool target##_registered = ::jaxfuse::handlers().emplace(#target, target##_handler).second
+  static const bool target##_registered = ::jaxfuse::handlers().emplace(#target, ::jaxfuse::Handler{target##_handler}).second
 
 }  // namespace jaxfuse::cuda

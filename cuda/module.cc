@@ -6,7 +6,7 @@
 
 namespace {
 
-std::map<std::string, XLA_FFI_Handler*>::const_iterator at(int i) {
+std::map<std::string, jaxfuse::Handler>::const_iterator at(int i) {
   auto found = jaxfuse::handlers().cbegin();
   std::advance(found, i);
   return found;
@@ -16,7 +16,7 @@ std::map<std::string, XLA_FFI_Handler*>::const_iterator at(int i) {
 
 EXPORT int jaxfuse_cuda_count() { return int(jaxfuse::handlers().size()); }
 EXPORT const char* jaxfuse_cuda_name(int i) { return at(i)->first.c_str(); }
-EXPORT void* jaxfuse_cuda_handler(int i) { return reinterpret_cast<void*>(at(i)->second); }
+EXPORT void* jaxfuse_cuda_handler(int i) { return reinterpret_cast<void*>(at(i)->second.execute); }
 
 // Lines "key=value".
 EXPORT const char* jaxfuse_cuda_info() {

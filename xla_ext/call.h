@@ -12,13 +12,13 @@
 #include <string>
 #include <vector>
 
+#include "shape.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxfuse {
 
 namespace ffi = xla::ffi;
 using DType = ffi::DataType;
-using Shape = std::vector<int64_t>;
 
 inline std::string to_string(const Shape& shape) {
   std::string text = "(";
@@ -95,6 +95,10 @@ class Call {
 
   size_t results() const { return rets_.size(); }
 
+  // Where an operand or a result that was checked before lies in this call.
+  void* operand_data(size_t i) const { return args_.get<ffi::AnyBuffer>(i)->untyped_data(); }
+  void* result_data(size_t i) const { return (**rets_.get<ffi::AnyBuffer>(i)).untyped_data(); }
+
   Tensor operand(size_t i, const char* name) const {
     auto buffer = args_.get<ffi::AnyBuffer>(i);
     if (!buffer) refuse("operand ", name, " (number ", i, ") is missing");
@@ -165,9 +169,14 @@ ffi::Error guarded(const char* target, F f) {
   }
 }
 
+// What runs a target; `instantiate`, or null, is run for each place of a compiled program that calls it.
+struct Handler {
+  XLA_FFI_Handler *execute, *instantiate = nullptr;
+};
+
 // target name -> handler, filled by static initialisers of the kernel files, read by module.cc.
-inline std::map<std::string, XLA_FFI_Handler*>& handlers() {
-  static std::map<std::string, XLA_FFI_Handler*> table;
+inline std::map<std::string, Handler>& handlers() {
+  static std::map<std::string, Handler> table;
   return table;
 }
 

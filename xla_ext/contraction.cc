@@ -90,6 +90,8 @@ Multiply multiply_of(const Problem& p) {
   return p.dtype == DType::F32 ? kernels().multiply_f32 : kernels().multiply_bf16;
 }
 
+}  // namespace
+
 // How a problem is cut into tasks, and its panels.
 class Plan {
  public:
@@ -207,6 +209,8 @@ class Plan {
   std::unique_ptr<Scratch> packed_;
 };
 
+namespace {
+
 // f(plan, i) for i < count(plan), of all plans in one parallel loop; whether all were true.
 template <class Count, class F>
 bool all_of(const std::vector<Plan>& plans, Count count, F f) {
@@ -277,16 +281,24 @@ void quantise(const Tensor& x, float step, int32_t zero, uint8_t* to) {
   });
 }
 
-bool multiply(const std::vector<Problem>& problems, const OfBlock& finish, const OfBlock& expect) {
-  std::vector<Plan> plans;
+Plans::Plans(const std::vector<Problem>& problems) {
   for (const Problem& p : problems) {
-    if (p.rows > 0 && p.columns > 0) plans.emplace_back(p, &p - problems.data());
+    if (p.rows > 0 && p.columns > 0) plans_.emplace_back(p, &p - problems.data());
   }
-  if (plans.empty()) return true;
-  const bool packed = all_of(plans, [](const Plan& plan) { return plan.packings(); }, [](const Plan& plan, int64_t i) { return plan.pack(i); });
-  const bool run = all_of(plans, [](const Plan& plan) { return plan.tasks(); },
+}
+
+Plans::~Plans() = default;
+
+bool Plans::multiply(const OfBlock& finish, const OfBlock& expect) const {
+  if (plans_.empty()) return true;
+  const bool packed = all_of(plans_, [](const Plan& plan) { return plan.packings(); }, [](const Plan& plan, int64_t i) { return plan.pack(i); });
+  const bool run = all_of(plans_, [](const Plan& plan) { return plan.tasks(); },
                           [&](const Plan& plan, int64_t i) { return plan.run(i, finish, expect); });
   return packed && run;
+}
+
+bool multiply(const std::vector<Problem>& problems, const OfBlock& finish, const OfBlock& expect) {
+  return Plans(problems).multiply(finish, expect);
 }
 
 }  // namespace jaxfuse::contraction

@@ -72,6 +72,20 @@ void quantise(const Tensor& x, float step, int32_t zero, uint8_t* to);
 
 using OfBlock = std::function<void(const Block&)>;  // must not throw
 
+class Plan;
+
+// Problems cut into tasks, to be multiplied as often as wanted: they may meet other rows and panels, of the same sizes.
+class Plans {
+ public:
+  explicit Plans(const std::vector<Problem>& problems);  // which stay where they are
+  ~Plans();
+
+  bool multiply(const OfBlock& finish, const OfBlock& expect) const;
+
+ private:
+  std::vector<Plan> plans_;
+};
+
 // Calls `finish` once for every block of every problem, on any thread. `expect` is called with rows of it before they are computed: it may
 // fetch what `finish` will want. Returns whether the filters were finite.
 bool multiply(const std::vector<Problem>& problems, const OfBlock& finish, const OfBlock& expect = [](const Block&) {});

@@ -85,9 +85,9 @@ bool better_apart(const Forward& f) {
   return f.epilogue.activation == Activation::none || !onednn::has_post_ops(f.epilogue.activation, f.epilogue.parameters, f.y().dtype);
 }
 
-void run_fused(const Forward& f) {
+void run_fused(const Forward& f, onednn::Repeated& repeated) {
   const InvalidFlagGuard guard;
-  if (!onednn::convolve(f, f.y().data)) return run_apart(f);
+  if (!repeated.convolve(f, f.y().data)) return run_apart(f);
   if (!guard.invalid_flag_raised()) return;
   // What is right stays: whether a false alarm brought us here must not show in it.
   const Scratch z(f.y().bytes());
@@ -101,21 +101,22 @@ void run_widening(const Forward& f) {
   finish(f, f.y().data, DType::F32);
 }
 
-void run_onednn(const Forward& f) {
+void run_onednn(const Forward& f, onednn::Repeated& repeated) {
   if (f.y().dtype != f.x.dtype) return run_widening(f);
   if (!onednn::has_kernels(f.x.dtype)) return run_bare(f);
-  better_apart(f) ? run_apart(f) : run_fused(f);
+  better_apart(f) ? run_apart(f) : run_fused(f, repeated);
 }
 
 // run(f), by way of z where that is saved.
-void run_saving(const Forward& f, void (*run)(const Forward&)) {
+template <class Run>
+void run_saving(const Forward& f, Run run) {
   if (!f.epilogue.z) return run(f);
   run(up_to_activation(f, *f.epilogue.z));
   activate(f, f.epilogue.z->data);
 }
 
-void run(const Forward& f) {
-  switch (way(f)) {
+void run(const Forward& f, Way way, onednn::Repeated& repeated) {
+  switch (way) {
     case Way::none: return finish(f, nullptr, f.y().dtype);
     case Way::pointwise: return pointwise::forward(f);
     case Way::depthwise: return run_saving(f, depthwise::forward);
@@ -123,18 +124,32 @@ void run(const Forward& f) {
       if (winograd::forward(f)) return;
       [[fallthrough]];  // infinities as they are
     case Way::contraction: return contracted::forward(f);
-    case Way::onednn: onednn::require(); return run_saving(f, run_onednn);
+    case Way::onednn: onednn::require(); return run_saving(f, [&](const Forward& part) { run_onednn(part, repeated); });
   }
 }
 
-void conv_fwd(const Call& call) {
-  const Forward f = checked(call);
-  if (way(f) == Way::contraction) return contracted::forward(f);  // which rounds the filter itself
-  const Scratch rounded(f.w.dtype == f.x.dtype ? 0 : f.w.size() * ffi::ByteWidth(f.x.dtype));
-  run(with_rounded_filter(f, rounded.data()));
-}
+class ConvForward : public Kept::Object {
+ public:
+  explicit ConvForward(const Call& call)
+      : f_(checked(call)),
+        rounds_filter_(f_.w.dtype != f_.x.dtype && way(f_) != Way::contraction),  // which rounds it itself
+        way_(rounds_filter_ ? way(with_rounded_filter(f_, nullptr)) : way(f_)) {}
 
-JAXFUSE_HANDLER(jaxfuse_conv_fwd, conv_fwd);
+  void run(const Call& call) {
+    point_to(f_, call, 1);
+    f_.w.data = call.operand_data(1);
+    const Scratch rounded(rounds_filter_ ? f_.w.size() * ffi::ByteWidth(f_.x.dtype) : 0);
+    conv::run(rounds_filter_ ? with_rounded_filter(f_, rounded.data()) : f_, way_, onednn_);
+  }
+
+ private:
+  Forward f_;
+  const bool rounds_filter_;
+  const Way way_;
+  onednn::Repeated onednn_;
+};
+
+JAXFUSE_KEEPING_HANDLER(jaxfuse_conv_fwd, ConvForward);
 JAXFUSE_CHOICE(jaxfuse_conv_fwd, libraries);
 
 }  // namespace

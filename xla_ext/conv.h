@@ -51,6 +51,9 @@ struct Forward {
 // `has_scale`, `has_bias` and `has_residual` name; its results are y and with `save_z` z.
 Forward forward_of(const Call& call, const Tensor& w, size_t filters);
 
+// The same of a call like the one that f is of: where its tensors lie, but for the filter.
+void point_to(Forward& f, const Call& call, size_t filters);
+
 // The values in the order of the spec.
 Shape permuted(const Shape& values, const Spec& spec);
 

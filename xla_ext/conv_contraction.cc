@@ -1,12 +1,15 @@
 #include "conv_contraction.h"
 
 #include <algorithm>
+#include <memory>
+#include <optional>
 #include <vector>
 
 #include "contraction.h"
 #include "conv_merged_lines.h"
 #include "epilogue.h"
 #include "onednn/onednn.h"
+#include "parallel.h"
 #include "scratch.h"
 
 namespace jaxfuse::conv::contracted {
@@ -124,6 +127,8 @@ struct Rows {
   bool meets_padding() const { return std::any_of(std::begin(axes), std::end(axes), [](const Phase& a) { return a.meets_padding(); }); }
 };
 
+}  // namespace
+
 class Convolution {
  public:
   // `flipped`: by the filter read from its last tap to its first. `panels`: or by the filter that is packed there. `int8`: x is u8.
@@ -139,11 +144,19 @@ class Convolution {
                               g.dilation[i],    g.lhs_dilation[i], g.padding_low[i]};
     }
     add_problems(padded);
+    plans_.emplace(problems_);
+  }
+
+  // From now on the same of other arrays, by a packed filter.
+  void point_to(const Forward& f, const char* panels) {
+    epilogue_.point_to(f.epilogue);
+    for (Rows& rows : rows_) rows.x = f.x.as<char>();
+    for (contraction::Problem& problem : problems_) problem.filter.panels = panels;
   }
 
   // Whether what it wrote is right: no infinity or NaN of the filter met padding, which x may have of its own too.
   bool run(bool x_has_padding = false) const {
-    const bool finite = contraction::multiply(problems_, [&](const auto& b) { finish(b); }, [&](const auto& b) { expect(b); });
+    const bool finite = plans_->multiply([&](const auto& b) { finish(b); }, [&](const auto& b) { expect(b); });
     return finite || (!x_has_padding && std::none_of(rows_.begin(), rows_.end(), [](const Rows& r) { return r.meets_padding(); }));
   }
 
@@ -221,13 +234,12 @@ class Convolution {
   const int64_t groups_, inner_, features_, columns_;
   const bool flipped_;
   const std::vector<char> zeros_;  // a pixel of them, and the rest of a step
-  const epilogue::Tiles epilogue_;
+  epilogue::Tiles epilogue_;
   Axis axes_[kAxes];
   std::vector<Rows> rows_;
   std::vector<contraction::Problem> problems_;
+  std::optional<contraction::Plans> plans_;
 };
-
-}  // namespace
 
 bool fits(const Geometry& g, const Tensor& w) {
   const Shape strides = g.filter_strides(w);
@@ -277,7 +289,19 @@ void check_packed(const Call& call, const Geometry& g, const Tensor& w) {
   if (w.size() == 0) call.refuse("w has shape ", to_string(w.shape), ", expected no empty dimension");
 }
 
-void forward(const Forward& f, const char* panels) { convolve(f, panels, nullptr); }
+ByPanels::ByPanels() = default;
+ByPanels::~ByPanels() = default;
+
+void ByPanels::run(const Forward& f, const char* panels) {
+  if (f.x.size() == 0 || merges_lines(f.geometry, f.w)) return (void)convolve(f, panels, nullptr);
+  if (!convolution_ || threads_ != max_threads()) {
+    threads_ = max_threads();
+    convolution_ = std::make_unique<Convolution>(f, false, panels);
+  } else {
+    convolution_->point_to(f, panels);
+  }
+  convolution_->run();
+}
 
 void forward(const Forward& f, const char* panels, const Int8& int8) {
   const Scratch bytes(f.x.size() + contraction::kStepBytes);  // the last step of the last pixel may be read whole

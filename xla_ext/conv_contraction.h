@@ -2,6 +2,8 @@
 // of x.
 #pragma once
 
+#include <memory>
+
 #include "contraction.h"
 #include "conv.h"
 
@@ -18,7 +20,19 @@ void forward(const Forward& f);
 
 // The same by a filter that is packed, of a convolution that can have one; the filter is finite. The check refuses others.
 void check_packed(const Call& call, const Geometry& geometry, const Tensor& w);
-void forward(const Forward& f, const char* panels);
+
+// Convolutions that differ in where their arrays lie.
+class Convolution;
+class ByPanels {
+ public:
+  ByPanels();
+  ~ByPanels();
+  void run(const Forward& f, const char* panels);
+
+ private:
+  std::unique_ptr<Convolution> convolution_;
+  int threads_ = 0;  // among which it is cut
+};
 
 // x as u8, and what makes numbers of sums of its products with a filter of s8: f32(sum + offset of the feature), which the epilogue
 // scales.

@@ -142,6 +142,16 @@ Forward forward_of(const Call& call, const Tensor& w, size_t filters) {
   return f;
 }
 
+void point_to(Forward& f, const Call& call, size_t filters) {
+  Epilogue& e = f.epilogue;
+  f.x.data = call.operand_data(0), e.y.data = call.result_data(0);
+  size_t next = 1 + filters;
+  for (std::optional<Tensor>* t : {&e.scale, &e.bias, &e.residual}) {
+    if (*t) (*t)->data = call.operand_data(next++);
+  }
+  if (e.z) e.z->data = call.result_data(1);
+}
+
 bool is_channels_last(const Spec& spec) {
   bool last = spec[0] == 0 && spec[1] == int64_t(spec.size()) - 1;
   for (size_t i = 2; i < spec.size(); ++i) last &= spec[i] == int64_t(i) - 1;

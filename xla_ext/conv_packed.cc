@@ -1,7 +1,9 @@
 // jaxfuse_conv_pack: a filter as the products read it (contraction.h), for jaxfuse_conv_packed, which is jaxfuse_conv_fwd by such a
 // filter. With `winograd` the latter has the transformed filter too, packed as one of 4×4 taps. The filter is finite.
+// jaxfuse_conv_gated: the same of x times a factor of each channel of each image, an operand of shape (images, channels) behind the filter.
 #include "conv_contraction.h"
 #include "conv_winograd.h"
+#include "scratch.h"
 
 namespace jaxfuse::conv {
 namespace {
@@ -21,25 +23,57 @@ void pack(const Call& call) {
   contraction::pack(contracted::filter(geometry, w), panels, packed.as<char>());
 }
 
-void packed_fwd(const Call& call) {
-  const bool by_winograd = call.attr<bool>("winograd");
-  const Tensor w{"w", nullptr, call.operand(0, "x").dtype, call.int_array("filter_shape")};
-  const Forward f = forward_of(call, w, 1 + by_winograd);
-  contracted::check_packed(call, f.geometry, w);
-  const Tensor direct = call.operand(1, "packed");
-  check(call, direct, contracted::panels(f.geometry, f.w, f.x.dtype));
-  if (f.y().size() == 0) return;
-  if (by_winograd) {
-    const Tensor transformed = call.operand(2, "transformed");
-    if (!winograd::fits(f.geometry, f.x, f.w, f.y())) call.refuse("the convolution is not one that Winograd's F(2×2, 3×3) takes");
-    check(call, transformed, {f.x.shape[3], f.w.shape[f.geometry.rhs_spec[0]], winograd::kTransformedTaps, f.x.dtype});
-    if (winograd::forward(f, transformed.as<char>())) return;  // else infinities as they are
+// x's images, each channel times its factor, rounded to x's dtype.
+void scale(const Tensor& x, const float* factors, char* to) {
+  const int64_t images = x.shape[0], channels = x.shape.back(), pixels = x.size() / images / channels;
+  for (int64_t i = 0; i < images; ++i, factors += channels) {
+    const size_t offset = i * x.bytes() / images;
+    const Tensor image{x.name, to + offset, x.dtype, {pixels, channels}}, scale{"factors", const_cast<float*>(factors), DType::F32, {channels}};
+    epilogue::apply({image, Activation::none, {}, scale}, 1, x.as<char>() + offset, x.dtype);
   }
-  contracted::forward(f, direct.as<char>());
 }
 
+class PackedForward : public Kept::Object {
+ public:
+  explicit PackedForward(const Call& call, bool gated = false)
+      : by_winograd_(call.attr<bool>("winograd")),
+        gated_(gated),
+        f_(forward_of(call, {"w", nullptr, call.operand(0, "x").dtype, call.int_array("filter_shape")}, 1 + by_winograd_ + gated)) {
+    contracted::check_packed(call, f_.geometry, f_.w);
+    check(call, call.operand(1, "packed"), contracted::panels(f_.geometry, f_.w, f_.x.dtype));
+    if (gated_) call.checked(call.operand(2 + by_winograd_, "factors"), DType::F32, {f_.x.shape[0], f_.x.shape.back()});
+    if (!by_winograd_ || f_.y().size() == 0) return;
+    if (!winograd::fits(f_.geometry, f_.x, f_.w, f_.y())) call.refuse("the convolution is not one that Winograd's F(2×2, 3×3) takes");
+    const int64_t features = f_.w.shape[f_.geometry.rhs_spec[0]];
+    check(call, call.operand(2, "transformed"), {f_.x.shape[3], features, winograd::kTransformedTaps, f_.x.dtype});
+  }
+
+  void run(const Call& call) {
+    if (f_.y().size() == 0) return;
+    point_to(f_, call, 1 + by_winograd_ + gated_);
+    const Scratch scaled(gated_ ? f_.x.bytes() + contraction::kStepBytes : 0);  // the last step of the last pixel may be read whole
+    if (gated_) {
+      scale(f_.x, static_cast<const float*>(call.operand_data(2 + by_winograd_)), scaled.data());
+      f_.x.data = scaled.data();
+    }
+    if (by_winograd_ && winograd::forward(f_, static_cast<const char*>(call.operand_data(2)))) return;  // else infinities as they are
+    direct_.run(f_, static_cast<const char*>(call.operand_data(1)));
+  }
+
+ private:
+  const bool by_winograd_, gated_;
+  Forward f_;
+  contracted::ByPanels direct_;
+};
+
+class GatedForward : public PackedForward {
+ public:
+  explicit GatedForward(const Call& call) : PackedForward(call, true) {}
+};
+
 JAXFUSE_HANDLER(jaxfuse_conv_pack, pack);
-JAXFUSE_HANDLER(jaxfuse_conv_packed, packed_fwd);
+JAXFUSE_KEEPING_HANDLER(jaxfuse_conv_packed, PackedForward);
+JAXFUSE_KEEPING_HANDLER(jaxfuse_conv_gated, GatedForward);
 
 }  // namespace
 }  // namespace jaxfuse::conv

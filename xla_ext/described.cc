@@ -34,7 +34,7 @@ class Buffers {
   const Frame* frame() const { return &frame_; }
 
  private:
-  std::deque<Shape> shapes_;  // its elements stay where they are
+  std::deque<std::vector<int64_t>> shapes_;  // its elements stay where they are
   std::deque<XLA_FFI_Buffer> buffers_;
   std::vector<void*> pointers_;
   std::vector<Kind> kinds_;

@@ -12,7 +12,7 @@
 
 namespace jaxfuse {
 
-using Type = std::pair<std::string, Shape>;  // a dtype's name, and a shape
+using Type = std::pair<std::string, std::vector<int64_t>>;  // a dtype's name, and a shape
 
 // The names of the libraries whose code would compute it, by the handler's own code. Attributes are bool, str, and numpy
 // numbers and arrays, as `jax.ffi.ffi_call` has them. Throws std::invalid_argument for what the handler would refuse.

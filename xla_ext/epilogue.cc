@@ -39,13 +39,18 @@ Rows::Rows(const Shape& shape, int64_t feature_position) : Rows(0, shape[feature
   rows = size_of(shape) / columns;
 }
 
-Tiles::Tiles(const Epilogue& epilogue, const Rows& rows) : epilogue_(epilogue), rows_(rows), bias_(elements(epilogue.bias)) {}
+Tiles::Tiles(const Epilogue& epilogue, const Rows& rows) : rows_(rows) { point_to(epilogue); }
+
+void Tiles::point_to(const Epilogue& epilogue) {
+  epilogue_ = epilogue;
+  if (narrow_bias()) bias_ = elements(epilogue.bias);
+}
 
 Tile Tiles::tile(const void* sums, DType dtype, int64_t stride, int64_t offset, int64_t column, int64_t columns) const {
   const Epilogue& e = epilogue_;
   const auto at = [&](const std::optional<Tensor>& t) { return t ? t->as<char>() + offset * ffi::ByteWidth(t->dtype) : nullptr; };
   return {element_of(e.y.dtype), columns, rows_.columns, rows_.row_features, e.activation, e.parameters, sums, stride,
-          dtype == DType::F32, e.scale ? e.scale->as<float>() + column : nullptr, e.bias ? &bias_[column] : nullptr,
+          dtype == DType::F32, e.scale ? e.scale->as<float>() + column : nullptr, e.bias ? bias() + column : nullptr,
           at(e.residual), e.residual_last, at(e.z), at(e.y)};
 }
 

@@ -40,16 +40,22 @@ class Tiles {
  public:
   Tiles(const Epilogue& epilogue, const Rows& rows);
 
+  // From now on those of another epilogue that differs in where its tensors lie.
+  void point_to(const Epilogue& epilogue);
+
   // Sums of f32 or of y's dtype, `stride` from row to row, to become `columns` columns of rows of y. The first is element `offset`
   // of y, and in this column.
   Tile tile(const void* sums, DType dtype, int64_t stride, int64_t offset, int64_t column, int64_t columns) const;
 
-  const float* bias() const { return epilogue_.bias ? bias_.data() : nullptr; }
+  // In f32.
+  const float* bias() const { return !epilogue_.bias ? nullptr : narrow_bias() ? bias_.data() : epilogue_.bias->as<float>(); }
 
  private:
-  const Epilogue epilogue_;
+  bool narrow_bias() const { return epilogue_.bias && epilogue_.bias->dtype != DType::F32; }
+
+  Epilogue epilogue_;
   const Rows rows_;
-  const std::vector<float> bias_;
+  std::vector<float> bias_;  // of one that is not f32
 };
 
 // Has rows [0, rows) of a tile's y and residual fetched into the cache, for `apply` to find them there.

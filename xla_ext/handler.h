@@ -2,7 +2,9 @@
 // arguments and errors in words. A kernel is a function `void f(const Call&)`.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <memory>
 
 #ifdef __linux__
 #include <sys/mman.h>
@@ -50,7 +52,58 @@ inline void advise_huge_pages(ffi::RemainingRets results) {
         });                                                                                                        \
       },                                                                                                           \
       ::xla::ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs());                                            \
-  static const bool target##_registered = ::jaxfuse::handlers().emplace(#target, target##_handler).second
+  static const bool target##_registered = ::jaxfuse::handlers().emplace(#target, ::jaxfuse::Handler{target##_handler}).second
+
+// What a place of a compiled program keeps from one call to the next: all that shapes and attributes say, which stay as they are.
+struct Kept {
+  static ffi::TypeId id;
+
+  struct Object {
+    virtual ~Object() = default;
+  };
+  std::atomic<Object*> idle{nullptr};  // whoever exchanges it for null has it: calls at the same time have one each
+
+  Kept() = default;
+  ~Kept() { delete idle.load(); }
+
+  // JAX registers types after handlers, where XLA wants them before: so a handler does it, when XLA asks what it is.
+  static void register_type(const XLA_FFI_Api* api);
+};
+
+// `T(call)` checks a call, and `run(call)` runs it or one like it.
+template <class T>
+void run_kept(Kept& kept, const Call& call) {
+  std::unique_ptr<T> object(static_cast<T*>(kept.idle.exchange(nullptr)));
+  if (!object) object = std::make_unique<T>(call);
+  object->run(call);
+  delete kept.idle.exchange(object.release());
+}
+
+template <XLA_FFI_Handler* handler>
+XLA_FFI_Error* with_type(XLA_FFI_CallFrame* frame) {
+  Kept::register_type(frame->api);
+  return handler(frame);
+}
+
+// JAXFUSE_KEEPING_HANDLER(jaxfuse_conv_fwd, Forward) registers a class as run_kept has it.
+#define JAXFUSE_KEEPING_HANDLER(target, Class)                                                                           \
+  XLA_FFI_DEFINE_HANDLER(                                                                                               \
+      target##_instantiate,                                                                                             \
+      []() -> ::xla::ffi::ErrorOr<std::unique_ptr<::jaxfuse::Kept>> { return std::make_unique<::jaxfuse::Kept>(); },      \
+      ::xla::ffi::Ffi::BindInstantiate());                                                                               \
+  XLA_FFI_DEFINE_HANDLER(                                                                                               \
+      target##_handler,                                                                                                 \
+      [](::jaxfuse::Kept* kept, ::xla::ffi::RemainingArgs args, ::xla::ffi::RemainingRets rets,                          \
+         ::xla::ffi::Dictionary attrs) {                                                                                 \
+        return ::jaxfuse::guarded(#target, [&] {                                                                        \
+          const ::jaxfuse::DenormalsFlushed mode;                                                                       \
+          ::jaxfuse::advise_huge_pages(rets);                                                                           \
+          ::jaxfuse::run_kept<Class>(*kept, ::jaxfuse::Call(#target, args, rets, attrs));                                \
+        });                                                                                                             \
+      },                                                                                                                \
+      ::xla::ffi::Ffi::Bind().Ctx<::xla::ffi::State<::jaxfuse::Kept>>().RemainingArgs().RemainingRets().Attrs());         \
+  static const bool target##_registered = ::jaxfuse::handlers().emplace(#target, ::jaxfuse::Handler{                      \
+      ::jaxfuse::with_type<target##_handler>, ::jaxfuse::with_type<target##_instantiate>}).second
 
 // JAXFUSE_CHOICE(jaxfuse_conv_fwd, libraries) at namespace scope registers `unsigned libraries(const Call&)`, which reads no
 // memory of the call.

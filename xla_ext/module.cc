@@ -10,6 +10,7 @@
 namespace py = pybind11;
 
 namespace jaxfuse {
+
 namespace {
 
 void use_onednn(const std::string& path) {
@@ -23,7 +24,12 @@ void use_onednn(const std::string& path) {
 
 py::dict registrations() {
   py::dict capsules;
-  for (const auto& [name, handler] : handlers()) capsules[name.c_str()] = py::capsule(reinterpret_cast<void*>(handler));
+  for (const auto& [name, handler] : handlers()) {
+    py::dict stages;
+    stages["execute"] = py::capsule(reinterpret_cast<void*>(handler.execute));
+    if (handler.instantiate) stages["instantiate"] = py::capsule(reinterpret_cast<void*>(handler.instantiate));
+    capsules[name.c_str()] = stages;
+  }
   return capsules;
 }
 
@@ -47,7 +53,7 @@ PYBIND11_MODULE(_native, module) {
   module.def("load_onednn", &jaxfuse::use_onednn,
              "Opens oneDNN, the file beside this module. Where it cannot be used, `info` has `no_onednn`, the reason, and what "
              "`libraries` says is oneDNN's is refused.");
-  module.def("registrations", &jaxfuse::registrations, "FFI target name -> handler capsule, for platform cpu.");
+  module.def("registrations", &jaxfuse::registrations, "FFI target name -> stage -> handler capsule, for platform cpu.");
   module.def("intend_threads", &jaxfuse::ThreadPool::intend, "How many threads to start with the first call, which needs them.");
   module.def("set_num_threads", &jaxfuse::ThreadPool::resize,
              "Sets the number of threads of this process and its children. Returns the system's reason if it refuses some.");

@@ -15,6 +15,7 @@ int64_t images_per_sum(const conv::Geometry&, const Tensor&, const Tensor&) { re
 
 bool has_post_ops(Activation, const Parameters&, DType) { return false; }
 bool convolve(const conv::Forward&, void*) { return require(), false; }
+bool Repeated::convolve(const conv::Forward&, void*) { return require(), false; }
 void convolve(const conv::Geometry&, const Tensor&, const Tensor&, const Tensor&) { require(); }
 void data_gradient(const conv::Geometry&, const Tensor&, const Tensor&, const Tensor&) { require(); }
 void weights_gradient(const conv::Geometry&, const Tensor&, const Tensor&, const Tensor&) { require(); }

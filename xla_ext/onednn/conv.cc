@@ -9,6 +9,7 @@
 #include "layouts.h"
 #include "onednn.h"
 #include "slices.h"
+#include "thread_pool.h"
 
 namespace jaxfuse::onednn {
 namespace {
@@ -175,8 +176,9 @@ SharedPrimitive primitive(const Forward& f) {
 
 void run(const Primitive& primitive, const Forward& f, void* y) {
   const Epilogue& e = f.epilogue;
-  std::vector<std::pair<int, const void*>> buffers{
-      {DNNL_ARG_SRC, f.x.data}, {DNNL_ARG_WEIGHTS, f.w.data}, {DNNL_ARG_DST, y}};
+  std::vector<std::pair<int, const void*>> buffers;
+  buffers.reserve(6);
+  buffers.insert(buffers.end(), {{DNNL_ARG_SRC, f.x.data}, {DNNL_ARG_WEIGHTS, f.w.data}, {DNNL_ARG_DST, y}});
   int op = f.adds;
   if (e.scale) buffers.emplace_back(post_op(op++), e.scale->data);
   if (e.bias) buffers.emplace_back(e.scale ? post_op(op++) : DNNL_ARG_BIAS, e.bias->data);
@@ -229,6 +231,16 @@ bool convolve(const Forward& f, void* y) {
   const auto whole = primitive(f);
   if (whole) run(*whole, f, y);
   return whole != nullptr;
+}
+
+bool Repeated::convolve(const Forward& f, void* y) {
+  const int threads = ThreadPool::instance().size();
+  if (!whole_ || threads_ != threads) {
+    if (slice_count(f.geometry, f.x, f.w, f.y()) > 1) return onednn::convolve(f, y);
+    whole_ = primitive(f), threads_ = threads;
+  }
+  if (whole_) run(*whole_, f, y);
+  return whole_ != nullptr;
 }
 
 void convolve(const Geometry& geometry, const Tensor& x, const Tensor& w, const Tensor& y) {

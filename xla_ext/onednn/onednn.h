@@ -3,6 +3,7 @@
 // while anything is computed or compiled.
 #pragma once
 
+#include <memory>
 #include <string>
 
 #include "conv.h"
@@ -35,6 +36,17 @@ bool has_post_ops(Activation activation, const Parameters& parameters, DType dty
 
 // All of f but z, into y, whose long sums are cut into slices. False, and nothing done, where oneDNN has no fast code.
 bool convolve(const conv::Forward& f, void* y);
+
+// The same for convolutions that differ in where their arrays lie: finds out once how.
+class Primitive;
+class Repeated {
+ public:
+  bool convolve(const conv::Forward& f, void* y);
+
+ private:
+  std::shared_ptr<const Primitive> whole_;
+  int threads_ = 0;  // for which that is
+};
 
 // y = x (*) w and nothing else; y may be f32 where x and w are not.
 void convolve(const conv::Geometry& geometry, const Tensor& x, const Tensor& w, const Tensor& y);
