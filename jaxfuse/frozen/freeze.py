@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxfuse.frozen import artefact, calibration
+from jaxfuse.frozen.constants import bind
 from jaxfuse.frozen.int8 import Choice, Int8Site, Layers
 from jaxfuse.frozen.leaves import as_array, is_array, type_of, unshared
 from jaxfuse.frozen.module import of_module
@@ -28,13 +29,15 @@ FREED = ("jaxfuse.freeze: a weight is not there any more: its only use was to be
 
 
 class Made(NamedTuple):
-    """The program for one signature: as it is, `plain(constants, arrays)`, and fused, with packed filters and jitted."""
+    """The program for one signature: as it is, `plain(constants, arrays)`; fused, with packed filters, `whole(constants, arrays)`; and
+    that jitted, with its constants, `run(arrays)`."""
 
     program: Program
     plain: Callable[[list, list], Any]
     layers: Layers
     fused: Packed
-    run: Callable[[list, list], Any]
+    whole: Callable[[list, list], Any]
+    run: Callable[[list], Any]
 
 
 class Frozen:
@@ -55,6 +58,7 @@ class Frozen:
         self._leaves = list(map(unshared, self._leaves))
         self._types = list(map(type_of, self._leaves))
         self._made: dict[Any, Made] = {}
+        self._called: dict[Any, Made] = {}  # the same for arguments that are arrays of JAX, found without making their types
         self._layers: Callable[[tuple], Layers] = functools.partial(Choice, policy, None, 0)
         self._constants: dict[str, jax.Array] = {}
         self._packed: dict[str, Filter] = {}  # by the names of the constants in whose place they stand
@@ -66,7 +70,7 @@ class Frozen:
         if is_part_of_a_program() and not self._has_int8:  # it is to be fused as a whole
             return self.in_floats(*args, **kwargs)
         made, arrays = self._of(args, kwargs)
-        return made.run(self._given(made), arrays)
+        return made.run(arrays)
 
     def __repr__(self):
         return f"<jaxfuse.freeze of {self.__name__}, {len(self._made)} programs, {self.nbytes / 1e6:.1f} MB of constants>"
@@ -111,9 +115,9 @@ class Frozen:
         made, _ = self._of(args, kwargs)
 
         def run(constants, args, kwargs):
-            return made.run(constants, jax.tree.leaves((args, kwargs)))
+            return made.whole(constants, jax.tree.leaves((args, kwargs)))
 
-        artefact.save(run, self._given(made), path, self.__name__, args, kwargs)
+        artefact.save(run, self._given(made.fused), path, self.__name__, args, kwargs)
 
     def _sign(self, fn: Callable, positions: tuple[int, ...]) -> None:
         """`inspect.signature` shows the arguments that are left, by which `jax.jit` finds those that are named to it."""
@@ -129,8 +133,8 @@ class Frozen:
         """The copy that was made of it at first, where its owner may write to it."""
         return self._closed_over.setdefault(id(array), (array, unshared(array)))[1]
 
-    def _given(self, made: Made) -> list[jax.Array]:
-        return [self._constants[name] for name in made.fused.names]
+    def _given(self, fused: Packed) -> list[jax.Array]:
+        return [self._constants[name] for name in fused.names]
 
     def _plain(self, name: str) -> jax.Array:
         """A constant of this name, unpacked if it is packed."""
@@ -141,14 +145,23 @@ class Frozen:
             return filter_.unpacked(self._constants[filter_.names[0]])
 
     def _of(self, args: tuple, kwargs: dict) -> tuple[Made, list]:
-        args, kwargs = jax.tree.map(as_array, (args, kwargs))
         leaves, tree = jax.tree.flatten((args, kwargs))
+        quick = None
+        if all(isinstance(leaf, jax.Array) for leaf in leaves):
+            quick = private.trace_context(), tree, *map(jax.typeof, leaves)
+            if made := self._called.get(quick):
+                return made, leaves
+        leaves = list(map(as_array, leaves))
         types = [type_of(leaf) if is_array(leaf) else (type(leaf), leaf) for leaf in leaves]
         signature = private.trace_context(), tree, *types
         with self._lock:
             if signature not in self._made:
+                args, kwargs = jax.tree.unflatten(tree, leaves)
                 self._made[signature] = self._make(args, kwargs, flags=tuple(t for t in types if not is_array(t)))
-            return self._made[signature], [leaf for leaf in leaves if is_array(leaf)]
+            made = self._made[signature]
+            if quick:
+                self._called[quick] = made
+        return made, [leaf for leaf in leaves if is_array(leaf)]
 
     def _make(self, args: tuple, kwargs: dict, flags: tuple) -> Made:
         def whole(bound, args, kwargs):
@@ -187,7 +200,8 @@ class Frozen:
         def run(constants, arrays):
             return jax.tree.unflatten(traced.out_tree, fused(constants, arrays))
 
-        return Made(program, plain, layers, fused, jax.jit(functools.update_wrapper(run, self._fn, updated=())))
+        functools.update_wrapper(run, self._fn, updated=())
+        return Made(program, plain, layers, fused, run, bind(run, self._given(fused)))
 
     def _calibrate(self, given: Any, allowed: float) -> None:
         """Runs the examples in floats, which stay for arguments that need them."""
@@ -198,11 +212,12 @@ class Frozen:
                 made, arrays = self._of(args, {})
             except Exception as error:  # of whatever kind the user's function or its framework raises
                 raise OpError(f"jaxfuse.freeze: example {i} of int8 does not fit the function's arguments: {error}") from error
-            runs.append(calibration.Run(made.fused, made.layers, self._given(made), arrays))
+            runs.append(calibration.Run(made.fused, made.layers, self._given(made.fused), arrays))
         measured = calibration.calibrated(runs) if platforms.current() == "cpu" else {}  # the only one with a kernel
         self._layers = functools.partial(Choice, self._policy, measured, allowed)
         self._has_int8 = True
         self._made.clear()
+        self._called.clear()
 
     def _arrays(self) -> list:
         """The bound arrays; None in the place of those that are folded away."""

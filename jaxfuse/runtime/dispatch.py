@@ -2,7 +2,7 @@
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ COUNTED = 512  # elements; each counts as four operations
 LIGHT = 1 << 16  # bytes that are copied sooner than anybody would notice
 CARRIERS = 4  # calls of a program that carry its operations: one would do, if XLA left out no call. JAX lowers alike calls once
 
+_waits = contextvars.ContextVar("waits", default=False)
 _notes: contextvars.ContextVar[dict | None] = contextvars.ContextVar("notes", default=None)
 _CARRYING = object()  # the key of the number of calls so far
 
@@ -30,6 +31,16 @@ def part_of(notes: dict) -> Iterator[None]:
         _notes.reset(token)
 
 
+def waiting(run: Callable, *args: Any) -> Any:
+    """`run(*args)`, where programs that are compiled on the way say nothing of their cost: XLA runs them on this thread where it sees
+    no other operations. For networks of milliseconds, whose caller waits anyway."""
+    token = _waits.set(True)
+    try:
+        return run(*args)
+    finally:
+        _waits.reset(token)
+
+
 def with_cost(run: Any, out_types: Any, operands: tuple) -> Any:
     """`run(operands)`, equal bit for bit, with a few operations that XLA's cost analysis sees.
 
@@ -38,7 +49,7 @@ def with_cost(run: Any, out_types: Any, operands: tuple) -> Any:
     since XLA may copy all of it, as it does where a reshape follows. Where all are heavy only the program's first call has them.
     """
     results = list(out_types) if isinstance(out_types, (list, tuple)) else [out_types]
-    if private.is_symbolic((*results, *operands)) or sum(map(_bytes, (*results, *operands))) < WORTH_A_THREAD:
+    if _waits.get() or private.is_symbolic((*results, *operands)) or sum(map(_bytes, (*results, *operands))) < WORTH_A_THREAD:
         return run(operands)
     heavy, result, operand = max(operands, key=_bytes), _lightest(results), _lightest(operands)
     is_light = result is not None or operand is not None
