@@ -1,6 +1,7 @@
 """Exported programs: by targets that keep their meaning, loaded in a fresh process, for any batch. Programs compiled ahead of
 time, taken from the disk, and checked."""
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -70,10 +71,13 @@ def test_a_packed_filter_by_promised_targets():
     nhwc = lax.conv_dimension_numbers(x.shape, w.shape, ("NHWC", "HWIO", "NHWC"))
     conv = ConvConfig((1, 1), ((1, 1), (1, 1)), (1, 1), 1, *nhwc, (1, 1))
     made, in_int8 = packed.config_of(conv, x, w), int8.config_of(conv, w.shape, int8.Range.of(0, 1), int8.SMALL)
+    gated, factors = dataclasses.replace(made, gated=True), jnp.ones((1, 3))
     with ffi.exporting():
-        programs = (exported(lambda w: packed.pack(made, w), w), exported(functools.partial(packed.OP, made), x, *packed.pack(made, w)),
-                    exported(functools.partial(int8.OP, in_int8), x, *int8.pack(in_int8, w)))
-    for target, program in zip(("jaxfuse_conv_pack", "jaxfuse_conv_packed", "jaxfuse_conv_int8"), programs):
+        filters = packed.pack(made, w)
+        programs = (exported(functools.partial(packed.OP, made), x, *filters),
+                    exported(functools.partial(packed.OP, gated), x, *filters, factors),
+                    exported(functools.partial(int8.OP, in_int8), x, *int8.pack(in_int8, w)), exported(lambda w: packed.pack(made, w), w))
+    for target, program in zip(("jaxfuse_conv_packed", "jaxfuse_conv_gated", "jaxfuse_conv_int8", "jaxfuse_conv_pack"), programs):
         assert {name: sorted(attributes) for name, attributes in called(program.mlir_module()).items()} == {
             ffi.promised(target): PROMISE[ffi.promised(target)]}
 

@@ -74,7 +74,9 @@ class Int8Filter:
         with jax.ensure_compile_time_eval():
             return int8.pack(self.config, self.of.filter(np.asarray(w)))
 
-    def layer(self, node: Node, x, arrays: list, rest: list):
+    takes_a_gate = False
+
+    def layer(self, node: Node, x, arrays: list, rest: list, factors=None):
         return self.of.run(lambda x, *rest: int8.OP(self.config, x, *arrays, *rest)[0], node, x, rest)
 
 

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import jax
 
+from jaxfuse.frozen.gate import Gate, gate_of
 from jaxfuse.frozen.layer import Layer, layer_of
 from jaxfuse.ops.conv import packed
 from jaxfuse.program.graph import Emission, Graph, Node, Value, evaluate
@@ -25,8 +26,11 @@ class PackedWeight(Protocol):
 
     def packed(self, w: jax.Array) -> list[jax.Array]: ...
 
-    def layer(self, node: Node, x, arrays: list, rest: list):
-        """What the node computes of x and of what it reads behind the weight."""
+    @property
+    def takes_a_gate(self) -> bool: ...
+
+    def layer(self, node: Node, x, arrays: list, rest: list, factors=None):
+        """What the node computes of x, or of x by the factors of a gate, and of what it reads behind the weight."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,9 +57,16 @@ class Filter:
     def unpacked(self, array: jax.Array) -> jax.Array:
         return self.of.weight_of(packed.unpack(self.config, array)).astype(self.dtype)
 
-    def layer(self, node: Node, x, arrays: list, rest: list):
+    @property
+    def takes_a_gate(self) -> bool:
+        return not self.of.is_dense and not self.config.winograd
+
+    def layer(self, node: Node, x, arrays: list, rest: list, factors=None):
+        gates = [] if factors is None else [factors]
+        config = dataclasses.replace(self.config, gated=bool(gates))
+
         def convolve(x, *rest):
-            return packed.OP(self.config, x, *arrays, *rest)[0]
+            return packed.OP(config, x, *arrays, *gates, *rest)[0]
 
         return self.of.run(convolve, node, x, rest)
 
@@ -75,6 +86,8 @@ class Packed:
         given = dict(zip(self.graph.inputs, names))
         layers = [node for node in self.graph.nodes if node.inputs[1:] and node.inputs[1] in given]
         self._filters = {node: found for node in layers if (found := choose(node, given[node.inputs[1]]))}
+        self._gates = {node: gate for node, found in self._filters.items()
+                       if found.takes_a_gate and (gate := gate_of(self.graph, node))}
         self.filters = list({tuple(found.names): found for found in self._filters.values()}.values())
         read = {value for node in self.graph.nodes if node not in self._filters for value in node.inputs} | set(self.graph.outputs)
         read |= {value for node in self._filters for i, value in enumerate(node.inputs) if i != 1}
@@ -88,7 +101,8 @@ class Packed:
 
     def __call__(self, constants: Sequence, arguments: Sequence) -> list:
         arrays = dict(zip(self.names, constants))
-        return self.evaluate(constants, arguments, {node.out: _emission(node, found, arrays) for node, found in self._filters.items()})
+        emissions = {node.out: _emission(node, found, arrays, self._gates.get(node)) for node, found in self._filters.items()}
+        return self.evaluate(constants, arguments, emissions)
 
     def evaluate(self, constants: Sequence, arguments: Sequence, replacements: dict[Value, Emission]) -> list:
         arrays = dict(zip(self.names, constants))
@@ -109,10 +123,13 @@ def filter_of(policy: str, node: Node, name: str) -> Filter | None:
     return Filter(name, str(node.inputs[1].dtype), layer, packed.config_of(layer.config, *types, layout is Packing.winograd))
 
 
-def _emission(node: Node, weight: PackedWeight, arrays: dict) -> Emission:
+def _emission(node: Node, weight: PackedWeight, arrays: dict, gate: Gate | None) -> Emission:
     x, _, *rest = node.inputs
+    inputs = (x,) if gate is None else gate
 
     def run(read):
-        yield node.out, weight.layer(node, read(x), [arrays[name] for name in weight.names], list(map(read, rest)))
+        given, *behind = map(read, inputs)
+        factors = gate.of_images(*behind) if gate else None
+        yield node.out, weight.layer(node, given, [arrays[name] for name in weight.names], list(map(read, rest)), factors)
 
-    return Emission((x, *rest), (node.out,), run)
+    return Emission((*inputs, *rest), (node.out,), run)

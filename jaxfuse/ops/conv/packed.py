@@ -36,12 +36,17 @@ class PackedConfig:
     shape: tuple[int, ...]
     dtype: str  # float32, bfloat16; int8 is int8.py's
     winograd: bool = False
+    gated: bool = False  # x is multiplied by a factor of each channel of each image, (images, channels), an argument behind the filter
     residual_outs: int = 0
 
     def plain(self, args) -> tuple:
         """The arguments of `CONV`: with the filter unpacked."""
         x, packed, *rest = args
-        return x, unpack(self, packed).astype(x.dtype), *rest[self.winograd :]
+        rest = rest[self.winograd :]
+        if self.gated:
+            factors, *rest = rest
+            x = x * factors.astype(x.dtype).reshape(len(x), *[1] * (x.ndim - 2), -1)
+        return x, unpack(self, packed).astype(args[0].dtype), *rest
 
 
 class Packed(NamedTuple):
@@ -155,11 +160,14 @@ def _by_plain_filter(config: PackedConfig, *args):
 
 def _run(config: PackedConfig, args, mesh_axes):
     x, packed, *rest = widened(args)
-    plain = x, jax.ShapeDtypeStruct(config.shape, x.dtype), *rest[config.winograd :]
+    between = config.winograd + config.gated  # the filter and the rest
+    plain = x, jax.ShapeDtypeStruct(config.shape, x.dtype), *rest[between:]
     y = jax.eval_shape(functools.partial(CONV.forward.reference, config.conv), *plain)[0]
-    rest = [a.astype(jnp.float32) if config.conv.has_scale and i == config.winograd else a for i, a in enumerate(rest)]
+    rest = [a.astype(jnp.float32) if config.conv.has_scale and i == between or config.gated and i == between - 1 else a
+            for i, a in enumerate(rest)]
     attrs = forward_attrs(config.conv) | dict(filter_shape=config.shape, winograd=config.winograd)
-    (out,) = ffi.call("jaxfuse_conv_packed", [jax.ShapeDtypeStruct(y.shape, y.dtype)], x, packed, *rest, **attrs)
+    target = "jaxfuse_conv_gated" if config.gated else "jaxfuse_conv_packed"
+    (out,) = ffi.call(target, [jax.ShapeDtypeStruct(y.shape, y.dtype)], x, packed, *rest, **attrs)
     return (out.astype(config.conv.out_dtype or args[0].dtype),)
 
 
@@ -168,14 +176,14 @@ def _never(*_: Any) -> Any:
 
 
 def op_by_packed(name: str, reference: Callable, decomposed: Callable, refuse: Callable, run: Callable,
-                 more: Callable[[Any], int]) -> FusedOp:
-    """A convolution by a filter in another form: `more(config)` arrays behind the one in the filter's place are part of it. Its
-    derivatives are those of what `decomposed` computes."""
+                 more: Callable[[Any], Sequence[int | None]]) -> FusedOp:
+    """A convolution by a filter in another form: the arrays behind the one in the filter's place, of which `more(config)` are the batch
+    axes, belong to it or to x. Its derivatives are those of what `decomposed` computes."""
 
     def axes(config, ranks) -> BatchAxes:
         plain = CONV.forward.batch_axes(config.conv, ranks)
         x, w, *rest = plain.inputs
-        return BatchAxes((x, w, *[None] * more(config), *rest), plain.outputs)
+        return BatchAxes((x, w, *more(config), *rest), plain.outputs)
 
     return FusedOp(
         name,
@@ -191,4 +199,8 @@ def op_by_packed(name: str, reference: Callable, decomposed: Callable, refuse: C
     )
 
 
-OP = op_by_packed("conv_packed", _reference, _by_plain_filter, _refuse, _run, lambda config: config.winograd)
+def _more_axes(config: PackedConfig) -> Sequence[int | None]:
+    return [*[None] * config.winograd, *[0] * config.gated]
+
+
+OP = op_by_packed("conv_packed", _reference, _by_plain_filter, _refuse, _run, _more_axes)

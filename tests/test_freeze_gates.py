@@ -1,0 +1,125 @@
+"""Factors of channels, as squeeze-and-excitation has them, that `jaxfuse.freeze` takes into the layer behind."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxfuse
+from compare import same
+from jaxfuse.frozen.packing import Packed
+from layers import variables_of
+
+pytestmark = pytest.mark.usefixtures("some_kernel")
+
+
+class Excited(nn.Module):
+    """An inverted residual's second half."""
+
+    dtype: jnp.dtype = jnp.float32
+    kernel: tuple = (1, 1)
+
+    @nn.compact
+    def __call__(self, x):
+        h = nn.silu(nn.Conv(48, (1, 1), dtype=self.dtype)(x))
+        g = nn.silu(nn.Conv(6, (1, 1), dtype=self.dtype)(h.mean((1, 2), keepdims=True)))
+        g = nn.sigmoid(nn.Conv(48, (1, 1), dtype=self.dtype)(g))
+        return nn.Conv(32, self.kernel, dtype=self.dtype)(h * g) + x
+
+
+@pytest.fixture
+def gates(monkeypatch):
+    """How many gates each program that is made has."""
+    found, init = [], Packed.__init__
+
+    def counting(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        found.append(len(self._gates))
+
+    monkeypatch.setattr(Packed, "__init__", counting)
+    return found
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_gate_is_taken_in(dtype, batch, gates):
+    """What vmap, autodiff and a fuse around it need is multiplied again."""
+    model, x = Excited(dtype), jax.random.normal(jax.random.key(0), (batch, 7, 7, 32), dtype)
+    variables = variables_of(model, x)
+    made = jaxfuse.freeze(model.apply, variables, policy="always")
+    near = dict(times=3) if dtype == jnp.float32 else dict(times=3, floor=0.02)
+    wanted = model.apply(variables, x)
+    same(made(x), wanted, **near)
+    assert gates == [1]
+    same(jax.vmap(made)(x[:, None])[:, 0], wanted, **near)
+    same(jax.grad(lambda x: made(x).astype(jnp.float32).sum())(x),
+         jax.grad(lambda x: model.apply(variables, x).astype(jnp.float32).sum())(x), times=10, floor=0.02)
+    same(jaxfuse.fuse(lambda x: made(x) + 1)(x), wanted + 1, **near)
+
+
+def test_a_gate_before_taps(gates):
+    model, x = Excited(kernel=(3, 3)), jax.random.normal(jax.random.key(0), (2, 5, 5, 32))
+    variables = variables_of(model, x)
+    same(jaxfuse.freeze(model.apply, variables)(x), model.apply(variables, x), times=3)
+    assert len(gates) == 1
+
+
+def test_a_gate_in_a_file(tmp_path):
+    model, x = Excited(), jax.random.normal(jax.random.key(0), (2, 7, 7, 32))
+    variables = variables_of(model, x)
+    jaxfuse.freeze(model.apply, variables, policy="always").save(tmp_path / "net.jaxfuse", x)
+    same(jaxfuse.load(tmp_path / "net.jaxfuse")(x), model.apply(variables, x), times=3)
+
+
+def test_nan_and_infinity_of_a_gate():
+    """A factor of 0 by an infinity is NaN for that channel, and so for that image, no other."""
+    w = jax.random.normal(jax.random.key(1), (1, 1, 16, 32))
+    made = jaxfuse.freeze(gated, w, policy="always")
+    x = jnp.ones((2, 4, 4, 16)).at[0, 1, 2, 3].set(jnp.inf)
+    factors = jnp.ones((2, 1, 1, 16)).at[0, 0, 0, 3].set(0)
+    np.testing.assert_array_equal(np.isnan(made(x, factors)), np.isnan(gated(w, x, factors)))
+    assert np.isnan(made(x, factors)).any() and not np.isnan(made(x, factors)[1]).any()
+
+
+def convolved(w, x):
+    return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def gated(w, x, factors):
+    return convolved(w, x * factors)
+
+
+def written_out(w, x, factors):
+    return convolved(w, jnp.broadcast_to(factors, x.shape) * x)
+
+
+@pytest.mark.parametrize("program", [gated, written_out])
+def test_spellings_of_a_gate(program, gates):
+    check(program, (2, 1, 1, 16), gates, 1)
+
+
+NEAR_MISSES = {
+    "a factor of each pixel": (gated, (2, 4, 4, 1)),
+    "of each number": (gated, (2, 4, 4, 16)),
+    "of each channel of all images": (gated, (1, 1, 1, 16)),
+    "of each image": (gated, (2, 1, 1, 1)),
+    "a sum": (lambda w, x, factors: convolved(w, x + factors), (2, 1, 1, 16)),
+    "the product is read again": (lambda w, x, factors: convolved(w, x * factors) + (x * factors).sum(), (2, 1, 1, 16)),
+    "the product is returned": (lambda w, x, factors: (convolved(w, x * factors), x * factors), (2, 1, 1, 16)),
+}
+
+
+@pytest.mark.parametrize("program, shape", NEAR_MISSES.values(), ids=NEAR_MISSES)
+def test_what_is_no_gate(program, shape, gates):
+    check(program, shape, gates, 0)
+
+
+def check(program, shape, gates, expected):
+    w = jax.random.normal(jax.random.key(1), (1, 1, 16, 32))
+    x, factors = jax.random.normal(jax.random.key(2), (2, 4, 4, 16)), jax.random.uniform(jax.random.key(3), shape)
+    found, wanted = jaxfuse.freeze(program, w, policy="always")(x, factors), program(w, x, factors)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted)):
+        same(a, b, times=3)
+    assert gates == [expected]
