@@ -87,4 +87,13 @@ bool has_vnni() {
   return has;
 }
 
+bool halves_vectors() {
+#ifdef __x86_64__
+  static const bool halves = __builtin_cpu_is("amdfam19h");
+  return halves;
+#else
+  return false;
+#endif
+}
+
 }  // namespace jaxfuse

@@ -17,6 +17,9 @@ SimdLevel simd_level();
 // Whether the CPU has, for vectors of that level, one instruction that adds four products of bytes: AVX512-VNNI or AVX-VNNI.
 bool has_vnni();
 
+// Whether the CPU computes with the halves of AVX-512's vectors one after the other, as Zen 4 does.
+bool halves_vectors();
+
 // An op's loops for this machine. Throws as simd_level() does.
 template <class Kernels>
 const Kernels& choose(const Kernels& portable, const Kernels& avx2, const Kernels& avx512) {
