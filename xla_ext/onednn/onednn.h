@@ -45,7 +45,7 @@ class Repeated {
 
  private:
   std::shared_ptr<const Primitive> whole_;
-  int threads_ = 0;  // for which that is
+  [[maybe_unused]] int threads_ = 0;  // for which that is
 };
 
 // y = x (*) w and nothing else; y may be f32 where x and w are not.
