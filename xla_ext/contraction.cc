@@ -300,8 +300,4 @@ bool Plans::multiply(const OfBlock& finish, const OfBlock& expect) const {
   return packed && run;
 }
 
-bool multiply(const std::vector<Problem>& problems, const OfBlock& finish, const OfBlock& expect) {
-  return Plans(problems).multiply(finish, expect);
-}
-
 }  // namespace jaxfuse::contraction

@@ -80,14 +80,12 @@ class Plans {
   explicit Plans(const std::vector<Problem>& problems);  // which stay where they are
   ~Plans();
 
+  // Calls `finish` once for every block of every problem, on any thread. `expect` is called with rows of it before they are computed: it
+  // may fetch what `finish` will want. Returns whether the filters were finite.
   bool multiply(const OfBlock& finish, const OfBlock& expect) const;
 
  private:
   std::vector<Plan> plans_;
 };
-
-// Calls `finish` once for every block of every problem, on any thread. `expect` is called with rows of it before they are computed: it may
-// fetch what `finish` will want. Returns whether the filters were finite.
-bool multiply(const std::vector<Problem>& problems, const OfBlock& finish, const OfBlock& expect = [](const Block&) {});
 
 }  // namespace jaxfuse::contraction

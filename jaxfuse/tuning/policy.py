@@ -59,8 +59,10 @@ def _by_bytes(op, config, types) -> str:
 
 def _by_rules(op, config, types, direction: str, inference: bool) -> str:
     table = TABLE[op]
-    if inference and (op == "global_average_pool" or op in ("dense", "conv") and _is_packed(op, config, types)):
-        return ""  # XLA's pools wake threads of its own, beside ours: networks are 2 to 10 % slower with them (benchmarks/README.md)
+    if inference and op in ("dense", "conv") and _is_packed(op, config, types):
+        return ""
+    if inference and op == "global_average_pool" and packed.has_avx512():
+        return ""  # XLA's wakes threads of its own, beside ours: networks are 2 to 10 % slower with it (benchmarks/README.md)
     site = direction, str(types[0].dtype), table.shape_class(config, types), tuned.isa()
     rule = next((rule for rule in (*tuned.rules(op), *measured.rules(op)) if rule.fits(*site)), None)
     if rule is None:

@@ -46,7 +46,7 @@ class PackedConfig:
         if self.gated:
             factors, *rest = rest
             x = x * factors.astype(x.dtype).reshape(len(x), *[1] * (x.ndim - 2), -1)
-        return x, unpack(self, packed).astype(args[0].dtype), *rest
+        return x, unpack(self, packed).astype(x.dtype), *rest
 
 
 class Packed(NamedTuple):

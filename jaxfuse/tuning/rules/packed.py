@@ -25,7 +25,7 @@ def fastest(config, x, w, is_dense: bool) -> Packing:
     """The layout with which the convolution of x by w was measured to be fastest. A filter as it is, the kernel lays out again at every
     call."""
     batch, channels, *image = (private.known(x.shape[d]) for d in config.lhs_spec)
-    if is_dense or has_one_place(config, x, w) and _has_avx512():
+    if is_dense or has_one_place(config, x, w) and has_avx512():
         wins = "avx2" in tuned.isa() and x.dtype == jnp.float32 or wins_packed(x.dtype, batch)
         return Packing.direct if wins else Packing.none
     positions, features = batch * math.prod(image), w.shape[config.rhs_spec[0]]
@@ -40,7 +40,7 @@ def fastest(config, x, w, is_dense: bool) -> Packing:
 def wins_packed(dtype, rows: int) -> bool:
     """Whether a dense layer of so many rows is fastest with a packed weight, with AVX-512. Of bf16 all are where the CPU multiplies that,
     but has no matrices of it, else the fewest; of f32 those that XLA's product, which packs the weight at each call, was slower for."""
-    if not _has_avx512():
+    if not has_avx512():
         return False
     if dtype == jnp.bfloat16:
         return rows <= 64 or "avx512_core_bf16" in tuned.isa()
@@ -53,14 +53,14 @@ def has_one_place(config, x, w) -> bool:
     return is_one and config.feature_group_count == 1 and not config.transposed and not any(map(any, config.padding))
 
 
-def _has_avx512() -> bool:
+def has_avx512() -> bool:
     return any(isa.startswith("avx512") for isa in tuned.isa())
 
 
 def _wins(dtype, products: int, pixels: int, features: int) -> tuple[bool, bool]:
     """Whether a packed filter is faster, directly and by Winograd. `products` of a sum: outputs of short ones oneDNN writes faster.
     `pixels` of the output: with many of them its layout of the filter costs little."""
-    if _has_avx512():
+    if has_avx512():
         wins = products >= 64 and (dtype != jnp.bfloat16 or pixels <= 800)
         return wins, wins
     if "avx2" in tuned.isa() and dtype == jnp.float32:
