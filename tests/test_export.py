@@ -18,7 +18,7 @@ from jax.experimental import checkify, serialize_executable
 import jaxfuse
 from cases import CASES, CORE
 from compare import distance, forward_and_gradients, pairs
-from jaxfuse.ops.conv import int8, packed
+from jaxfuse.ops.conv import expanded, int8, packed
 from jaxfuse.ops.conv.config import ConvConfig
 from jaxfuse.runtime import ffi
 from layers import conv
@@ -72,12 +72,16 @@ def test_a_packed_filter_by_promised_targets():
     conv = ConvConfig((1, 1), ((1, 1), (1, 1)), (1, 1), 1, *nhwc, (1, 1))
     made, in_int8 = packed.config_of(conv, x, w), int8.config_of(conv, w.shape, int8.Range.of(0, 1), int8.SMALL)
     gated, factors = dataclasses.replace(made, gated=True), jnp.ones((1, 3))
+    expansion, depthwise, bias = packed.config_of(dataclasses.replace(conv, padding=((0, 0),) * 2), x, w[:1, :1]), w[:, :, :1], jnp.ones(8)
+    both = expanded.ExpandedConfig(expansion, dataclasses.replace(conv, feature_group_count=8, has_bias=True))
     with ffi.exporting():
         filters = packed.pack(made, w)
         programs = (exported(functools.partial(packed.OP, made), x, *filters),
                     exported(functools.partial(packed.OP, gated), x, *filters, factors),
+                    exported(functools.partial(expanded.OP, both), x, *packed.pack(expansion, w[:1, :1]), depthwise, bias),
                     exported(functools.partial(int8.OP, in_int8), x, *int8.pack(in_int8, w)), exported(lambda w: packed.pack(made, w), w))
-    for target, program in zip(("jaxfuse_conv_packed", "jaxfuse_conv_gated", "jaxfuse_conv_int8", "jaxfuse_conv_pack"), programs):
+    targets = [f"jaxfuse_conv_{name}" for name in ("packed", "gated", "expanded", "int8", "pack")]
+    for target, program in zip(targets, programs, strict=True):
         assert {name: sorted(attributes) for name, attributes in called(program.mlir_module()).items()} == {
             ffi.promised(target): PROMISE[ffi.promised(target)]}
 

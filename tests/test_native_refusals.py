@@ -69,6 +69,34 @@ def test_packed_filters_over_an_image_without_columns(in_int8):
     np.testing.assert_array_equal(found, np.zeros(y.shape))
 
 
+EXPANDED = {  # words; what is another in the call
+    "x has 5 features": dict(lhs_spec=np.array([0, 1, 2, 3])),
+    "expected 4 dimensions": dict(x=jnp.ones((1, 5, 3)), y=(1, 5, 8)),
+    "packed has shape": dict(packed=jnp.zeros(64, jnp.uint8)),
+    "packed has dtype": dict(packed=jnp.zeros(192)),
+    "not depthwise": dict(feature_group_count=np.int64(4), w=jnp.ones((3, 3, 2, 8))),
+    "not divisible by feature_group_count": dict(w=jnp.ones((3, 3, 1, 4))),
+    "y has shape": dict(y=(1, 5, 4, 8)),
+    "w has dtype": dict(w=jnp.ones((3, 3, 1, 8), jnp.int32)),
+    "bias has shape": dict(bias=jnp.ones(7)),
+    "operands, expected": dict(has_bias=False),
+    "expansion_activation is": dict(expansion_activation="nothing"),
+    "expansion_parameters has": dict(expansion_parameters=np.ones(2, np.float32)),
+    "is transposed": dict(lhs_dilation=np.array([2, 2]), y=(1, 9, 9, 8)),
+}
+
+
+@pytest.mark.parametrize("words, other", EXPANDED.items(), ids=EXPANDED)
+def test_expansions_that_do_not_fit(words, other):
+    config = ConvConfig((1, 1), ((1, 1), (1, 1)), (1, 1), 8, *NHWC, (1, 1), has_bias=True)
+    attrs = config.geometry_attrs() | dict(has_bias=True, expansion_has_bias=False)
+    attrs |= {f"expansion_{name}": value for name, value in attributes("none").items()}
+    given = dict(x=jnp.ones((1, 5, 5, 3)), packed=jnp.zeros(192, jnp.uint8), w=jnp.ones((3, 3, 1, 8)), bias=jnp.ones(8), y=(1, 5, 5, 8))
+    x, filters, w, bias, y = (other.get(name, value) for name, value in given.items())
+    attrs = {name: other.get(name, value) for name, value in attrs.items()}
+    refused(words, "jaxfuse_conv_expanded", [jax.ShapeDtypeStruct(y, jnp.float32)], x, filters, w, bias, **attrs)
+
+
 def test_batch_norm_without_channels():
     x, none = jnp.ones((4, 5, 0)), jnp.ones(0)
     (y,) = ffi.call("jaxfuse_batch_norm_apply", [x], x, none, none, none, has_residual=False, save_mask=False, **attributes("relu"))

@@ -58,21 +58,21 @@ bool is_derivative_a_bit(const Piecewise& f) {
 
 }  // namespace
 
-Activation activation_attr(const Call& call) {
-  const auto name = call.attr<std::string_view>("activation");
+Activation activation_attr(const Call& call, const std::string& of) {
+  const auto name = call.attr<std::string_view>((of + "activation").c_str());
   std::string known;
   for (const Row& row : kTable) {
     if (row.name == name) return Activation(&row - kTable);
     known += (known.empty() ? "" : ", ") + std::string(row.name);
   }
-  call.refuse("attribute activation is \"", name, "\", expected one of ", known);
+  call.refuse("attribute ", of, "activation is \"", name, "\", expected one of ", known);
 }
 
-Parameters parameters_attr(const Call& call) {
-  const Row& row = kTable[int(activation_attr(call))];
-  const auto numbers = call.attr<ffi::Span<const float>>("parameters");
+Parameters parameters_attr(const Call& call, const std::string& of) {
+  const Row& row = kTable[int(activation_attr(call, of))];
+  const auto numbers = call.attr<ffi::Span<const float>>((of + "parameters").c_str());
   if (numbers.size() != row.numbers) {
-    call.refuse("attribute parameters has ", numbers.size(), " numbers, expected ", row.numbers, " for activation ", row.name);
+    call.refuse("attribute ", of, "parameters has ", numbers.size(), " numbers, expected ", row.numbers, " for activation ", row.name);
   }
   const float* p = numbers.begin();
   if (row.numbers == 0) return {};

@@ -1,16 +1,18 @@
 // The activation that a call asks for.
 #pragma once
 
+#include <string>
+
 #include "activation.h"
 #include "call.h"
 
 namespace jaxfuse {
 
-// The attribute `activation`, refused if it is no name of one.
-Activation activation_attr(const Call& call);
+// The attribute `activation`, refused if it is no name of one. `of` stands before the attributes' names where a call has several.
+Activation activation_attr(const Call& call, const std::string& of = "");
 
 // The attribute `parameters`, refused if these are not as many numbers as the activation has.
-Parameters parameters_attr(const Call& call);
+Parameters parameters_attr(const Call& call, const std::string& of = "");
 
 // The attribute `by_value`: whether the derivative is computed from y, not from z. Refused where it is no function of y.
 bool derivative_from_y_attr(const Call& call, Activation activation, const Parameters& parameters);

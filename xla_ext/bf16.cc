@@ -36,7 +36,9 @@ void for_chunks(int64_t size, F f) {
 
 void load(const Tensor& t, const Elements& which, float* to) {
   const auto [first, step, n] = which;
-  if (t.dtype == DType::F32) {
+  if (t.dtype == DType::F32 && step == 1) {
+    std::copy_n(t.as<float>() + first, n, to);
+  } else if (t.dtype == DType::F32) {
     for (int64_t i = 0; i < n; ++i) to[i] = t.as<float>()[first + i * step];
   } else {
     for (int64_t i = 0; i < n; ++i) to[i] = widened(t.as<uint16_t>()[first + i * step]);

@@ -251,7 +251,7 @@ const Kernels& kernels() {
     }
     if (has_bf16()) {
       const Kernels& better = avx512_bf16_kernels;
-      all.pack_bf16 = better.pack_bf16, all.transpose_bf16 = better.transpose_bf16, all.multiply_bf16 = better.multiply_bf16;
+      all.pack_bf16 = better.pack_bf16, all.transpose_bf16 = better.transpose_bf16, all.multiply_bf16 = better.multiply_bf16, all.pixels_bf16 = better.pixels_bf16;
     }
     return all;
   }();

@@ -42,6 +42,22 @@ struct Tile {
   int64_t fetched;    // how many of each panel
 };
 
+// Neighbouring pixels, `pixel` bytes apart, each a row of `steps`: they meet columns [column, column + columns) of the panels. `columns`
+// is at most the table's `pixel_columns`, and `column` a multiple of half of them.
+struct Pixels {
+  const char* x;
+  int64_t pixel, count, steps;
+  bool odd;
+  const char* panels;
+  int64_t panel;  // bytes from a panel to the next
+  int64_t column, columns;
+  const float* bias;  // of these columns, or null
+  float low, high;    // limits of what a sum becomes; NaN stays NaN
+  int64_t stride;     // from a pixel's sums to the next
+  const char* fetch;  // what is wanted soon, to be fetched into the second-level cache
+  int64_t fetched;    // lines of it
+};
+
 struct Kernels {
   int64_t rows, columns;  // of a tile, whose sums fill the registers
 
@@ -63,6 +79,11 @@ struct Kernels {
   void (*quantise_f32)(const void* x, int64_t count, float step, int32_t zero, uint8_t* to);
   void (*quantise_bf16)(const void* x, int64_t count, float step, int32_t zero, uint8_t* to);
   void (*to_floats)(float* sums, int64_t rows, int64_t stride, int64_t columns, const int32_t* offsets);
+
+  // to[i·stride + n] = Σ + bias, within the limits.
+  void (*pixels_f32)(const Pixels&, float* to);
+  void (*pixels_bf16)(const Pixels&, float* to);
+  int64_t pixel_columns;  // that are multiplied together
 };
 
 extern const Kernels portable_kernels, avx2_kernels, avx512_kernels;

@@ -11,9 +11,19 @@
 #include "simd_level.h"
 
 namespace jaxfuse::conv::depthwise {
-namespace {
 
 const Kernels& kernels() { return choose(portable_kernels, avx2_kernels, avx512_kernels); }
+
+std::optional<Clip> clip_of(Activation activation, const Parameters& parameters) {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  if (activation == Activation::none) return Clip{{-kInfinity, kInfinity}, {-kInfinity, kInfinity}};
+  if (activation == Activation::relu) return Clip{{0, kInfinity}, {0, kInfinity}};
+  const Piecewise& f = parameters.pieces;
+  if (activation != Activation::piecewise_linear || !f.clips) return std::nullopt;
+  return Clip{{f.bounds[0], f.bounds[1]}, {f.offsets[0], f.offsets[2]}};
+}
+
+namespace {
 
 // A filter as f32 of shape (spatial..., channels), where it lies if it is that; flipped: its taps in reverse.
 class Filter {
@@ -35,16 +45,6 @@ class Filter {
   const Scratch memory_;
   const float* const data_;
 };
-
-// The activation as a clip, if it is one.
-std::optional<Clip> clip_of(Activation activation, const Parameters& parameters) {
-  constexpr float kInfinity = std::numeric_limits<float>::infinity();
-  if (activation == Activation::none) return Clip{{-kInfinity, kInfinity}, {-kInfinity, kInfinity}};
-  if (activation == Activation::relu) return Clip{{0, kInfinity}, {0, kInfinity}};
-  const Piecewise& f = parameters.pieces;
-  if (activation != Activation::piecewise_linear || !f.clips) return std::nullopt;
-  return Clip{{f.bounds[0], f.bounds[1]}, {f.offsets[0], f.offsets[2]}};
-}
 
 void convolve(const Problem& problem, const void* x, const Filter& w, const Epilogue& e) {
   const Pieces pieces(problem, x, problem.dimensions[2].phases());

@@ -19,6 +19,7 @@ struct Args {
   int64_t in, taps;  // of the last dimension
   const Phase* phases;
   int64_t n_phases;
+  int64_t out_step;  // from an output to the next, in elements
 };
 
 // A row of the filter, the number of its first tap, and the row of x that it lies over.
@@ -49,12 +50,31 @@ struct Output {
   Clip clip;
 };
 
+// A line of outputs whose inputs are all in memory, zeros for padding: the pixels of x, and the taps of w, lie `line_step` apart. Rows point to
+// the first input of the first output. So many outputs that kTogether divides them read memory.
+constexpr int kTogether = 8;
+
+struct Line {
+  const Row* rows;
+  int64_t n_rows;
+  int64_t taps, stride;  // 3, 5 or 7, and 1 or 2
+  int64_t outputs, channels;
+  const float* w;
+  const float* bias;  // or null
+  float low, high;    // limits of what a sum becomes; NaN stays NaN
+  float* y;
+  int64_t out_step;
+};
+
 struct Kernels {
   // The outputs of a piece.
   void (*convolve)(const Args&, const Piece&, const float* w, const Output&);
   // sums += Σ g·x for each tap, db (or null) += Σ g, over the outputs of a piece and channels [begin, end); g is like x
   // and points to the first output, sums is like the filter. There is one phase with every tap.
   void (*filter_gradient)(const Args&, const Piece&, int64_t begin, int64_t end, const void* g, float* sums, float* db);
+  void (*convolve_line)(const Line&);
+  bool (*is_finite)(const float* w, int64_t count);
+  int64_t line_step;  // the most channels of such a line
 };
 
 extern const Kernels portable_kernels, avx2_kernels, avx512_kernels;

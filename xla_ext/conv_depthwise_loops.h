@@ -2,8 +2,7 @@
 // channels.
 #pragma once
 
-#include "conv_depthwise_kernels.h"
-#include "simd.h"
+#include "conv_depthwise_line_loops.h"
 
 namespace jaxfuse::conv::depthwise {
 namespace {
@@ -92,10 +91,10 @@ template <int n, int stride, bool whole, class T, class Lanes>
     const T* next = static_cast<const T*>(piece.next) + at * args.channels + c;
     for (int i = 0; i < kTile; ++i) __builtin_prefetch(next + i * phase.in_step * args.channels, 0, 2);
   }
-  int64_t to = (phase.first + j * phase.step - piece.begin) * args.channels + c;
+  int64_t to = (phase.first + j * phase.step - piece.begin) * args.out_step + c;
   T* const y = static_cast<T*>(output.y);
   const Clip clip = output.clip;
-  for (int i = 0; i < kTile && j + i < end; ++i, to += phase.step * args.channels) {
+  for (int i = 0; i < kTile && j + i < end; ++i, to += phase.step * args.out_step) {
     output.sums ? store(output.sums + to, sum[i], lanes) : store(y + to, round_to<T>(clipped(clip, sum[i])), lanes);
   }
 }
@@ -205,6 +204,9 @@ constexpr Kernels kernels = {
     [](const Args& args, const Piece& piece, int64_t begin, int64_t end, const void* g, float* sums, float* db) {
       with_dtype(args.bf16, [&](auto t) { filter_gradient<decltype(t)>(args, piece, begin, end, g, sums, db); });
     },
+    convolve_line,
+    is_finite,
+    kLineStep,
 };
 
 }  // namespace

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <optional>
 #include <vector>
 
 #include "bf16.h"
@@ -11,6 +12,12 @@
 #include "cut.h"
 
 namespace jaxfuse::conv::depthwise {
+
+// The loops for this machine.
+const Kernels& kernels();
+
+// The activation as a clip, if it is one.
+std::optional<Clip> clip_of(Activation activation, const Parameters& parameters);
 
 // Output o reads, by tap k, the input (o·stride + k·dilation - padding_low) / in_dilation, where that is a whole number
 // and no padding. Either stride or in_dilation is 1. (in_dilation: as jax.lax calls lhs_dilation.)
@@ -97,7 +104,7 @@ class Pieces {
   int64_t most_elements() const { return length_ * p_.channels; }
   Args args() const {
     const Dimension& last = p_.dimensions[2];
-    return {p_.bf16, p_.channels, last.in, last.taps, phases_.data(), int64_t(phases_.size())};
+    return {p_.bf16, p_.channels, last.in, last.taps, phases_.data(), int64_t(phases_.size()), p_.channels};
   }
 
   // f(piece, index of its first element in the tensor of outputs) for the pieces of chunk i of n.

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxfuse.frozen.layer import Layer, layer_of
-from jaxfuse.frozen.packing import Filter, filter_of
+from jaxfuse.frozen.packing import Filter, PackedWeight, filter_of, filter_of_expansion
 from jaxfuse.ops.conv import int8
 from jaxfuse.program.graph import Node
 from jaxfuse.runtime.private import known
@@ -100,6 +100,9 @@ class Layers:
             self._uses[name] += 1
         return None
 
+    def expansion(self, node: Node, name: str, chosen: PackedWeight | None) -> Filter | None:
+        return None
+
 
 class Choice(Layers):
     """The same, in int8 where that was measured to be near enough and the policy has it so; the others are packed by the policy.
@@ -120,6 +123,9 @@ class Choice(Layers):
         if measured is None or isinstance(layer, str) or reason:
             return filter_of(self._policy, node, name)
         return int8_filter(name, layer, measured.range)
+
+    def expansion(self, node: Node, name: str, chosen: PackedWeight | None) -> Filter | None:
+        return None if isinstance(chosen, Int8Filter) else filter_of_expansion(self._policy, node, name)
 
     def _refuse(self, node: Node, layer: Layer, measured: Measured | None) -> str:
         if reason := not_in_int8(self._policy, math.prod(map(known, node.out.shape)) * layer.products):

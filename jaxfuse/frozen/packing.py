@@ -2,16 +2,17 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import jax
 
+from jaxfuse.frozen.expansion import expansion_of
 from jaxfuse.frozen.gate import Gate, gate_of
 from jaxfuse.frozen.layer import Layer, layer_of
-from jaxfuse.ops.conv import packed
+from jaxfuse.ops.conv import expanded, packed
 from jaxfuse.program.graph import Emission, Graph, Node, Value, evaluate
-from jaxfuse.tuning.policy import packing
+from jaxfuse.tuning.policy import expands, packing
 from jaxfuse.tuning.rules.packed import Packing
 
 
@@ -71,21 +72,33 @@ class Filter:
         return self.of.run(convolve, node, x, rest)
 
 
+class Choosing(Protocol):
+    """In which form layers read their weights."""
+
+    def __call__(self, node: Node, name: str) -> PackedWeight | None:
+        """That of the constant of this name in a layer, asked once for each in the program's order; None for as it is."""
+
+    def expansion(self, node: Node, name: str, chosen: PackedWeight | None) -> Filter | None:
+        """That of a 1×1 convolution which is computed together with the depthwise one behind it; None where it is not."""
+
+
 class Packed:
     """A fused program, `run(constants, arguments) -> outputs`, whose layers read their weights packed.
 
-    `choose(node, name)` says in which form a layer reads the constant of this name, None for as it is. The constants that `run` takes
+    `choose` says in which form. The constants that `run` takes
     are `constants`, with these `names`; the packed program is called with the arrays of its own `names`: first constants as they were,
     `plain_names`, then packed ones. A constant that is read as it was, though an earlier program has it packed (`known`), is unpacked
     at every call.
     """
 
     def __init__(self, run: Callable, names: Sequence[str], constants: list, arguments: list,
-                 choose: Callable[[Node, str], PackedWeight | None], known: dict[str, Filter]):
+                 choose: Choosing, known: dict[str, Filter]):
         self.graph = Graph(jax.make_jaxpr(run)(constants, arguments))
         given = dict(zip(self.graph.inputs, names))
         layers = [node for node in self.graph.nodes if node.inputs[1:] and node.inputs[1] in given]
         self._filters = {node: found for node in layers if (found := choose(node, given[node.inputs[1]]))}
+        self._expansions = dict(self._find_expansions(layers, given, choose))
+        self._filters |= self._expansions.values()
         self._gates = {node: gate for node, found in self._filters.items()
                        if found.takes_a_gate and (gate := gate_of(self.graph, node))}
         self.filters = list({tuple(found.names): found for found in self._filters.values()}.values())
@@ -99,9 +112,18 @@ class Packed:
         self.names = [*self.plain_names, *dict.fromkeys(packed_names)]
         self._constants = len(names)
 
+    def _find_expansions(self, layers: list[Node], given: dict, choose: Choosing) -> Iterator[tuple[Node, tuple[Node, Filter]]]:
+        """Depthwise convolutions, each with the 1×1 convolution that is computed with it, and the filter of that."""
+        for node in layers:
+            before = expansion_of(self.graph, node)
+            name = given.get(before.inputs[1]) if before else None
+            if before and name and (found := choose.expansion(before, name, self._filters.get(before))):
+                yield node, (before, found)
+
     def __call__(self, constants: Sequence, arguments: Sequence) -> list:
         arrays = dict(zip(self.names, constants))
         emissions = {node.out: _emission(node, found, arrays, self._gates.get(node)) for node, found in self._filters.items()}
+        emissions |= {node.out: _both(before, node, found, arrays) for node, (before, found) in self._expansions.items()}
         return self.evaluate(constants, arguments, emissions)
 
     def evaluate(self, constants: Sequence, arguments: Sequence, replacements: dict[Value, Emission]) -> list:
@@ -113,14 +135,34 @@ class Packed:
 
 def filter_of(policy: str, node: Node, name: str) -> Filter | None:
     """The packed filter of the layer that the node is, whose weight is the constant of this name; None where packing gains nothing."""
+    return _filter(node, name, lambda layer, x, w: packing(policy, layer.config, x, w, layer.is_dense))
+
+
+def filter_of_expansion(policy: str, node: Node, name: str) -> Filter | None:
+    """That of a 1×1 convolution which is computed with the depthwise one behind it; None where that gains nothing."""
+    return _filter(node, name, lambda layer, x, w: Packing.direct if expands(policy, x, w) else Packing.none)
+
+
+def _filter(node: Node, name: str, choose: Callable[..., Packing]) -> Filter | None:
     layer = layer_of(node)
     if isinstance(layer, str):
         return None
     types = layer.types(*node.inputs[:2])
-    layout = Packing.none if packed.refuse(layer.config, *types) else packing(policy, layer.config, *types, layer.is_dense)
+    layout = Packing.none if packed.refuse(layer.config, *types) else choose(layer, *types)
     if layout is Packing.none:
         return None
     return Filter(name, str(node.inputs[1].dtype), layer, packed.config_of(layer.config, *types, layout is Packing.winograd))
+
+
+def _both(before: Node, node: Node, filter_: Filter, arrays: dict) -> Emission:
+    """The depthwise convolution of what the one before gives."""
+    config = expanded.ExpandedConfig(filter_.config, node.params["config"])
+    (x, _, *bias), (_, *rest) = before.inputs, node.inputs
+
+    def run(x, *others):
+        return expanded.OP(config, x, *[arrays[name] for name in filter_.names], *others)
+
+    return Emission.of((x, *bias, *rest), (node.out,), run)
 
 
 def _emission(node: Node, weight: PackedWeight, arrays: dict, gate: Gate | None) -> Emission:

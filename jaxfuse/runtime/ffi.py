@@ -24,6 +24,7 @@ TARGETS = (
     "jaxfuse_conv_pack",
     "jaxfuse_conv_packed",
     "jaxfuse_conv_gated",
+    "jaxfuse_conv_expanded",
     "jaxfuse_conv_int8",
     "jaxfuse_batch_norm_stats",
     "jaxfuse_batch_norm_apply",

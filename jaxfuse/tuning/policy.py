@@ -29,6 +29,11 @@ def packing(policy: str, config, x, w, is_dense: bool) -> packed.Packing:
     return packed.any_that_fits(config, x, w) if policy == "always" else packed.fastest(config, x, w, is_dense)
 
 
+def expands(policy: str, x, w) -> bool:
+    """Whether a 1×1 convolution of x by the constant filter w is computed with the depthwise one behind it, by freeze's policy."""
+    return platforms.current() == "cpu" and (policy == "always" or packed.wins_expanded(x, w))
+
+
 def not_in_int8(policy: str, products: int) -> str:
     """Why a layer of so many products stays in its floats, where freeze is asked for int8; "": it is int8."""
     if platforms.current() != "cpu":

@@ -37,6 +37,11 @@ def fastest(config, x, w, is_dense: bool) -> Packing:
     return Packing.direct if direct else Packing.none
 
 
+def wins_expanded(x, w) -> bool:
+    """Whether an expansion is fastest together with the depthwise convolution behind it."""
+    return has_avx512()
+
+
 def wins_packed(dtype, rows: int) -> bool:
     """Whether a dense layer of so many rows is fastest with a packed weight, with AVX-512. Of bf16 all are where the CPU multiplies that,
     but has no matrices of it, else the fewest; of f32 those that XLA's product, which packs the weight at each call, was slower for."""

@@ -1,0 +1,55 @@
+// Steps as the panels have them: a number of f32, or the bits of a pair of bf16, of which the first is the lower half. Include only from
+// the loops of an ISA.
+#pragma once
+
+#include "simd.h"
+
+namespace jaxfuse::contraction {
+namespace {
+
+struct OfFloats {
+  static constexpr int64_t kElements = 1;
+
+  static Floats join(Floats value, Floats) { return value; }
+  static Floats load_step(const char* at) { return broadcast(*reinterpret_cast<const float*>(at)); }
+  static Floats load_last(const char* at) { return load_step(at); }
+  static Floats multiply_add(Floats a, Floats b, Floats sum) { return jaxfuse::multiply_add(a, b, sum); }
+  static Floats add(Floats a, Floats b) { return a + b; }
+};
+
+struct OfPairs {
+  static constexpr int64_t kElements = 2;
+
+  static Floats join(Floats even, Floats odd) {
+#ifdef __AVX512BF16__
+    const Halves order[] = {{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}, {8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31}};
+    return Floats(_mm512_permutexvar_epi16(load_bits<__m512i>(order), __m512i(_mm512_cvtne2ps_pbh(odd, even))));
+#else
+    return Floats((Uints(round_to<bf16>(even)) >> 16) | Uints(round_to<bf16>(odd)));
+#endif
+  }
+
+  static Floats load_step(const char* at) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, at, sizeof bits);
+    return Floats(Uints{} + bits);
+  }
+  static Floats load_last(const char* at) {
+    uint16_t bits;
+    __builtin_memcpy(&bits, at, sizeof bits);
+    return Floats(Uints{} + bits);
+  }
+
+  static Floats multiply_add(Floats a, Floats b, Floats sum) {
+#ifdef __AVX512BF16__
+    return _mm512_dpbf16_ps(sum, __m512bh(a), __m512bh(b));
+#else
+    const Floats even = jaxfuse::multiply_add(Floats(Uints(a) << 16), Floats(Uints(b) << 16), sum);
+    return jaxfuse::multiply_add(Floats(Uints(a) & 0xffff0000), Floats(Uints(b) & 0xffff0000), even);
+#endif
+  }
+  static Floats add(Floats a, Floats b) { return a + b; }
+};
+
+}  // namespace
+}  // namespace jaxfuse::contraction

@@ -1,0 +1,72 @@
+// Lines of few channels, in the first-level cache: every distance is known, so that a product costs one instruction.
+#pragma once
+
+#include "conv_depthwise_kernels.h"
+#include "simd.h"
+
+namespace jaxfuse::conv::depthwise {
+namespace {
+
+constexpr int64_t kLineStep = 2 * kLanes;
+
+// All outputs for the channels of one vector, `count` together. Tap by tap: the sums of one do not wait for each other. Numbers by value: no
+// store changes them.
+template <int n, int stride, int count, class Lanes>
+[[gnu::noinline]] void convolve_outputs(const Row* rows, int64_t n_rows, const float* w, Floats start, int64_t outputs, float* y, int64_t step,
+                                        float low, float high, int64_t c, Lanes lanes) {
+  for (int64_t o = 0; o < outputs; o += count) {
+    Floats sum[count];
+    for (Floats& s : sum) s = start;
+    for (int64_t r = 0; r < n_rows; ++r) {
+      const float *x = static_cast<const float*>(rows[r].x) + o * stride * kLineStep + c, *taps = w + rows[r].tap * kLineStep;
+#pragma GCC unroll 8
+      for (int t = 0; t < n; ++t) {
+        const Floats tap = load(taps + t * kLineStep);
+#pragma GCC unroll 16
+        for (int i = 0; i < count; ++i) sum[i] = multiply_add(tap, load(x + (i * stride + t) * kLineStep), sum[i]);
+      }
+    }
+    const auto write = [&](int i) { store(y + (o + i) * step, at_most(high, at_least(low, sum[i])), lanes); };
+    if (o + count <= outputs) {
+#pragma GCC unroll 16
+      for (int i = 0; i < count; ++i) write(i);
+    } else {
+#pragma GCC unroll 16
+      for (int i = 0; i < count; ++i) {
+        if (o + i < outputs) write(i);
+      }
+    }
+  }
+}
+
+template <int n, int stride, class Lanes>
+void convolve_channels(const Line& line, int64_t c, Lanes lanes) {
+  const auto convolve = [&](auto count) {
+    const Floats start = line.bias ? load(line.bias + c, lanes) : Floats{};
+    convolve_outputs<n, stride, count.value>(line.rows, line.n_rows, line.w + c, start, line.outputs, line.y + c, line.out_step, line.low,
+                                             line.high, c, lanes);
+  };
+  // Of a long filter the sums wait for their own products: more of them are under way together.
+  if (n > 3 && line.outputs % 14 == 0) return convolve(Constant<14>{});
+  line.outputs % 7 == 0 ? convolve(Constant<7>{}) : convolve(Constant<kTogether>{});
+}
+
+template <int n>
+void convolve_line(const Line& line) {
+  for_vectors(0, line.channels, [&](int64_t c, auto lanes) {
+    line.stride == 1 ? convolve_channels<n, 1>(line, c, lanes) : convolve_channels<n, 2>(line, c, lanes);
+  });
+}
+
+bool is_finite(const float* w, int64_t count) {
+  Floats seen{};
+  for_vectors(0, count, [&](int64_t i, auto lanes) { seen += load(w + i, lanes) * 0.0f; });
+  return to_bits(seen == 0.0f) == (1u << kLanes) - 1;
+}
+
+void convolve_line(const Line& line) {
+  line.taps == 3 ? convolve_line<3>(line) : line.taps == 5 ? convolve_line<5>(line) : convolve_line<7>(line);
+}
+
+}  // namespace
+}  // namespace jaxfuse::conv::depthwise
