@@ -73,7 +73,8 @@ struct Kernels {
   // and points to the first output, sums is like the filter. There is one phase with every tap.
   void (*filter_gradient)(const Args&, const Piece&, int64_t begin, int64_t end, const void* g, float* sums, float* db);
   void (*convolve_line)(const Line&);
-  bool (*is_finite)(const float* w, int64_t count);
+  // to[0, line_step) = channels of a tap, and zeros; whether they are finite.
+  bool (*copy_tap)(const float* from, int64_t channels, float* to);
   int64_t line_step;  // the most channels of such a line
 };
 

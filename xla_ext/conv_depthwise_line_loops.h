@@ -58,9 +58,15 @@ void convolve_line(const Line& line) {
   });
 }
 
-bool is_finite(const float* w, int64_t count) {
+bool copy_tap(const float* from, int64_t channels, float* to) {
   Floats seen{};
-  for_vectors(0, count, [&](int64_t i, auto lanes) { seen += load(w + i, lanes) * 0.0f; });
+  for (int64_t c = 0; c < kLineStep; c += kLanes) {
+    Floats some{};
+    if (channels - c >= kLanes) some = load(from + c);
+    if (channels - c > 0 && channels - c < kLanes) some = load(from + c, First{channels - c});
+    seen += some * 0.0f;
+    store(to + c, some);
+  }
   return to_bits(seen == 0.0f) == (1u << kLanes) - 1;
 }
 

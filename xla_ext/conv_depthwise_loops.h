@@ -205,7 +205,7 @@ constexpr Kernels kernels = {
       with_dtype(args.bf16, [&](auto t) { filter_gradient<decltype(t)>(args, piece, begin, end, g, sums, db); });
     },
     convolve_line,
-    is_finite,
+    copy_tap,
     kLineStep,
 };
 

@@ -55,16 +55,7 @@ class After {
   const Parameters parameters;
   const std::optional<Limits> limits;  // the activation, if it is these
 
-  // Channels of pixels, which lie so far apart.
-  struct Pixels {
-    void* data;
-    int64_t step;
-  };
-  // y becomes the activation of the sums in f32.
-  void activate(Pixels sums, Element element, Pixels y, int64_t pixels, int64_t channels) const {
-    epilogue::kernels().apply({element, channels, y.step, 0, activation, parameters, sums.data, sums.step, true, nullptr, nullptr, nullptr,
-                               false, nullptr, y.data}, 0, pixels);
-  }
+  void activate(float* z, int64_t count) const { epilogue::kernels().activate(activation, parameters, z, count); }
 
  private:
   size_t operand_;
@@ -178,8 +169,7 @@ class Strip {
       : d_(description), image_(image), channels_(channels), next_(next), by_lines_(d_.has_line_loops()), step_(step()), width_(width()),
         scratch_((d_.kept() * width_ + d_.taps.count()) * step_ * sizeof(float) + d_.pixels().out * channels.count * sizeof(float)),
         w_(scratch_.as<float>()), ring_(w_ + d_.taps.count() * step_), sums_(ring_ + d_.kept() * width_ * step_) {
-    load_filter();
-    if (by_lines_ && !depthwise::kernels().is_finite(w_, d_.taps.count() * step_)) {
+    if (!load_filter() && by_lines_) {
       by_lines_ = false, step_ = step(), width_ = width();
       load_filter();
     }
@@ -207,12 +197,17 @@ class Strip {
   }
 
  private:
-  void load_filter() {
-    const int64_t step = d_.taps.step;
+  // Whether it is finite, which is asked of one for lines.
+  bool load_filter() {
+    bool finite = true;
     for (int64_t tap = 0; tap < d_.taps.count(); ++tap) {
-      load(d_.w, {d_.taps.first[tap] + channels_.begin * step, step, channels_.count}, w_ + tap * step_);
-      std::fill_n(w_ + tap * step_ + channels_.count, step_ - channels_.count, 0.0f);
+      const Elements own{d_.taps.first[tap] + channels_.begin * d_.taps.step, d_.taps.step, channels_.count};
+      float* const to = w_ + tap * step_;
+      const bool is_line = by_lines_ && own.step == 1 && d_.w.dtype == DType::F32;
+      if (!is_line) load(d_.w, own, to);
+      if (by_lines_) finite &= depthwise::kernels().copy_tap(is_line ? d_.w.as<float>() + own.first : to, own.n, to);
     }
+    return finite;
   }
 
   int64_t step() const { return by_lines_ ? depthwise::kernels().line_step : channels_.count; }
@@ -236,7 +231,7 @@ class Strip {
     const char* const fetch = d_.packed + next_.begin / contraction::kPanel * p.bytes() + before * contraction::kLineBytes;
     multiply({x, pixel, pixels, p.steps(), p.dtype == DType::BF16 && p.inner % 2 != 0, d_.packed, p.bytes(), channels_.begin, channels_.count,
               d_.expansion.bias(channels_.begin), limits ? limits->low : -kInfinity, limits ? limits->high : kInfinity, step_, fetch, fetched}, to);
-    if (!limits) d_.expansion.activate({to, step_}, Element::f32, {to, step_}, pixels, channels_.count);
+    if (!limits) d_.expansion.activate(to, (pixels - 1) * step_ + channels_.count);
   }
 
   void convolve(int64_t line) {
@@ -251,7 +246,9 @@ class Strip {
     const std::optional<Limits> limits = d_.problem.bf16 ? std::nullopt : d_.depthwise.limits;
     if (limits) return convolve(reinterpret_cast<float*>(y), features, *limits);
     convolve(sums_, channels_.count, {-kInfinity, kInfinity});
-    d_.depthwise.activate({sums_, channels_.count}, element_of(d_.y.dtype), {y, features}, pixels, channels_.count);
+    d_.depthwise.activate(sums_, pixels * channels_.count);
+    epilogue::kernels().apply({element_of(d_.y.dtype), channels_.count, features, 0, Activation::none, {}, sums_, channels_.count, true,
+                               nullptr, nullptr, nullptr, false, nullptr, y}, 0, pixels);
   }
 
   void convolve(float* to, int64_t step, Limits limits) const {

@@ -44,6 +44,8 @@ struct GradientTile {
 struct Kernels {
   // z = scale·sums + bias + residual and y = activation(z), or the residual last, for rows [begin, end).
   void (*apply)(const Tile&, int64_t begin, int64_t end);
+  // z becomes activation(z).
+  void (*activate)(Activation, const Parameters&, float* z, int64_t count);
   // y = activation(sums) + residual where the sums, which lie as y does, are not finite.
   void (*restore)(const Tile&, int64_t begin, int64_t end);
   // g = dy·activation'(z) for such rows. sums (or null) receives Σg: of each column, or with row_features of each row.

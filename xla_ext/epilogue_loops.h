@@ -136,6 +136,7 @@ constexpr Kernels kernels = {
         });
       });
     },
+    [](Activation activation, const Parameters& parameters, float* z, int64_t count) { activate_by(activation)(z, count, parameters); },
     [](const Tile& tile, int64_t begin, int64_t end) {
       with_element(tile.element, [&](auto t) { restore<decltype(t)>(tile, begin, end); });
     },

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxfuse.frozen.layer import Layer, layer_of
-from jaxfuse.frozen.packing import Filter, PackedWeight, filter_of, filter_of_expansion
+from jaxfuse.frozen.packing import Filter, PackedWeight, filter_of, filter_of_expansion, filter_of_gated
 from jaxfuse.ops.conv import int8
 from jaxfuse.program.graph import Node
 from jaxfuse.runtime.private import known
@@ -100,7 +100,10 @@ class Layers:
             self._uses[name] += 1
         return None
 
-    def expansion(self, node: Node, name: str, chosen: PackedWeight | None) -> Filter | None:
+    def expansion(self, node: Node, name: str, depthwise: Node, chosen: PackedWeight | None) -> Filter | None:
+        return None
+
+    def gated(self, node: Node, name: str) -> Filter | None:
         return None
 
 
@@ -124,8 +127,11 @@ class Choice(Layers):
             return filter_of(self._policy, node, name)
         return int8_filter(name, layer, measured.range)
 
-    def expansion(self, node: Node, name: str, chosen: PackedWeight | None) -> Filter | None:
-        return None if isinstance(chosen, Int8Filter) else filter_of_expansion(self._policy, node, name)
+    def expansion(self, node: Node, name: str, depthwise: Node, chosen: PackedWeight | None) -> Filter | None:
+        return None if isinstance(chosen, Int8Filter) else filter_of_expansion(self._policy, node, name, depthwise)
+
+    def gated(self, node: Node, name: str) -> Filter | None:
+        return filter_of_gated(self._policy, node, name)
 
     def _refuse(self, node: Node, layer: Layer, measured: Measured | None) -> str:
         if reason := not_in_int8(self._policy, math.prod(map(known, node.out.shape)) * layer.products):

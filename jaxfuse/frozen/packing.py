@@ -12,7 +12,7 @@ from jaxfuse.frozen.gate import Gate, gate_of
 from jaxfuse.frozen.layer import Layer, layer_of
 from jaxfuse.ops.conv import expanded, packed
 from jaxfuse.program.graph import Emission, Graph, Node, Value, evaluate
-from jaxfuse.tuning.policy import expands, packing
+from jaxfuse.tuning.policy import expands, packing, takes_gates
 from jaxfuse.tuning.rules.packed import Packing
 
 
@@ -78,8 +78,11 @@ class Choosing(Protocol):
     def __call__(self, node: Node, name: str) -> PackedWeight | None:
         """That of the constant of this name in a layer, asked once for each in the program's order; None for as it is."""
 
-    def expansion(self, node: Node, name: str, chosen: PackedWeight | None) -> Filter | None:
+    def expansion(self, node: Node, name: str, depthwise: Node, chosen: PackedWeight | None) -> Filter | None:
         """That of a 1×1 convolution which is computed together with the depthwise one behind it; None where it is not."""
+
+    def gated(self, node: Node, name: str) -> Filter | None:
+        """That of a layer with a gate which reads its weight as it is; None where the gate is a product by itself."""
 
 
 class Packed:
@@ -99,8 +102,10 @@ class Packed:
         self._filters = {node: found for node in layers if (found := choose(node, given[node.inputs[1]]))}
         self._expansions = dict(self._find_expansions(layers, given, choose))
         self._filters |= self._expansions.values()
-        self._gates = {node: gate for node, found in self._filters.items()
-                       if found.takes_a_gate and (gate := gate_of(self.graph, node))}
+        gates = {node: gate for node in layers if (gate := gate_of(self.graph, node))}
+        self._filters |= {node: found for node in gates if node not in self._filters
+                          and (found := choose.gated(node, given[node.inputs[1]]))}
+        self._gates = {node: gate for node, gate in gates.items() if node in self._filters and self._filters[node].takes_a_gate}
         self.filters = list({tuple(found.names): found for found in self._filters.values()}.values())
         read = {value for node in self.graph.nodes if node not in self._filters for value in node.inputs} | set(self.graph.outputs)
         read |= {value for node in self._filters for i, value in enumerate(node.inputs) if i != 1}
@@ -117,7 +122,7 @@ class Packed:
         for node in layers:
             before = expansion_of(self.graph, node)
             name = given.get(before.inputs[1]) if before else None
-            if before and name and (found := choose.expansion(before, name, self._filters.get(before))):
+            if before and name and (found := choose.expansion(before, name, node, self._filters.get(before))):
                 yield node, (before, found)
 
     def __call__(self, constants: Sequence, arguments: Sequence) -> list:
@@ -138,9 +143,15 @@ def filter_of(policy: str, node: Node, name: str) -> Filter | None:
     return _filter(node, name, lambda layer, x, w: packing(policy, layer.config, x, w, layer.is_dense))
 
 
-def filter_of_expansion(policy: str, node: Node, name: str) -> Filter | None:
+def filter_of_expansion(policy: str, node: Node, name: str, depthwise: Node) -> Filter | None:
     """That of a 1×1 convolution which is computed with the depthwise one behind it; None where that gains nothing."""
-    return _filter(node, name, lambda layer, x, w: Packing.direct if expands(policy, x, w) else Packing.none)
+    after = depthwise.params["config"].activation
+    return _filter(node, name, lambda layer, x, w: Packing.direct if expands(policy, x, after) else Packing.none)
+
+
+def filter_of_gated(policy: str, node: Node, name: str) -> Filter | None:
+    """That of a layer which takes in the factors of its input's channels; None where that gains nothing."""
+    return _filter(node, name, lambda layer, *_: Packing.direct if takes_gates(policy) and not layer.is_dense else Packing.none)
 
 
 def _filter(node: Node, name: str, choose: Callable[..., Packing]) -> Filter | None:

@@ -29,9 +29,15 @@ def packing(policy: str, config, x, w, is_dense: bool) -> packed.Packing:
     return packed.any_that_fits(config, x, w) if policy == "always" else packed.fastest(config, x, w, is_dense)
 
 
-def expands(policy: str, x, w) -> bool:
-    """Whether a 1×1 convolution of x by the constant filter w is computed with the depthwise one behind it, by freeze's policy."""
-    return platforms.current() == "cpu" and (policy == "always" or packed.wins_expanded(x, w))
+def expands(policy: str, x, activation) -> bool:
+    """Whether a 1×1 convolution of x by a constant filter is computed with the depthwise one behind it, which has this activation, by
+    freeze's policy."""
+    return platforms.current() == "cpu" and (policy == "always" or packed.wins_expanded(x.dtype, activation))
+
+
+def takes_gates(policy: str) -> bool:
+    """Whether a convolution by a constant filter takes in the factors of its input's channels, by freeze's policy."""
+    return platforms.current() == "cpu" and (policy == "always" or packed.has_avx512())
 
 
 def not_in_int8(policy: str, products: int) -> str:
