@@ -54,6 +54,9 @@ struct Phase {
 struct Axis {
   int64_t inputs = 1, outputs = 1, taps = 1, stride = 1, dilation = 1, lhs_dilation = 1, padding_low = 0;
 
+  // Whether each output reads the input of its number.
+  bool is_one_tap() const { return taps == 1 && stride == 1 && lhs_dilation == 1 && padding_low == 0 && inputs == outputs; }
+
   Phase phase(int64_t first) const {
     Phase phase{inputs, first, lhs_dilation, (outputs - first + lhs_dilation - 1) / lhs_dilation, stride, {}};
     for (int64_t tap = 0; tap < taps; ++tap) {
@@ -136,12 +139,17 @@ class Convolution {
   Convolution(const Forward& f, bool flipped, const char* panels = nullptr, const Int8* int8 = nullptr, bool padded = true)
       : f_(f), panels_(panels), int8_(int8), groups_(f.geometry.groups), inner_(f.geometry.inputs_per_group(f.w)), features_(f.y().shape[f.geometry.out_spec[1]]), columns_(features_ / groups_), flipped_(flipped),
         zeros_(inner_ * int64_t(ffi::ByteWidth(f.x.dtype)) + int64_t(sizeof(float)), int8 ? char(int8->zero) : 0),
-        epilogue_(f.epilogue, {f.y().size() / features_, features_}) {
+        epilogue_(f.epilogue, {f.y().size() / features_, features_}), images_(f.x.shape[0]) {
     const Geometry& g = f.geometry;
     const size_t n = g.spatial_rank();
     for (size_t i = 0; i < n; ++i) {
       axes_[kAxes - n + i] = {f.x.shape[i + 1], f.y().shape[i + 1],    f.w.shape[g.rhs_spec[i + 2]], g.strides[i],
                               g.dilation[i],    g.lhs_dilation[i], g.padding_low[i]};
+    }
+    if (std::all_of(std::begin(axes_), std::end(axes_), [](const Axis& a) { return a.is_one_tap(); })) {
+      axes_[0] = axes_[1] = {};
+      axes_[2].inputs = axes_[2].outputs = f.x.size() / f.x.shape[g.lhs_spec[1]];
+      images_ = 1;
     }
     add_problems(padded);
     plans_.emplace(problems_);
@@ -173,7 +181,7 @@ class Convolution {
       for (const Phase& plane : phases[0]) {
         for (const Phase& row : phases[1]) {
           for (const Phase& column : phases[2]) {
-            rows_.push_back({f_.x.as<char>() + group * inner_ * x_bytes, zeros_.data(), f_.x.shape[0], pixel, {plane, row, column}});
+            rows_.push_back({f_.x.as<char>() + group * inner_ * x_bytes, zeros_.data(), images_, pixel, {plane, row, column}});
             const Rows& rows = rows_.back();
             problems_.push_back({rows.count(), inner_, columns_, f_.x.dtype,
                                  {f_.w.as<char>() + group * group_step * int64_t(ffi::ByteWidth(f_.w.dtype)), f_.w.dtype,
@@ -235,7 +243,8 @@ class Convolution {
   const bool flipped_;
   const std::vector<char> zeros_;  // a pixel of them, and the rest of a step
   epilogue::Tiles epilogue_;
-  Axis axes_[kAxes];
+  int64_t images_;
+  Axis axes_[kAxes];  // where each has one tap, all pixels are one line
   std::vector<Rows> rows_;
   std::vector<contraction::Problem> problems_;
   std::optional<contraction::Plans> plans_;
