@@ -50,8 +50,8 @@ struct Output {
   Clip clip;
 };
 
-// A line of outputs whose inputs are all in memory, zeros for padding: the pixels of x, and the taps of w, lie `line_step` apart. Rows point to
-// the first input of the first output. So many outputs that kTogether divides them read memory.
+// A line of outputs whose inputs are all in memory, zeros for padding: the pixels of x, and the taps of w, lie `line_step` apart. Rows point
+// to the first input of the first output. As many further outputs as fill up kTogether are read, not written.
 constexpr int kTogether = 8;
 
 struct Line {

@@ -152,7 +152,8 @@ struct Description {
     expanded.shape[3] = y.shape[3];
     g.check(call, expanded, w, y);
     const bool is_depthwise = g.groups == y.shape[3] && w.shape[g.rhs_spec[0]] == g.groups;
-    if (!is_depthwise || g.transposed() || !is_channels_last(g.lhs_spec) || !is_channels_last(g.out_spec) || w.size() == 0 || x.shape[3] == 0) {
+    const bool is_empty = w.size() == 0 || x.shape[3] == 0;
+    if (!is_depthwise || g.transposed() || !is_channels_last(g.lhs_spec) || !is_channels_last(g.out_spec) || is_empty) {
       call.refuse("the convolution is not depthwise, is transposed, has an empty filter or is not channels last");
     }
     return g;
@@ -226,8 +227,10 @@ class Strip {
     float* const to = at(line) + low() * step_;
     const auto multiply = p.dtype == DType::F32 ? contraction::kernels().pixels_f32 : contraction::kernels().pixels_bf16;
     const std::optional<Limits> limits = d_.expansion.limits;
-    const int64_t all = next_.begin == channels_.begin ? 0 : parts(next_.count, contraction::kPanel) * p.bytes() / contraction::kLineBytes, lines = end_ - first_;
-    const int64_t before = (line - first_) * all / lines, fetched = (line - first_ + 1) * all / lines - before;
+    // Of the next channels' panels this line's share, if they are others.
+    const int64_t panels = next_.begin == channels_.begin ? 0 : parts(next_.count, contraction::kPanel), lines = end_ - first_;
+    const int64_t wanted = panels * p.bytes() / contraction::kLineBytes, before = (line - first_) * wanted / lines;
+    const int64_t fetched = (line - first_ + 1) * wanted / lines - before;
     const char* const fetch = d_.packed + next_.begin / contraction::kPanel * p.bytes() + before * contraction::kLineBytes;
     multiply({x, pixel, pixels, p.steps(), p.dtype == DType::BF16 && p.inner % 2 != 0, d_.packed, p.bytes(), channels_.begin, channels_.count,
               d_.expansion.bias(channels_.begin), limits ? limits->low : -kInfinity, limits ? limits->high : kInfinity, step_, fetch, fetched}, to);

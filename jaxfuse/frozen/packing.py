@@ -88,10 +88,9 @@ class Choosing(Protocol):
 class Packed:
     """A fused program, `run(constants, arguments) -> outputs`, whose layers read their weights packed.
 
-    `choose` says in which form. The constants that `run` takes
-    are `constants`, with these `names`; the packed program is called with the arrays of its own `names`: first constants as they were,
-    `plain_names`, then packed ones. A constant that is read as it was, though an earlier program has it packed (`known`), is unpacked
-    at every call.
+    `choose` says in which form. The constants that `run` takes are `constants`, with these `names`; the packed program is called with
+    the arrays of its own `names`: first constants as they were, `plain_names`, then packed ones. A constant that is read as it was,
+    though an earlier program has it packed (`known`), is unpacked at every call.
     """
 
     def __init__(self, run: Callable, names: Sequence[str], constants: list, arguments: list,
