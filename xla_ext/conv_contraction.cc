@@ -85,9 +85,9 @@ class Convolution {
                               g.dilation[i],    g.lhs_dilation[i], g.padding_low[i]};
     }
     if (std::all_of(std::begin(axes_), std::end(axes_), [](const Axis& a) { return a.is_one_tap(); })) {
-      axes_[0] = axes_[1] = {};
-      axes_[2].inputs = axes_[2].outputs = f.x.size() / f.x.shape[g.lhs_spec[1]];
-      images_ = 1;
+      const int64_t pixels = images_ * axes_[0].outputs * axes_[1].outputs * axes_[2].outputs;
+      axes_[0] = axes_[1] = {}, images_ = 1;
+      axes_[2].inputs = axes_[2].outputs = pixels;
     }
     add_problems(padded);
     plans_.emplace(problems_);

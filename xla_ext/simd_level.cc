@@ -72,7 +72,8 @@ std::string described_level(bool vnni) {
   }
 }
 
-const bool described = facts().emplace("simd", described_level(false)).second && facts().emplace("int8", described_level(true)).second;
+const bool described = facts().emplace("simd", described_level(false)).second && facts().emplace("int8", described_level(true)).second &&
+                       facts().emplace("vectors", halves_vectors() ? "halved" : "whole").second;
 
 }  // namespace
 

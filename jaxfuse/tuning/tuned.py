@@ -45,6 +45,12 @@ def isa() -> tuple[str, ...]:
 
 
 @functools.cache
+def computes_whole_vectors() -> bool:
+    """Whether the CPU takes the vectors of its instruction set at once, as Zen 5 does AVX-512's, and not half by half, as Zen 4."""
+    return _info().get("vectors") == "whole"
+
+
+@functools.cache
 def identity() -> dict:
     """What measurements hold for: the machine, and the versions of what was measured."""
     version = "unknown"

@@ -45,12 +45,14 @@ def wins_expanded(dtype, activation) -> bool:
 
 def wins_packed(dtype, rows: int) -> bool:
     """Whether a dense layer of so many rows is fastest with a packed weight, with AVX-512. Of bf16 all are where the CPU multiplies that,
-    but has no matrices of it, else the fewest; of f32 those that XLA's product, which packs the weight at each call, was slower for."""
+    but has no matrices of it, else the fewest; of f32 those that XLA's product, which packs the weight at each call, was slower for: on
+    Zen 5 all."""
     if not has_avx512():
         return False
+    multiplies_bf16 = "avx512_core_bf16" in tuned.isa()
     if dtype == jnp.bfloat16:
-        return rows <= 64 or "avx512_core_bf16" in tuned.isa()
-    return rows <= 512
+        return rows <= 64 or multiplies_bf16
+    return rows <= 512 or multiplies_bf16 and tuned.computes_whole_vectors()
 
 
 def has_one_place(config, x, w) -> bool:
