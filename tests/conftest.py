@@ -110,6 +110,7 @@ def built_in_rules(tmp_path_factory):
     """Not those that were measured on the developer's machine, and of one instruction set, whatever this machine has."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuned, "isa", lambda: ("avx512", "avx512_core_bf16"))
+        patch.setattr(tuned, "computes_whole_vectors", lambda: True)
         patch.setenv("JAXFUSE_CACHE", str(tmp_path_factory.getbasetemp() / "no rules"))
         yield
 

@@ -6,6 +6,7 @@ import pytest
 
 import jaxfuse
 from compare import same
+from jaxfuse.tuning import tuned
 from layers import Wide, variables_of
 
 pytestmark = pytest.mark.usefixtures("some_kernel")
@@ -67,13 +68,15 @@ def test_weights_of_dense_layers_are_packed(product, shape, dtype, tmp_path):
 
 
 @pytest.mark.parametrize("rows, dtype, is_packed", [
-    (1, jnp.float32, True), (512, jnp.float32, True), (520, jnp.float32, False), (600, jnp.bfloat16, True), (2, jnp.float16, False)])
-def test_dense_layers_of_few_rows_are_packed(rows, dtype, is_packed):
-    """By the figures of AVX-512."""
+    (1, jnp.float32, True), (512, jnp.float32, True), (520, jnp.float32, "whole"), (600, jnp.bfloat16, True), (2, jnp.float16, False)])
+@pytest.mark.parametrize("vectors", ["whole", "halved"])
+def test_dense_layers_of_few_rows_are_packed(rows, dtype, is_packed, vectors, monkeypatch):
+    """By the figures of AVX-512; in float32 more rows where the CPU takes its vectors at once."""
+    monkeypatch.setattr(tuned, "computes_whole_vectors", lambda: vectors == "whole")
     w = jnp.ones((40, 24), dtype)
     made = jaxfuse.freeze(lambda w, x: x @ w + 1, w)
     same(made(jnp.ones((rows, 40), dtype)), jnp.full((rows, 24), 41, dtype))
-    assert any(name.startswith("packed") for name in made._constants) == is_packed
+    assert any(name.startswith("packed") for name in made._constants) == (is_packed in (True, vectors))
     by_heads = jaxfuse.freeze(lambda w, x: jnp.einsum("hbk,hkn->hbn", x, w), jnp.ones((2, 40, 24), dtype))
     assert not by_heads._packed and by_heads(jnp.ones((2, rows, 40), dtype)).shape == (2, rows, 24)
 
