@@ -11,8 +11,8 @@ from jax import lax
 
 import jaxfuse
 from compare import same
-from jaxfuse.frozen.packing import Packed
 from layers import variables_of
+from packed_programs import counts
 
 pytestmark = pytest.mark.usefixtures("some_kernel")
 NHWC = ("NHWC", "HWIO", "NHWC")
@@ -44,14 +44,7 @@ def positive_variances(model, x):
 @pytest.fixture
 def expansions(monkeypatch):
     """How many each program that is made has."""
-    found, init = [], Packed.__init__
-
-    def counting(self, *args, **kwargs):
-        init(self, *args, **kwargs)
-        found.append(len(self._expansions))
-
-    monkeypatch.setattr(Packed, "__init__", counting)
-    return found
+    return counts(monkeypatch, "_expansions")
 
 
 @pytest.mark.parametrize("batch, strides, kernel", [(1, (1, 1), (3, 3)), (3, (2, 2), (5, 5))])

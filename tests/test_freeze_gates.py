@@ -9,8 +9,8 @@ from jax import lax
 
 import jaxfuse
 from compare import same
-from jaxfuse.frozen.packing import Packed
 from layers import variables_of
+from packed_programs import counts
 
 pytestmark = pytest.mark.usefixtures("some_kernel")
 
@@ -32,14 +32,7 @@ class Excited(nn.Module):
 @pytest.fixture
 def gates(monkeypatch):
     """How many gates each program that is made has."""
-    found, init = [], Packed.__init__
-
-    def counting(self, *args, **kwargs):
-        init(self, *args, **kwargs)
-        found.append(len(self._gates))
-
-    monkeypatch.setattr(Packed, "__init__", counting)
-    return found
+    return counts(monkeypatch, "_gates")
 
 
 @pytest.mark.parametrize("batch", [1, 3])

@@ -20,8 +20,7 @@ namespace {
 // Longer than the usual gap between two kernels of a network, shorter than a scheduler's time slice.
 constexpr auto kSpin = std::chrono::microseconds(60);
 
-// Then a worker lets others have its core first: from one call of a small network to the next. To be woken would take
-// it some 40 us.
+// Then a worker lets others have its core: from one call of a small network to the next. To be woken would take it some 40 us.
 constexpr auto kYield = std::chrono::microseconds(300);
 
 void pause() {
