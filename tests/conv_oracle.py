@@ -120,6 +120,7 @@ MANY_PIXELS = {  # images so large that no sum of a filter's gradient takes in a
     "stem": Case((2, 97, 201, 3), (7, 7, 3, 10), strides=2, padding=[(3, 2), (2, 3)]),
     "one input": Case((1, 113, 111, 1), (3, 3, 1, 8), padding=(1, 1)),
     "one input, one output": Case((1, 131, 127, 1), (5, 5, 1, 1), padding=(2, 2)),
+    "3x3, Winograd": Case((2, 113, 111, 24), (3, 3, 24, 40), padding=(1, 1)),
     "wide": Case((1, 5, 1111, 5), (3, 3, 5, 4), padding=[(0, 1), (2, 0)]),
     "strided": Case((1, 62, 71, 20), (3, 2, 20, 33), strides=(2, 1), padding=[(1, 1), (0, 0)]),
     "dilated": Case((2, 61, 59, 16), (3, 3, 16, 20), padding=[(2, 2), (4, 0)], dilation=(2, 3)),

@@ -96,24 +96,36 @@ void data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, 
 }
 
 // What computes the gradient of a filter that is not depthwise::weights_gradient's.
-enum class Sums { none, copies, loops, contraction, onednn };
+enum class Sums { none, winograd, copies, loops, contraction, onednn };
 
-Sums sums_of(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g) {
-  if (dw.size() == 0 || x.size() == 0 || g.size() == 0) return Sums::none;
+Sums direct_sums_of(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g) {
   if (contracted::takes_filter_gradient(geometry, x, dw, g)) return Sums::contraction;
   const bool too_long = onednn::images_per_sum(geometry, dw, g) == 0;
   if (too_long && depthwise::has_single_inputs(geometry, dw)) return Sums::copies;
   return too_long || (x.dtype == DType::F32 && filter::is_faster(geometry, dw)) ? Sums::loops : Sums::onednn;
 }
 
-void weights_gradient(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g) {
-  switch (sums_of(geometry, x, dw, g)) {
+Sums sums_of(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g) {
+  if (dw.size() == 0 || x.size() == 0 || g.size() == 0) return Sums::none;
+  if (winograd::takes_filter_gradient(geometry, x, dw, g)) return Sums::winograd;
+  return direct_sums_of(geometry, x, dw, g);
+}
+
+void sum_weights_gradient(Sums sums, const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g) {
+  switch (sums) {
     case Sums::none: return dw.size() ? (void)std::memset(dw.data, 0, dw.bytes()) : void();
+    case Sums::winograd:
+      if (winograd::filter_gradient(geometry, x, dw, g)) return;
+      return sum_weights_gradient(direct_sums_of(geometry, x, dw, g), geometry, x, dw, g);
     case Sums::copies: return depthwise::weights_gradient_of_copies(geometry, x, dw, g);
     case Sums::loops: return filter::gradient(geometry, x, dw, g);
     case Sums::contraction: return contracted::filter_gradient(geometry, x, dw, g);
     case Sums::onednn: return onednn::weights_gradient(geometry, x, dw, g);
   }
+}
+
+void weights_gradient(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g) {
+  sum_weights_gradient(sums_of(geometry, x, dw, g), geometry, x, dw, g);
 }
 
 // function(geometry, x, dw, g) of the convolution whose filter's gradient dw is: a transposed one's is its adjoint's, from g to x.

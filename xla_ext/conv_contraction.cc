@@ -193,15 +193,19 @@ bool fits(const Geometry& g, const Tensor& w) {
   return is_channels_last(g.lhs_spec) && is_channels_last(g.out_spec) && (strides[0] == 1 || strides[1] == 1);
 }
 
+// Whether oneDNN loses much by the reorder of a filter that few pixels meet (measured on Zen 5, benchmarks/README.md).
+bool is_large(const Tensor& w, int64_t pixels) {
+  constexpr int64_t kElementsForPixel = 600;
+  return w.size() >= kElementsForPixel * pixels;
+}
+
 bool takes(const Geometry& g, const Tensor& x, const Tensor& w, const Tensor& y) {
   if (!fits(g, w) || y.size() == 0) return false;
   if (contraction::always() || !onednn::is_loaded()) return true;
   if (!contraction::has_bf16() || g.groups > 1) return false;
-  // oneDNN reorders the filter first: that is worth it where many pixels meet it, in f32 where a few hundred do (measured on Zen 5,
-  // benchmarks/README.md).
-  constexpr int64_t kFilterForPixel = 600, kFewPixels = 200;
+  constexpr int64_t kFewPixels = 200;  // in f32
   const int64_t pixels = y.size() / y.shape[g.out_spec[1]];
-  return w.size() >= kFilterForPixel * pixels && (x.dtype == DType::BF16 || pixels <= kFewPixels);
+  return is_large(w, pixels) && (x.dtype == DType::BF16 || pixels <= kFewPixels);
 }
 
 // By f's filter, or by the one that is packed at `panels`, which is finite. False where an infinity or a NaN of it met padding.
@@ -279,7 +283,12 @@ contraction::Filter filter(const Geometry& g, const Tensor& w) {
 }
 
 bool takes_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g) {
-  return takes(geometry.adjoint(w), g, w, dx);
+  const Geometry adjoint = geometry.adjoint(w);
+  if (takes(adjoint, g, w, dx)) return true;
+  // Of strides oneDNN's kernels are slower, however many pixels there are.
+  const bool strided = geometry.strides != Shape(geometry.spatial_rank(), 1);
+  return strided && contraction::has_bf16() && geometry.groups == 1 && fits(adjoint, w) && dx.size() > 0 &&
+         is_large(w, dx.size() / dx.shape[geometry.lhs_spec[1]]);
 }
 
 void data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g) {

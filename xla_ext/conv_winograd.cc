@@ -9,39 +9,17 @@
 
 #include "contraction.h"
 #include "conv_contraction.h"
-#include "conv_winograd_kernels.h"
-#include "cut.h"
+#include "conv_winograd_tiles.h"
 #include "parallel.h"
 #include "scratch.h"
-#include "simd_level.h"
 
 namespace jaxfuse::conv::winograd {
 namespace {
-
-const Kernels& kernels() { return choose(portable_kernels, avx2_kernels, avx512_kernels); }
 
 constexpr int64_t kInner = 128;            // products of a sum in f32, which is then added to those before
 constexpr int64_t kTileFloats = 96 << 10;  // of transformed tiles that a task has: they stay in the second-level cache
 constexpr int64_t kFewTileFloats = 256 << 10;  // so few that all of them stay there: then a task reads a part of the filter only
 constexpr int64_t kPadding = 16;           // between their rows: a power of two would meet in the same lines of the cache
-
-struct Sizes {
-  int64_t batch, height, width, channels, features, out_height, out_width;
-  int64_t lines, per_line, tiles;  // of tiles
-
-  Sizes(const Geometry& g, const Tensor& x, const Tensor& w, const Tensor& y)
-      : batch(x.shape[0]), height(x.shape[1]), width(x.shape[2]), channels(x.shape[3]), features(w.shape[g.rhs_spec[0]]),
-        out_height(y.shape[1]), out_width(y.shape[2]), lines(parts(out_height, 2)), per_line(parts(out_width, 2)),
-        tiles(batch * lines * per_line) {}
-};
-
-// Where a tile lies: the image, and its first output.
-struct Position {
-  int64_t image, line, column;
-
-  Position(const Sizes& s, int64_t tile)
-      : image(tile / s.per_line / s.lines), line(tile / s.per_line % s.lines * 2), column(tile % s.per_line * 2) {}
-};
 
 class Winograd {
  public:
@@ -135,13 +113,8 @@ class Winograd {
   }
 
   void transform_input(int64_t tile, float* to, int64_t point) const {
-    const Position at(s_, tile);
     const float* pixels[kPoints];
-    for (int64_t i = 0; i < kPoints; ++i) {
-      const int64_t h = at.line + i / kSide - f_.geometry.padding_low[0], w = at.column + i % kSide - f_.geometry.padding_low[1];
-      const bool inside = h >= 0 && h < s_.height && w >= 0 && w < s_.width;
-      pixels[i] = inside ? f_.x.as<float>() + ((at.image * s_.height + h) * s_.width + w) * s_.channels : zeros_.data();
-    }
+    Position(s_, tile).find_inputs(s_, f_.x.as<float>(), zeros_.data(), pixels);
     loops_.transform_input(pixels, s_.channels, to, point);
   }
 

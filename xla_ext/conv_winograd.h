@@ -20,4 +20,9 @@ bool fits(const Geometry& geometry, const Tensor& x, const Tensor& w, const Tens
 bool takes_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g);
 bool data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g);
 
+// The gradient of such a convolution's filter (conv_winograd_filter.cc). It too is false where a result is not finite: dw is then
+// not what it should be.
+bool takes_filter_gradient(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g);
+bool filter_gradient(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g);
+
 }  // namespace jaxfuse::conv::winograd

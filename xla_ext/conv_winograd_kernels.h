@@ -2,6 +2,7 @@
 #pragma once
 
 #include "contraction_kernels.h"
+#include "product_kernels.h"
 
 namespace jaxfuse::conv::winograd {
 
@@ -22,6 +23,19 @@ struct Outputs {
   int64_t z_pixel;
 };
 
+// Of the gradient of a filter one line of the points at a time: `point` is from one of its kSide points to the next.
+struct FilterKernels {
+  int64_t rows, columns;  // of a tile of products, whose sums fill the registers
+  // Line `line` of Bᵀ·d·B and of A·g·Aᵀ, of tiles whose 16 and 4 pixels are given line by line: channel c of point j goes to
+  // to[j·point + c]. What is written are whole vectors.
+  void (*transform_input)(const float* const* pixels, int64_t line, int64_t channels, float* to, int64_t point);
+  void (*transform_gradient)(const float* const* pixels, int64_t line, int64_t channels, float* to, int64_t point);
+  // sums[i·stride + j] = Σ a_i·b_j over panels.steps, added to what is there unless `first`.
+  void (*multiply)(const product::Panels& panels, int64_t rows, int64_t columns, float* sums, int64_t stride, bool first);
+  // What line `line` of m contributes to Gᵀ·m·G, added to `count` numbers of each of nine taps; whether all of them are finite.
+  bool (*add_taps)(const float* m, int64_t point, int64_t line, int64_t count, float* taps, int64_t tap);
+};
+
 struct Kernels {
   // G·g·Gᵀ of `count` features for each channel; point p of channel c is at to + p·point + c·columns, with zeros behind the features.
   void (*transform_filter)(const Filter&, int64_t channels, int64_t count, float* to, int64_t columns, int64_t point);
@@ -29,6 +43,8 @@ struct Kernels {
   void (*transform_input)(const float* const* pixels, int64_t channels, float* to, int64_t point);
   // Aᵀ·m·A; whether all of it is finite.
   bool (*transform_output)(const Outputs&);
+
+  FilterKernels filter;
 };
 
 extern const Kernels portable_kernels, avx2_kernels, avx512_kernels;

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "conv_winograd_kernels.h"
+#include "product_tile.h"
 #include "simd.h"
 
 namespace jaxfuse::conv::winograd {
@@ -106,7 +107,76 @@ bool transform_output(const Outputs& out) {
   return to_bits(sum - sum == 0.0f) == (1u << kLanes) - 1;
 }
 
-constexpr Kernels kernels = {transform_filter, transform_input, transform_output};
+// ---- Gᵀ·[Σ (Bᵀ·d·B) ⊙ (A·g·Aᵀ)]·G, the gradient of g with respect to a filter, where g are those of y
+
+// A line of Bᵀ is one line of pixels and another by a sign.
+struct Pair {
+  int64_t first, second;
+  float sign;
+};
+constexpr Pair kInputLines[kSide] = {{0, 2, -1}, {1, 2, 1}, {2, 1, -1}, {1, 3, -1}};
+constexpr float kA[kSide][2] = {{1, 0}, {1, 1}, {1, -1}, {0, -1}}, kG[kSide][3] = {{1, 0, 0}, {0.5f, 0.5f, 0.5f}, {0.5f, -0.5f, 0.5f}, {0, 0, 1}};
+
+void transform_input_line(const float* const* pixels, int64_t line, int64_t channels, float* to, int64_t point) {
+  const Pair pair = kInputLines[line];
+  const float* const *first = pixels + pair.first * kSide, *const *second = pixels + pair.second * kSide;
+  for_vectors(0, channels, [&](int64_t c, auto lanes) {
+    Floats d[kSide];
+#pragma GCC unroll 4
+    for (int64_t j = 0; j < kSide; ++j) d[j] = load(first[j] + c, lanes) + pair.sign * load(second[j] + c, lanes);
+    const Four v = input_line(d[0], d[1], d[2], d[3]);
+#pragma GCC unroll 4
+    for (int64_t j = 0; j < kSide; ++j) store(to + j * point + c, v.at[j]);
+  });
+}
+
+void transform_gradient_line(const float* const* pixels, int64_t line, int64_t channels, float* to, int64_t point) {
+  const float first = kA[line][0], second = kA[line][1];
+  for_vectors(0, channels, [&](int64_t c, auto lanes) {
+    const Floats left = first * load(pixels[0] + c, lanes) + second * load(pixels[2] + c, lanes),
+                 right = first * load(pixels[1] + c, lanes) + second * load(pixels[3] + c, lanes);
+    const Floats v[kSide] = {left, left + right, left - right, -right};
+#pragma GCC unroll 4
+    for (int64_t j = 0; j < kSide; ++j) store(to + j * point + c, v[j]);
+  });
+}
+
+constexpr int64_t kRows = kLanes == 4 ? 4 : 6, kVectors = kLanes == 16 ? 4 : 2;
+
+template <int64_t vectors = kVectors>
+void multiply(const product::Panels& panels, int64_t rows, int64_t columns, float* sums, int64_t stride, bool first) {
+  if constexpr (vectors > 1) {
+    if (columns <= (vectors - 1) * kLanes) return multiply<vectors - 1>(panels, rows, columns, sums, stride, first);
+  }
+  product::outer_products<kRows, true, vectors>(panels, rows, sums, stride, first, Whole{});
+}
+
+bool add_taps(const float* m, int64_t point, int64_t line, int64_t count, float* taps, int64_t tap) {
+  Floats sum{};
+  for_vectors(0, count, [&](int64_t k, auto lanes) {
+    Floats l[3] = {};
+#pragma GCC unroll 4
+    for (int64_t j = 0; j < kSide; ++j) {
+      const Floats value = load(m + j * point + k, lanes);
+#pragma GCC unroll 3
+      for (int64_t i = 0; i < 3; ++i) l[i] += kG[j][i] * value;
+    }
+    for (int64_t i = 0; i < 3; ++i) {
+      for (int64_t j = 0; j < 3; ++j) {
+        float* const at = taps + (i * 3 + j) * tap + k;
+        const Floats value = load(at, lanes) + kG[line][i] * l[j];
+        store(at, value, lanes);
+        sum += value * 0.0f;
+      }
+    }
+  });
+  return to_bits(sum == 0.0f) == (1u << kLanes) - 1;
+}
+
+constexpr Kernels kernels = {
+    transform_filter, transform_input, transform_output,
+    {kRows, kVectors * kLanes, transform_input_line, transform_gradient_line, multiply<>, add_taps},
+};
 
 }  // namespace
 }  // namespace jaxfuse::conv::winograd
