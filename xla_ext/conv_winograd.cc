@@ -1,10 +1,12 @@
-// A task takes some tiles, all of whose channels it transforms into memory of its own. Then, a panel of features after the other:
-// for each of the 16 points a product of these tiles and of the transformed filter, and the outputs made of the 16. Where there are
-// few tiles, and panels for all threads, a task takes all tiles and one panel.
+// A task takes some tiles and some panels of features. It takes one line of the 4×4 points after the other: for it transforms all channels
+// of its tiles, and for each panel multiplies them by the transformed filter, and adds what the products contribute to the outputs. So a
+// line of points and the outputs stay in the second-level cache. Where there are few tiles each task has all of them, and a part of the
+// panels: the filter is read once.
 #include "conv_winograd.h"
 
 #include <algorithm>
 #include <atomic>
+#include <utility>
 #include <vector>
 
 #include "contraction.h"
@@ -17,8 +19,7 @@ namespace jaxfuse::conv::winograd {
 namespace {
 
 constexpr int64_t kInner = 128;            // products of a sum in f32, which is then added to those before
-constexpr int64_t kTileFloats = 96 << 10;  // of transformed tiles that a task has: they stay in the second-level cache
-constexpr int64_t kFewTileFloats = 256 << 10;  // so few that all of them stay there: then a task reads a part of the filter only
+constexpr int64_t kTaskFloats = 96 << 10;  // of a line of points, its products, and outputs: they stay in the second-level cache
 constexpr int64_t kPadding = 16;           // between their rows: a power of two would meet in the same lines of the cache
 
 class Winograd {
@@ -39,8 +40,20 @@ class Winograd {
   }
 
   bool run() const {
-    const bool has_tasks = parts(s_.features, products_.columns) >= max_threads();
-    return has_tasks && s_.tiles * row_ * kPoints <= kFewTileFloats ? run_by_features() : run_by_tiles();
+    const int64_t panels = parts(s_.features, products_.columns), threads = max_threads();
+    const int64_t most = kTaskFloats / floats_of_tile(panels);
+    const bool by_panels = panels >= threads && s_.tiles * floats_of_tile(parts(panels, threads)) <= kTaskFloats;
+    // As many tasks for each thread.
+    const int64_t tasks = by_panels ? threads
+                                    : std::min(padded(parts(s_.tiles, std::max(most, products_.rows)), threads), parts(s_.tiles, products_.rows));
+    std::atomic<bool> finite{true};
+    parallel_for(tasks, [&](int64_t i) {
+      const auto part = [&](int64_t count) { return std::pair(i * count / tasks, (i + 1) * count / tasks); };
+      const auto [first, end] = by_panels ? std::pair(int64_t(0), s_.tiles) : part(s_.tiles);
+      const auto [panel, end_panel] = by_panels ? part(panels) : std::pair(int64_t(0), panels);
+      if (!Part(*this, first, end - first, panel, end_panel - panel).run()) finite = false;
+    });
+    return finite;
   }
 
  private:
@@ -58,102 +71,84 @@ class Winograd {
     });
   }
 
-  // Every task has tiles of its own, and reads the whole filter.
-  bool run_by_tiles() const {
-    const int64_t most = std::max(products_.rows, kTileFloats / kPoints / row_ / products_.rows * products_.rows);
-    const int64_t tasks = std::max(parts(s_.tiles, most), std::min<int64_t>(max_threads(), parts(s_.tiles, products_.rows)));
-    const int64_t step = padded(parts(s_.tiles, tasks), products_.rows);
-    std::atomic<bool> finite{true};
-    parallel_for(parts(s_.tiles, step), [&](int64_t task) {
-      const int64_t first = task * step, count = std::min(step, s_.tiles - first);
-      const Scratch scratch(kPoints * count * row_ * sizeof(float));
-      float* const tiles = scratch.as<float>();
-      for (int64_t t = 0; t < count; ++t) transform_input(first + t, tiles + t * row_, count * row_);
-      const Part part(*this, first, count, tiles);
-      for (int64_t feature = 0; feature < s_.features; feature += products_.columns) {
-        if (!run(part, feature)) finite = false;
+  int64_t floats_of_tile(int64_t panels) const { return kSide * (row_ + (1 + panels) * products_.columns); }
+
+  // Some tiles by some panels.
+  class Part {
+   public:
+    Part(const Winograd& w, int64_t first, int64_t count, int64_t panel, int64_t panels)
+        : w_(w), s_(w.s_), columns_(w.products_.columns), first_(first), count_(count), panel_(panel), panels_(panels),
+          scratch_(count * w.floats_of_tile(panels) * sizeof(float)), points_(scratch_.as<float>()), sums_(points_ + kSide * count * w.row_),
+          outputs_(sums_ + kSide * count * columns_), rows_(count), pixels_(count * kPoints) {
+      for (int64_t t = 0; t < count; ++t) {
+        rows_[t] = reinterpret_cast<const char*>(points_ + t * w.row_);
+        Position(s_, first + t).find_inputs(s_, w.f_.x.as<float>(), w.zeros_.data(), &pixels_[t * kPoints]);
       }
-    });
-    return finite;
-  }
-
-  // Every task has some features, and reads all tiles.
-  bool run_by_features() const {
-    const Scratch scratch(kPoints * s_.tiles * row_ * sizeof(float));
-    float* const tiles = scratch.as<float>();
-    parallel_for(s_.tiles, [&](int64_t t) { transform_input(t, tiles + t * row_, s_.tiles * row_); });
-    std::atomic<bool> finite{true};
-    parallel_for(parts(s_.features, products_.columns), [&](int64_t task) {
-      if (!run(Part(*this, 0, s_.tiles, tiles), task * products_.columns)) finite = false;
-    });
-    return finite;
-  }
-
-  // Some transformed tiles, and memory for products and outputs of theirs.
-  struct Part {
-    int64_t first, count, products;
-    Scratch scratch;
-    float *sums, *z;
-    std::vector<const char*> rows;
-
-    Part(const Winograd& w, int64_t first, int64_t count, const float* tiles)
-        : first(first), count(count), products(count * w.products_.columns), scratch((kPoints + 2 * 2) * products * sizeof(float)),
-          sums(scratch.as<float>()), z(sums + kPoints * products), rows(count) {
-      for (int64_t t = 0; t < count; ++t) rows[t] = reinterpret_cast<const char*>(tiles + t * w.row_);
     }
+
+    // Whether all results are finite.
+    bool run() {
+      bool finite = true;
+      for (int64_t line = 0; line < kSide; ++line) {
+        for (int64_t t = 0; t < count_; ++t) {
+          w_.loops_.transform_input(&pixels_[t * kPoints], line, s_.channels, points_ + t * w_.row_, count_ * w_.row_);
+        }
+        for (int64_t i = 0; i < panels_; ++i) {
+          for (int64_t j = 0; j < kSide; ++j) multiply(i, line * kSide + j);
+          float* const z = outputs(i);
+          finite &= w_.loops_.add_outputs({sums_, count_ * columns_, columns_, count_, columns(i), {z, z + 2 * count_ * columns_}}, line);
+        }
+      }
+      for (int64_t i = 0; i < panels_; ++i) finish(i);
+      return finite;
+    }
+
+   private:
+    int64_t feature(int64_t panel) const { return (panel_ + panel) * columns_; }
+    // Of a tile of products; nothing writes the others.
+    int64_t columns(int64_t panel) const { return std::min(columns_, s_.features - feature(panel)); }
+    float* outputs(int64_t panel) const { return outputs_ + panel * kSide * count_ * columns_; }
+
+    void multiply(int64_t panel, int64_t point) const {
+      const contraction::Layout& layout = w_.layout_;
+      const char* const panels = w_.filter_ + feature(panel) / contraction::kPanel * w_.panels_.bytes() + point * s_.channels * layout.line;
+      const int64_t tiles = parts(count_, w_.products_.rows), offset = point % kSide * count_ * w_.row_;
+      float* const sums = sums_ + point % kSide * count_ * columns_;
+      for (int64_t k = 0; k < s_.channels; k += kInner) {
+        const int64_t steps = std::min(kInner, s_.channels - k);
+        const char* const at = panels + k * layout.line;
+        for (int64_t i = 0; i < tiles; ++i) {
+          const int64_t begin = i * count_ / tiles, end = (i + 1) * count_ / tiles, fetched = i * steps / tiles;
+          const contraction::Tile tile{rows_.data() + begin, nullptr, count_, (offset + k) * int64_t(sizeof(float)), 1, steps, false,
+                                       columns(panel), at, layout, at + (steps + fetched) * layout.line, (i + 1) * steps / tiles - fetched};
+          w_.products_.multiply_f32(tile, end - begin, sums + begin * columns_, k == 0);
+        }
+      }
+    }
+
+    // What follows, line by line of tiles.
+    void finish(int64_t panel) const {
+      for (int64_t t = 0, beside; t < count_; t += beside) {
+        const Position at(s_, first_ + t);
+        beside = std::min(count_ - t, s_.per_line - at.column / 2);
+        for (int64_t line = 0; line < std::min<int64_t>(2, s_.out_height - at.line); ++line) {
+          const int64_t pixel = (at.image * s_.out_height + at.line + line) * s_.out_width + at.column;
+          const int64_t pixels = std::min(2 * beside, s_.out_width - at.column);
+          const float* const z = outputs(panel) + (line * count_ + t) * 2 * columns_;
+          epilogue::kernels().apply(
+              w_.epilogue_.tile(z, DType::F32, columns_, pixel * s_.features + feature(panel), feature(panel), columns(panel)), 0, pixels);
+        }
+      }
+    }
+
+    const Winograd& w_;
+    const Sizes& s_;
+    const int64_t columns_, first_, count_, panel_, panels_;
+    const Scratch scratch_;
+    float *const points_, *const sums_, *const outputs_;
+    std::vector<const char*> rows_;
+    std::vector<const float*> pixels_;
   };
-
-  // As many features of them as a tile of products has.
-  bool run(const Part& part, int64_t feature) const {
-    const char* panels = filter_ + feature / contraction::kPanel * panels_.bytes();
-    for (int64_t p = 0; p < kPoints; ++p, panels += s_.channels * layout_.line) {
-      multiply(part.rows.data(), part.count, feature, p * part.count * row_, panels, part.sums + p * part.products);
-    }
-    return finish(part.first, part.count, feature, part.sums, part.z);
-  }
-
-  void transform_input(int64_t tile, float* to, int64_t point) const {
-    const float* pixels[kPoints];
-    Position(s_, tile).find_inputs(s_, f_.x.as<float>(), zeros_.data(), pixels);
-    loops_.transform_input(pixels, s_.channels, to, point);
-  }
-
-  // Of a tile of products from this feature on; nothing writes the others.
-  int64_t columns(int64_t feature) const { return std::min(products_.columns, s_.features - feature); }
-
-  // The products of one point, whose transformed pixels are `offset` floats behind the rows' beginnings.
-  void multiply(const char* const* rows, int64_t count, int64_t feature, int64_t offset, const char* panels, float* sums) const {
-    const int64_t tiles = parts(count, products_.rows);
-    for (int64_t k = 0; k < s_.channels; k += kInner) {
-      const int64_t steps = std::min(kInner, s_.channels - k);
-      const char* const at = panels + k * layout_.line;
-      for (int64_t i = 0; i < tiles; ++i) {
-        const int64_t begin = i * count / tiles, end = (i + 1) * count / tiles, fetched = i * steps / tiles;
-        const contraction::Tile tile{rows + begin, nullptr, count, (offset + k) * int64_t(sizeof(float)), 1, steps, false, columns(feature), at,
-                                     layout_, at + (steps + fetched) * layout_.line, (i + 1) * steps / tiles - fetched};
-        products_.multiply_f32(tile, end - begin, sums + begin * products_.columns, k == 0);
-      }
-    }
-  }
-
-  // The outputs of these tiles, line by line of tiles.
-  bool finish(int64_t first, int64_t count, int64_t feature, const float* sums, float* z) const {
-    bool finite = true;
-    for (int64_t t = 0, beside; t < count; t += beside) {
-      const Position at(s_, first + t);
-      beside = std::min(count - t, s_.per_line - at.column / 2);
-      float* const lines[2] = {z, z + 2 * beside * products_.columns};
-      finite &= loops_.transform_output({sums + t * products_.columns, count * products_.columns, products_.columns, beside, columns(feature),
-                                         {lines[0], lines[1]}, products_.columns});
-      for (int64_t line = 0; line < std::min<int64_t>(2, s_.out_height - at.line); ++line) {
-        const int64_t pixel = (at.image * s_.out_height + at.line + line) * s_.out_width + at.column;
-        const int64_t pixels = std::min(2 * beside, s_.out_width - at.column);
-        const int64_t offset = pixel * s_.features + feature;
-        epilogue::kernels().apply(epilogue_.tile(lines[line], DType::F32, products_.columns, offset, feature, columns(feature)), 0, pixels);
-      }
-    }
-    return finite;
-  }
 
   const Forward f_;
   const Sizes s_;

@@ -33,7 +33,7 @@ struct Cut {
 class Task {
  public:
   Task(const Sizes& s, const Cut& cut, int64_t number, const Tensor& x, const Tensor& g)
-      : s_(s), cut_(cut), loops_(kernels().filter), channel_(number % cut.channel_parts * cut.channels),
+      : s_(s), cut_(cut), loops_(kernels()), channel_(number % cut.channel_parts * cut.channels),
         channels_(std::min(cut.channels, s.channels - channel_)), feature_(number / cut.channel_parts * cut.features),
         features_(std::min(cut.features, s.features - feature_)), inputs_(x.as<float>() + channel_), outputs_(g.as<float>() + feature_),
         zeros_(std::max(cut.channels, cut.features)), scratch_((x_point() + g_point() + sums_point()) * kSide * sizeof(float)),
@@ -54,7 +54,7 @@ class Task {
         multiply(count, block == begin);
       }
       for (int64_t c = 0; c < channels_; ++c) {
-        finite &= loops_.add_taps(sums_ + c * cut_.features, sums_point(), line, features_, taps + c * s_.features, tap);
+        finite &= loops_.filter.add_taps(sums_ + c * cut_.features, sums_point(), line, features_, taps + c * s_.features, tap);
       }
     }
     return finite;
@@ -73,17 +73,17 @@ class Task {
       at.find_inputs(s_, inputs_, zeros_.data(), pixels);
       loops_.transform_input(pixels, line, channels_, x_ + t * cut_.channels, x_point());
       at.find_outputs(s_, outputs_, zeros_.data(), pixels);
-      loops_.transform_gradient(pixels, line, features_, g_ + t * cut_.features, g_point());
+      loops_.filter.transform_gradient(pixels, line, features_, g_ + t * cut_.features, g_point());
     }
   }
 
   void multiply(int64_t count, bool first) const {
-    const int64_t rows = parts(channels_, loops_.rows), one_line = 0;
+    const int64_t rows = parts(channels_, loops_.filter.rows), one_line = 0;
     for (int64_t point = 0; point < kSide; ++point) {
-      for (int64_t n = 0; n < features_; n += loops_.columns) {
+      for (int64_t n = 0; n < features_; n += loops_.filter.columns) {
         for (int64_t i = 0; i < rows; ++i) {
           const int64_t begin = i * channels_ / rows, end = (i + 1) * channels_ / rows;
-          loops_.multiply({x_ + point * x_point() + begin, g_ + point * g_point() + n, &one_line, 1, count, cut_.channels, cut_.features},
+          loops_.filter.multiply({x_ + point * x_point() + begin, g_ + point * g_point() + n, &one_line, 1, count, cut_.channels, cut_.features},
                           end - begin, features_ - n, sums_ + point * sums_point() + begin * cut_.features + n, cut_.features, first);
         }
       }
@@ -92,7 +92,7 @@ class Task {
 
   const Sizes& s_;
   const Cut& cut_;
-  const FilterKernels& loops_;
+  const Kernels& loops_;
   const int64_t channel_, channels_, feature_, features_;
   const float *const inputs_, *const outputs_;
   const std::vector<float> zeros_;

@@ -14,21 +14,18 @@ struct Filter {
   int64_t line, column, channel, feature;
 };
 
-// What of the products belongs to `tiles` tiles beside one another, `columns` features of each; from one of the kPoints to the next
-// it is m_point, from tile to tile m_row. Their outputs go to two lines, pixels z_pixel apart.
+// The products of one line of points for `tiles` tiles beside one another, `columns` features of each: from point to point it is `point`,
+// from tile to tile `row`. The tiles' outputs have two lines of 2·tiles pixels, `row` apart.
 struct Outputs {
   const float* m;
-  int64_t m_point, m_row, tiles, columns;
+  int64_t point, row, tiles, columns;
   float* z[2];
-  int64_t z_pixel;
 };
 
-// Of the gradient of a filter one line of the points at a time: `point` is from one of its kSide points to the next.
+// Of the gradient of a filter.
 struct FilterKernels {
   int64_t rows, columns;  // of a tile of products, whose sums fill the registers
-  // Line `line` of Bᵀ·d·B and of A·g·Aᵀ, of tiles whose 16 and 4 pixels are given line by line: channel c of point j goes to
-  // to[j·point + c]. What is written are whole vectors.
-  void (*transform_input)(const float* const* pixels, int64_t line, int64_t channels, float* to, int64_t point);
+  // Line `line` of A·g·Aᵀ of one tile, whose 2×2 pixels are given line by line; as transform_input.
   void (*transform_gradient)(const float* const* pixels, int64_t line, int64_t channels, float* to, int64_t point);
   // sums[i·stride + j] = Σ a_i·b_j over panels.steps, added to what is there unless `first`.
   void (*multiply)(const product::Panels& panels, int64_t rows, int64_t columns, float* sums, int64_t stride, bool first);
@@ -36,13 +33,16 @@ struct FilterKernels {
   bool (*add_taps)(const float* m, int64_t point, int64_t line, int64_t count, float* taps, int64_t tap);
 };
 
+// Points are taken line by line: a line's memory stays in the cache, where that of all of them would not.
 struct Kernels {
   // G·g·Gᵀ of `count` features for each channel; point p of channel c is at to + p·point + c·columns, with zeros behind the features.
   void (*transform_filter)(const Filter&, int64_t channels, int64_t count, float* to, int64_t columns, int64_t point);
-  // Bᵀ·d·B of one tile, whose pixels are given line by line; point p of channel c is at to[p·point + c].
-  void (*transform_input)(const float* const* pixels, int64_t channels, float* to, int64_t point);
-  // Aᵀ·m·A; whether all of it is finite.
-  bool (*transform_output)(const Outputs&);
+  // Line `line` of Bᵀ·d·B of one tile, whose 4×4 pixels are given line by line: channel c of its point j goes to to[j·point + c]. What is
+  // written are whole vectors.
+  void (*transform_input)(const float* const* pixels, int64_t line, int64_t channels, float* to, int64_t point);
+  // What line `line` of m contributes to Aᵀ·m·A, added to the outputs, or written where it is the first that does; whether what is
+  // there now is finite.
+  bool (*add_outputs)(const Outputs&, int64_t line);
 
   FilterKernels filter;
 };

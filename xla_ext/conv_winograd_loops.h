@@ -54,60 +54,7 @@ void transform_filter(const Filter& f, int64_t channels, int64_t count, float* t
   }
 }
 
-// ---- Bᵀ·d·B
-
-inline Four input_line(Floats d0, Floats d1, Floats d2, Floats d3) { return {d0 - d2, d1 + d2, d2 - d1, d1 - d3}; }
-
-void transform_input(const float* const* pixels, int64_t channels, float* to, int64_t point) {
-  for_vectors(0, channels, [&](int64_t c, auto lanes) {
-    Four columns[kSide];
-#pragma GCC unroll 4
-    for (int64_t j = 0; j < kSide; ++j) {
-      columns[j] = input_line(load(pixels[j] + c, lanes), load(pixels[kSide + j] + c, lanes), load(pixels[2 * kSide + j] + c, lanes),
-                              load(pixels[3 * kSide + j] + c, lanes));
-    }
-#pragma GCC unroll 4
-    for (int64_t i = 0; i < kSide; ++i) {
-      const Four v = input_line(columns[0].at[i], columns[1].at[i], columns[2].at[i], columns[3].at[i]);
-#pragma GCC unroll 4
-      for (int64_t j = 0; j < kSide; ++j) store(to + (i * kSide + j) * point + c, v.at[j], lanes);
-    }
-  });
-}
-
-// ---- Aᵀ·m·A
-
-// A sum that is finite if all of its terms are, but for terms near the end of f32's range.
-inline Floats outputs_of_tile(const float* m, int64_t point, float* const z[2], int64_t z_pixel) {
-  Floats lines[2][kSide];
-#pragma GCC unroll 4
-  for (int64_t j = 0; j < kSide; ++j) {
-    const Floats m1 = load(m + (kSide + j) * point), m2 = load(m + (2 * kSide + j) * point);
-    lines[0][j] = load(m + j * point) + (m1 + m2), lines[1][j] = (m1 - m2) - load(m + (3 * kSide + j) * point);
-  }
-  Floats sum{};
-#pragma GCC unroll 2
-  for (int64_t i = 0; i < 2; ++i) {
-    const Floats left = lines[i][0] + (lines[i][1] + lines[i][2]), right = (lines[i][1] - lines[i][2]) - lines[i][3];
-    store(z[i], left);
-    store(z[i] + z_pixel, right);
-    sum += left + right;
-  }
-  return sum;
-}
-
-bool transform_output(const Outputs& out) {
-  Floats sum{};
-  for (int64_t tile = 0; tile < out.tiles; ++tile) {
-    for (int64_t k = 0; k < out.columns; k += kLanes) {
-      float* const z[2] = {out.z[0] + 2 * tile * out.z_pixel + k, out.z[1] + 2 * tile * out.z_pixel + k};
-      sum += outputs_of_tile(out.m + tile * out.m_row + k, out.m_point, z, out.z_pixel);
-    }
-  }
-  return to_bits(sum - sum == 0.0f) == (1u << kLanes) - 1;
-}
-
-// ---- Gᵀ·[Σ (Bᵀ·d·B) ⊙ (A·g·Aᵀ)]·G, the gradient of g with respect to a filter, where g are those of y
+// ---- Bᵀ·d·B, a line at a time
 
 // A line of Bᵀ is one line of pixels and another by a sign.
 struct Pair {
@@ -115,9 +62,10 @@ struct Pair {
   float sign;
 };
 constexpr Pair kInputLines[kSide] = {{0, 2, -1}, {1, 2, 1}, {2, 1, -1}, {1, 3, -1}};
-constexpr float kA[kSide][2] = {{1, 0}, {1, 1}, {1, -1}, {0, -1}}, kG[kSide][3] = {{1, 0, 0}, {0.5f, 0.5f, 0.5f}, {0.5f, -0.5f, 0.5f}, {0, 0, 1}};
 
-void transform_input_line(const float* const* pixels, int64_t line, int64_t channels, float* to, int64_t point) {
+inline Four input_line(Floats d0, Floats d1, Floats d2, Floats d3) { return {d0 - d2, d1 + d2, d2 - d1, d1 - d3}; }
+
+void transform_input(const float* const* pixels, int64_t line, int64_t channels, float* to, int64_t point) {
   const Pair pair = kInputLines[line];
   const float* const *first = pixels + pair.first * kSide, *const *second = pixels + pair.second * kSide;
   for_vectors(0, channels, [&](int64_t c, auto lanes) {
@@ -130,7 +78,47 @@ void transform_input_line(const float* const* pixels, int64_t line, int64_t chan
   });
 }
 
-void transform_gradient_line(const float* const* pixels, int64_t line, int64_t channels, float* to, int64_t point) {
+// ---- Aᵀ·m·A, a line at a time
+
+// A sum that is finite if all of its terms are, but for terms near the end of f32's range.
+template <int64_t line>
+Floats add_tile(const float* m, int64_t point, float* const z[2], int64_t row) {
+  const Floats m1 = load(m + point), m2 = load(m + 2 * point);
+  const Floats outputs[2] = {load(m) + (m1 + m2), (m1 - m2) - load(m + 3 * point)};
+  Floats sum{};
+#pragma GCC unroll 2
+  for (int64_t j = 0; j < 2; ++j) {
+    float *const upper = z[0] + j * row, *const lower = z[1] + j * row;
+    const auto put = [&](float* to, Floats value) { sum += value, store(to, value); };
+    if constexpr (line == 0) put(upper, outputs[j]);
+    if constexpr (line == 1 || line == 2) put(upper, load(upper) + outputs[j]);
+    if constexpr (line == 1) put(lower, outputs[j]);
+    if constexpr (line == 2 || line == 3) put(lower, load(lower) - outputs[j]);
+  }
+  return sum;
+}
+
+template <int64_t line>
+bool add_tiles(const Outputs& out) {
+  Floats sum{};
+  for (int64_t tile = 0; tile < out.tiles; ++tile) {
+    for (int64_t k = 0; k < out.columns; k += kLanes) {
+      float* const z[2] = {out.z[0] + 2 * tile * out.row + k, out.z[1] + 2 * tile * out.row + k};
+      sum += add_tile<line>(out.m + tile * out.row + k, out.point, z, out.row);
+    }
+  }
+  return to_bits(sum - sum == 0.0f) == (1u << kLanes) - 1;
+}
+
+bool add_outputs(const Outputs& out, int64_t line) {
+  return line == 0 ? add_tiles<0>(out) : line == 1 ? add_tiles<1>(out) : line == 2 ? add_tiles<2>(out) : add_tiles<3>(out);
+}
+
+// ---- Gᵀ·[Σ (Bᵀ·d·B) ⊙ (A·g·Aᵀ)]·G, the gradient of a filter from that of y, a line at a time
+
+constexpr float kA[kSide][2] = {{1, 0}, {1, 1}, {1, -1}, {0, -1}}, kG[kSide][3] = {{1, 0, 0}, {0.5f, 0.5f, 0.5f}, {0.5f, -0.5f, 0.5f}, {0, 0, 1}};
+
+void transform_gradient(const float* const* pixels, int64_t line, int64_t channels, float* to, int64_t point) {
   const float first = kA[line][0], second = kA[line][1];
   for_vectors(0, channels, [&](int64_t c, auto lanes) {
     const Floats left = first * load(pixels[0] + c, lanes) + second * load(pixels[2] + c, lanes),
@@ -174,8 +162,7 @@ bool add_taps(const float* m, int64_t point, int64_t line, int64_t count, float*
 }
 
 constexpr Kernels kernels = {
-    transform_filter, transform_input, transform_output,
-    {kRows, kVectors * kLanes, transform_input_line, transform_gradient_line, multiply<>, add_taps},
+    transform_filter, transform_input, add_outputs, {kRows, kVectors * kLanes, transform_gradient, multiply<>, add_taps},
 };
 
 }  // namespace

@@ -29,19 +29,23 @@ struct Position {
 
   // Its pixels of x and of y line by line; `zeros` are those outside.
   void find_inputs(const Sizes& s, const float* x, const float* zeros, const float** pixels) const {
-    find(kSide, x, s.height, s.width, s.channels, line - s.top, column - s.left, zeros, pixels);
+    find<kSide>(x, s.height, s.width, s.channels, line - s.top, column - s.left, zeros, pixels);
   }
   void find_outputs(const Sizes& s, const float* y, const float* zeros, const float** pixels) const {
-    find(2, y, s.out_height, s.out_width, s.features, line, column, zeros, pixels);
+    find<2>(y, s.out_height, s.out_width, s.features, line, column, zeros, pixels);
   }
 
  private:
-  void find(int64_t side, const float* data, int64_t height, int64_t width, int64_t size, int64_t top, int64_t left, const float* zeros,
+  template <int64_t side>
+  void find(const float* data, int64_t height, int64_t width, int64_t size, int64_t top, int64_t left, const float* zeros,
             const float** pixels) const {
-    for (int64_t i = 0; i < side * side; ++i) {
-      const int64_t h = top + i / side, w = left + i % side;
-      const bool inside = h >= 0 && h < height && w >= 0 && w < width;
-      pixels[i] = inside ? data + ((image * height + h) * width + w) * size : zeros;
+    const float* const first = data + ((image * height + top) * width + left) * size;
+    const bool whole = top >= 0 && left >= 0 && top + side <= height && left + side <= width;
+    for (int64_t i = 0; i < side; ++i) {
+      for (int64_t j = 0; j < side; ++j) {
+        const bool inside = whole || (top + i >= 0 && top + i < height && left + j >= 0 && left + j < width);
+        pixels[i * side + j] = inside ? first + (i * width + j) * size : zeros;
+      }
     }
   }
 };
