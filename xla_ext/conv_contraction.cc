@@ -193,19 +193,25 @@ bool fits(const Geometry& g, const Tensor& w) {
   return is_channels_last(g.lhs_spec) && is_channels_last(g.out_spec) && (strides[0] == 1 || strides[1] == 1);
 }
 
-// Whether oneDNN loses much by the reorder of a filter that few pixels meet (measured on Zen 5, benchmarks/README.md).
-bool is_large(const Tensor& w, int64_t pixels) {
+// Whether oneDNN is slower, as measured on Zen 5 (benchmarks/README.md).
+bool is_large(const Tensor& w, int64_t pixels) {  // few pixels meet each element that it reorders
   constexpr int64_t kElementsForPixel = 600;
   return w.size() >= kElementsForPixel * pixels;
+}
+bool is_strided(const Geometry& g) { return g.strides != Shape(g.spatial_rank(), 1); }
+bool is_read_once(const Tensor& x, int64_t channels, int64_t features) {  // from memory, for few features: its lines are fetched before
+  constexpr int64_t kFewestBytes = 12 << 20, kFewestChannels = 128;
+  return int64_t(x.bytes()) >= kFewestBytes && channels >= kFewestChannels && 2 * features <= channels;
 }
 
 bool takes(const Geometry& g, const Tensor& x, const Tensor& w, const Tensor& y) {
   if (!fits(g, w) || y.size() == 0) return false;
   if (contraction::always() || !onednn::is_loaded()) return true;
   if (!contraction::has_bf16() || g.groups > 1) return false;
-  constexpr int64_t kFewPixels = 200;  // in f32
-  const int64_t pixels = y.size() / y.shape[g.out_spec[1]];
-  return is_large(w, pixels) && (x.dtype == DType::BF16 || pixels <= kFewPixels);
+  constexpr int64_t kFewestChannels = 16;  // of strides
+  const int64_t channels = x.shape[g.lhs_spec[1]], features = y.shape[g.out_spec[1]];
+  if (is_large(w, y.size() / features)) return true;
+  return x.dtype == DType::F32 && ((is_strided(g) && channels >= kFewestChannels) || is_read_once(x, channels, features));
 }
 
 // By f's filter, or by the one that is packed at `panels`, which is finite. False where an infinity or a NaN of it met padding.
@@ -283,12 +289,7 @@ contraction::Filter filter(const Geometry& g, const Tensor& w) {
 }
 
 bool takes_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g) {
-  const Geometry adjoint = geometry.adjoint(w);
-  if (takes(adjoint, g, w, dx)) return true;
-  // Of strides oneDNN's kernels are slower, however many pixels there are.
-  const bool strided = geometry.strides != Shape(geometry.spatial_rank(), 1);
-  return strided && contraction::has_bf16() && geometry.groups == 1 && fits(adjoint, w) && dx.size() > 0 &&
-         is_large(w, dx.size() / dx.shape[geometry.lhs_spec[1]]);
+  return takes(geometry.adjoint(w), g, w, dx);
 }
 
 void data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g) {

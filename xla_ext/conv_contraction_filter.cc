@@ -241,15 +241,19 @@ bool takes_filter_gradient(const Geometry& geometry, const Tensor& x, const Tens
   if (contraction::always()) return true;
   if (!contraction::has_bf16()) return false;
   // Where oneDNN is slower, as measured on Zen 5 (benchmarks/README.md). Of few features a tile would be all but empty.
-  constexpr int64_t kManyPixels = 2000, kFilterForPixel = 100, kFilterForStridedPixel = 300, kFewestInputs = 14;
+  constexpr int64_t kFilterForPixel = 100, kFewestInputs = 14;
   const bool strided = geometry.strides != Shape(geometry.spatial_rank(), 1), single = geometry.taps(dw) == 1;
-  const int64_t pixels = g.size() / g.shape[geometry.out_spec[1]];
-  if (x.shape[geometry.lhs_spec[1]] < kFewestInputs) return false;
+  const int64_t channels = x.shape[geometry.lhs_spec[1]], features = g.shape[geometry.out_spec[1]], pixels = g.size() / features;
+  if (channels < kFewestInputs) return false;
   if (strided) {
+    constexpr int64_t kManyPixels = 2000, kFilterForStridedPixel = 300;
     const bool large = pixels >= kManyPixels || dw.size() >= kFilterForStridedPixel * pixels;
     return large && (x.dtype == DType::BF16 || !single);
   }
-  return x.dtype == DType::BF16 && single && dw.size() >= kFilterForPixel * pixels;
+  if (!single) return false;
+  if (x.dtype == DType::BF16) return dw.size() >= kFilterForPixel * pixels;
+  constexpr int64_t kManyPixels = 6000, kMostInputs = 192, kPanel = contraction::kPanel;
+  return pixels >= kManyPixels && channels <= kMostInputs && channels % kPanel == 0 && features % kPanel == 0;
 }
 
 void filter_gradient(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g) {
