@@ -42,18 +42,23 @@ struct Tile {
   int64_t fetched;    // how many of each panel
 };
 
-// Neighbouring pixels, `pixel` bytes apart, each a row of `steps`: they meet columns [column, column + columns) of the panels. `columns`
-// is at most the table's `pixel_columns`, and `column` a multiple of half of them.
+constexpr int64_t kMostPixelSteps = 256;  // of a sum that is not added in parts
+
+// Neighbouring pixels, `pixel` bytes apart, each a row of `steps` for every tap, `tap` bytes apart: they meet columns
+// [column, column + columns) of the panels. `columns` is at most the table's `pixel_columns`, and `column` a multiple of half of them.
 struct Pixels {
   const char* x;
-  int64_t pixel, count, steps;
-  bool odd;
+  int64_t pixel, count, taps, tap, steps;
+  bool odd;  // as of a tile
   const char* panels;
   int64_t panel;  // bytes from a panel to the next
   int64_t column, columns;
   const float* bias;  // of these columns, or null
   float low, high;    // limits of what a sum becomes; NaN stays NaN
-  int64_t stride;     // from a pixel's sums to the next
+  Element element;    // of what the sums become, and of the residual; of longer sums than kMostPixelSteps f32
+  void* to;
+  const void* residual;  // of these columns, or null: with longer sums there is none, and one tap
+  int64_t stride;     // from a pixel's elements of both to the next's
   const char* fetch;  // what is wanted soon, to be fetched into the second-level cache
   int64_t fetched;    // lines of it
 };
@@ -80,9 +85,9 @@ struct Kernels {
   void (*quantise_bf16)(const void* x, int64_t count, float step, int32_t zero, uint8_t* to);
   void (*to_floats)(float* sums, int64_t rows, int64_t stride, int64_t columns, const int32_t* offsets);
 
-  // to[i·stride + n] = Σ + bias, within the limits.
-  void (*pixels_f32)(const Pixels&, float* to);
-  void (*pixels_bf16)(const Pixels&, float* to);
+  // to[i·stride + n] = Σ + bias + residual, within the limits.
+  void (*pixels_f32)(const Pixels&);
+  void (*pixels_bf16)(const Pixels&);
   int64_t pixel_columns;  // that are multiplied together
 };
 

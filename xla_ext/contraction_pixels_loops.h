@@ -8,30 +8,35 @@ namespace jaxfuse::contraction {
 namespace {
 
 // Sums of twelve pixels by two vectors of columns: each factor is loaded once for two products.
-constexpr int64_t kPixels = kLanes == 16 ? 12 : 6, kPixelVectors = 2, kLongestSum = 256;
+constexpr int64_t kPixels = kLanes == 16 ? 12 : 6, kPixelVectors = 2;
 
-// Floats of the columns; of the last vector of them only some lanes.
+// Elements of the columns; of the last vector of them only some lanes.
 template <int64_t vectors, class Lanes>
 struct Vectors {
   const Lanes last;
 
-  Floats load(const float* from, int64_t j) const {
+  template <class T>
+  Floats load(const T* from, int64_t j) const {
     return j + 1 < vectors ? jaxfuse::load(from + j * kLanes) : jaxfuse::load(from + j * kLanes, last);
   }
-  void store(float* to, int64_t j, Floats v) const {
+  template <class T>
+  void store(T* to, int64_t j, Floats v) const {
     j + 1 < vectors ? jaxfuse::store(to + j * kLanes, v) : jaxfuse::store(to + j * kLanes, v, last);
   }
 };
 
-// total += the products of steps [begin, end), some lines fetched before every `together` of them.
+constexpr int64_t kStepsTogether = 4;  // before which lines are fetched
+
+// total += the products of a tap's steps [begin, end).
 template <class Step, int64_t count, int64_t vectors>
-[[gnu::always_inline]] inline void add_products(Floats (&total)[count][vectors], const Pixels& p, const char* x, int64_t begin, int64_t end,
-                                                const char* fetch, int64_t fetched, int64_t together) {
+[[gnu::always_inline]] inline void add_products(Floats (&total)[count][vectors], const Pixels& p, int64_t tap, int64_t begin, int64_t end,
+                                                const char* fetch, int64_t fetched) {
+  const char* const x = p.x + tap * p.tap;
   const char* panels[vectors];
 #pragma GCC unroll 2
   for (int64_t j = 0; j < vectors; ++j) {
     const int64_t column = p.column + j * kLanes;
-    panels[j] = p.panels + column / kPanel * p.panel + column % kPanel * int64_t(sizeof(float));
+    panels[j] = p.panels + column / kPanel * p.panel + column % kPanel * int64_t(sizeof(float)) + tap * p.steps * kLineBytes;
   }
   const auto add_step = [&](int64_t s, auto load_x) {
     Floats b[vectors];
@@ -45,22 +50,24 @@ template <class Step, int64_t count, int64_t vectors>
     }
   };
   const int64_t whole = end < p.steps || !p.odd ? end : end - 1;
+  const int64_t together = fetched > 0 ? kStepsTogether : p.steps, lines = (fetched * together + p.steps - 1) / p.steps;
   for (int64_t s = begin; s < whole;) {
-    for (int64_t i = 0; i < fetched; ++i, fetch += kLineBytes) __builtin_prefetch(fetch, 0, 2);
-    const int64_t next = s + together < whole ? s + together : whole;
-    for (; s < next; ++s) add_step(s, [](const char* at) { return Step::load_step(at); });
+    for (int64_t i = 0; i < lines; ++i, fetch += kLineBytes) __builtin_prefetch(fetch, 0, 2);
+    const int64_t until = s + together < whole ? s + together : whole;
+    for (; s < until; ++s) add_step(s, [](const char* at) { return Step::load_step(at); });
   }
   if (whole < end) add_step(whole, [](const char* at) { return Step::load_last(at); });
 }
 
-// Sums of more steps than are added one after the other: of kLongestSum at a time.
+// Sums of more steps than are added one after the other: of kMostPixelSteps at a time.
 template <class Step, int64_t count, int64_t vectors, class Lanes>
-[[gnu::noinline]] void multiply_long_pixels(const Pixels& p, const char* x, float* to, Lanes last) {
+[[gnu::noinline]] void multiply_long_pixels(const Pixels& p, Lanes last) {
   const Vectors<vectors, Lanes> columns{last};
-  for (int64_t begin = 0; begin < p.steps; begin += kLongestSum) {
-    const int64_t end = begin + kLongestSum < p.steps ? begin + kLongestSum : p.steps;
+  float* const to = static_cast<float*>(p.to);
+  for (int64_t begin = 0; begin < p.steps; begin += kMostPixelSteps) {
+    const int64_t end = begin + kMostPixelSteps < p.steps ? begin + kMostPixelSteps : p.steps;
     Floats total[count][vectors] = {};
-    add_products<Step>(total, p, x, begin, end, nullptr, 0, kLongestSum);
+    add_products<Step>(total, p, 0, begin, end, nullptr, 0);
     for (int64_t i = 0; i < count; ++i) {
       for (int64_t j = 0; j < vectors; ++j) {
         float* const line = to + i * p.stride;
@@ -72,10 +79,38 @@ template <class Step, int64_t count, int64_t vectors, class Lanes>
   }
 }
 
+template <class T, int64_t count, int64_t vectors, class Lanes>
+[[gnu::always_inline]] inline void finish(Floats (&total)[count][vectors], const Pixels& p, Vectors<vectors, Lanes> columns) {
+  const float low = p.low, high = p.high;
+  const int64_t stride = p.stride;
+  T* const to = static_cast<T*>(p.to);
+  if (const T* const residual = static_cast<const T*>(p.residual)) {
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < count; ++i) {
+#pragma GCC unroll 2
+      for (int64_t j = 0; j < vectors; ++j) total[i][j] += columns.load(residual + i * stride, j);
+    }
+  }
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < count; ++i) {
+#pragma GCC unroll 2
+    for (int64_t j = 0; j < vectors; ++j) columns.store(to + i * stride, j, round_to<T>(at_most(high, at_least(low, total[i][j]))));
+  }
+}
+
 template <class Step, int64_t count, int64_t vectors, class Lanes>
-void multiply_pixels(const Pixels& p, const char* x, float* to, Lanes last) {
-  if (p.steps > kLongestSum) return multiply_long_pixels<Step, count, vectors>(p, x, to, last);
+void multiply_pixels(const Pixels& p, Lanes last) {
+  if (p.taps * p.steps > kMostPixelSteps) return multiply_long_pixels<Step, count, vectors>(p, last);
   const Vectors<vectors, Lanes> columns{last};
+  const int64_t bytes = p.element == Element::f32 ? sizeof(float) : sizeof(bf16);
+  if (p.residual) {
+    const char* const residual = static_cast<const char*>(p.residual);
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < count; ++i) {
+      __builtin_prefetch(residual + i * p.stride * bytes);
+      if (bytes * vectors * kLanes > 64) __builtin_prefetch(residual + i * p.stride * bytes + 64);
+    }
+  }
   Floats total[count][vectors];
 #pragma GCC unroll 2
   for (int64_t j = 0; j < vectors; ++j) {
@@ -83,43 +118,38 @@ void multiply_pixels(const Pixels& p, const char* x, float* to, Lanes last) {
 #pragma GCC unroll 16
     for (int64_t i = 0; i < count; ++i) total[i][j] = start;
   }
-  const int64_t together = p.fetched > 0 ? 4 : p.steps;
-  add_products<Step>(total, p, x, 0, p.steps, p.fetch, (p.fetched * together + p.steps - 1) / p.steps, together);
-  const float low = p.low, high = p.high;
-  const int64_t stride = p.stride;
-#pragma GCC unroll 16
-  for (int64_t i = 0; i < count; ++i) {
-#pragma GCC unroll 2
-    for (int64_t j = 0; j < vectors; ++j) columns.store(to + i * stride, j, at_most(high, at_least(low, total[i][j])));
-  }
+  for (int64_t tap = 0; tap < p.taps; ++tap) add_products<Step>(total, p, tap, 0, p.steps, p.fetch, tap == 0 ? p.fetched : 0);
+  p.element == Element::f32 ? finish<float>(total, p, columns) : finish<bf16>(total, p, columns);
 }
 
 // The same of `given` pixels, at most `count`.
 template <class Step, int64_t count, int64_t vectors, class Lanes>
-void multiply_pixels(int64_t given, const Pixels& p, const char* x, float* to, Lanes last) {
+void multiply_pixels(int64_t given, const Pixels& p, Lanes last) {
   if constexpr (count > 1) {
-    if (given < count) return multiply_pixels<Step, count - 1, vectors>(given, p, x, to, last);
+    if (given < count) return multiply_pixels<Step, count - 1, vectors>(given, p, last);
   }
-  multiply_pixels<Step, count, vectors>(p, x, to, last);
+  multiply_pixels<Step, count, vectors>(p, last);
 }
 
 template <class Step, int64_t vectors, class Lanes>
-void multiply_all_pixels(const Pixels& given, float* to, Lanes last) {
+void multiply_all_pixels(const Pixels& given, Lanes last) {
   Pixels p = given;
-  const int64_t tiles = (p.count + kPixels - 1) / kPixels;
+  const int64_t tiles = (p.count + kPixels - 1) / kPixels, row = p.stride * (p.element == Element::f32 ? sizeof(float) : sizeof(bf16));
   for (int64_t i = 0; i < tiles; ++i) {
     p.fetch = given.fetch + i * given.fetched / tiles * kLineBytes, p.fetched = (i + 1) * given.fetched / tiles - i * given.fetched / tiles;
     const int64_t begin = i * p.count / tiles, end = (i + 1) * p.count / tiles;
-    multiply_pixels<Step, kPixels, vectors>(end - begin, p, p.x + begin * p.pixel, to + begin * p.stride, last);
+    p.x = given.x + begin * p.pixel, p.to = static_cast<char*>(given.to) + begin * row;
+    if (p.residual) p.residual = static_cast<const char*>(given.residual) + begin * row;
+    multiply_pixels<Step, kPixels, vectors>(end - begin, p, last);
   }
 }
 
 template <class Step>
-void multiply_pixels(const Pixels& p, float* to) {
-  if (p.columns == kPixelVectors * kLanes) return multiply_all_pixels<Step, 2>(p, to, Whole{});
-  if (p.columns > kLanes) return multiply_all_pixels<Step, 2>(p, to, First{p.columns - kLanes});
-  if (p.columns == kLanes) return multiply_all_pixels<Step, 1>(p, to, Whole{});
-  multiply_all_pixels<Step, 1>(p, to, First{p.columns});
+void multiply_pixels(const Pixels& p) {
+  if (p.columns == kPixelVectors * kLanes) return multiply_all_pixels<Step, 2>(p, Whole{});
+  if (p.columns > kLanes) return multiply_all_pixels<Step, 2>(p, First{p.columns - kLanes});
+  if (p.columns == kLanes) return multiply_all_pixels<Step, 1>(p, Whole{});
+  multiply_all_pixels<Step, 1>(p, First{p.columns});
 }
 
 }  // namespace

@@ -10,21 +10,11 @@
 #include "bf16.h"
 #include "contraction.h"
 #include "conv_depthwise_problem.h"
+#include "conv_limits.h"
 #include "parallel.h"
 
 namespace jaxfuse::conv {
 namespace {
-
-// What sums are kept within.
-struct Limits {
-  float low, high;
-};
-
-std::optional<Limits> limits_of(Activation activation, const Parameters& parameters) {
-  const std::optional<depthwise::Clip> clip = depthwise::clip_of(activation, parameters);
-  if (!clip || clip->bounds[0] != clip->ends[0] || clip->bounds[1] != clip->ends[1]) return std::nullopt;
-  return Limits{clip->bounds[0], clip->bounds[1]};
-}
 
 // What follows a convolution.
 class After {
@@ -232,8 +222,8 @@ class Strip {
     const int64_t wanted = panels * p.bytes() / contraction::kLineBytes, before = (line - first_) * wanted / lines;
     const int64_t fetched = (line - first_ + 1) * wanted / lines - before;
     const char* const fetch = d_.packed + next_.begin / contraction::kPanel * p.bytes() + before * contraction::kLineBytes;
-    multiply({x, pixel, pixels, p.steps(), p.dtype == DType::BF16 && p.inner % 2 != 0, d_.packed, p.bytes(), channels_.begin, channels_.count,
-              d_.expansion.bias(channels_.begin), limits ? limits->low : -kInfinity, limits ? limits->high : kInfinity, step_, fetch, fetched}, to);
+    multiply({x, pixel, pixels, 1, 0, p.steps(), p.dtype == DType::BF16 && p.inner % 2 != 0, d_.packed, p.bytes(), channels_.begin, channels_.count,
+              d_.expansion.bias(channels_.begin), limits ? limits->low : -kInfinity, limits ? limits->high : kInfinity, Element::f32, to, nullptr, step_, fetch, fetched});
     if (!limits) d_.expansion.activate(to, (pixels - 1) * step_ + channels_.count);
   }
 

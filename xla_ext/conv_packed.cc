@@ -2,6 +2,7 @@
 // filter. With `winograd` the latter has the transformed filter too, packed as one of 4×4 taps. The filter is finite.
 // jaxfuse_conv_gated: the same of x times a factor of each channel of each image, an operand of shape (images, channels) behind the filter.
 #include "conv_contraction.h"
+#include "conv_packed_pixels.h"
 #include "conv_winograd.h"
 #include "scratch.h"
 
@@ -42,7 +43,9 @@ class PackedForward : public Kept::Object {
     contracted::check_packed(call, f_.geometry, f_.w);
     check(call, call.operand(1, "packed"), contracted::panels(f_.geometry, f_.w, f_.x.dtype));
     if (gated_) call.checked(call.operand(2 + by_winograd_, "factors"), DType::F32, {f_.x.shape[0], f_.x.shape.back()});
-    if (!by_winograd_ || f_.y().size() == 0) return;
+    if (f_.y().size() == 0) return;
+    if (ByPixels::takes(f_)) pixels_.emplace(f_);
+    if (!by_winograd_) return;
     if (!winograd::fits(f_.geometry, f_.x, f_.w, f_.y())) call.refuse("the convolution is not one that Winograd's F(2×2, 3×3) takes");
     const int64_t features = f_.w.shape[f_.geometry.rhs_spec[0]];
     check(call, call.operand(2, "transformed"), {f_.x.shape[3], features, winograd::kTransformedTaps, f_.x.dtype});
@@ -57,13 +60,15 @@ class PackedForward : public Kept::Object {
       f_.x.data = scaled.data();
     }
     if (by_winograd_ && winograd::forward(f_, static_cast<const char*>(call.operand_data(2)))) return;  // else infinities as they are
-    direct_.run(f_, static_cast<const char*>(call.operand_data(1)));
+    const char* const panels = static_cast<const char*>(call.operand_data(1));
+    pixels_ ? pixels_->run(f_, panels) : direct_.run(f_, panels);
   }
 
  private:
   const bool by_winograd_, gated_;
   Forward f_;
   contracted::ByPanels direct_;
+  std::optional<ByPixels> pixels_;
 };
 
 class GatedForward : public PackedForward {

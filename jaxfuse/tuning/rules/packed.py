@@ -6,7 +6,7 @@ import math
 
 import jax.numpy as jnp
 
-from jaxfuse.ops.conv.packed import fits_winograd
+from jaxfuse.ops.conv.packed import FEW_CHANNELS, fits_winograd
 from jaxfuse.runtime import private
 from jaxfuse.tuning import tuned
 
@@ -31,7 +31,7 @@ def fastest(config, x, w, is_dense: bool) -> Packing:
     positions, features = batch * math.prod(image), w.shape[config.rhs_spec[0]]
     products, pixels = math.prod(w.shape) // features, positions // math.prod(config.window_strides)
     tiles = batch * math.prod(-(-n // 2) for n in image)
-    direct, winograd = _wins(x.dtype, products, pixels, features)
+    direct, winograd = _wins(x.dtype, channels, products, pixels, features)
     if winograd and fits_winograd(config, x, w) and channels >= 32 and tiles >= FEWEST_TILES:
         return Packing.winograd
     return Packing.direct if direct else Packing.none
@@ -65,11 +65,11 @@ def has_avx512() -> bool:
     return any(isa.startswith("avx512") for isa in tuned.isa())
 
 
-def _wins(dtype, products: int, pixels: int, features: int) -> tuple[bool, bool]:
+def _wins(dtype, channels: int, products: int, pixels: int, features: int) -> tuple[bool, bool]:
     """Whether a packed filter is faster, directly and by Winograd. `products` of a sum: outputs of short ones oneDNN writes faster.
-    `pixels` of the output: with many of them its layout of the filter costs little."""
+    `pixels` of the output: with many of them its layout of the filter costs little; of few `channels` its kernels are slower."""
     if has_avx512():
-        wins = products >= 64 and (dtype != jnp.bfloat16 or pixels <= 800)
+        wins = products >= 64 and (dtype != jnp.bfloat16 or pixels <= 800 or channels < FEW_CHANNELS)
         return wins, wins
     if "avx2" in tuned.isa() and dtype == jnp.float32:
         return products >= 160 and pixels <= (196 if features <= products else 49), True

@@ -1,0 +1,132 @@
+#include "conv_packed_pixels.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+
+#include "conv_contraction.h"
+#include "conv_merged_lines.h"
+#include "cut.h"
+#include "parallel.h"
+#include "scratch.h"
+#include "simd_level.h"
+
+namespace jaxfuse::conv {
+namespace {
+
+constexpr int64_t kRowBytes = 384 << 10;  // of x, which stay in the second-level cache while they meet one panel after the other
+constexpr int64_t kTasksPerThread = 4, kFewestRows = 48;
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+bool is_pointwise(const Geometry& g, const Tensor& w) {
+  const Shape ones(g.spatial_rank(), 1), zeros(g.spatial_rank(), 0);
+  return g.taps(w) == 1 && g.strides == ones && g.padding_low == zeros && g.padding_high == zeros;
+}
+
+// Blocks of whole lines by parts of the groups of columns.
+struct Cut {
+  int64_t blocks, column_parts;
+
+  Cut(int64_t lines, int64_t width, int64_t pixel, int64_t groups) {
+    const int64_t wanted = kTasksPerThread * max_threads();
+    blocks = parts(lines * width * pixel, kRowBytes);
+    column_parts = std::min(groups, parts(wanted, blocks));
+    if (blocks * column_parts < wanted) blocks = std::max(blocks, std::min(parts(wanted, column_parts), parts(lines, parts(kFewestRows, width))));
+  }
+};
+
+}  // namespace
+
+struct ByPixels::Part {
+  int64_t row, rows, first, last;  // columns [first, last)
+};
+
+bool ByPixels::takes(const Forward& f) {
+  const Geometry& g = f.geometry;
+  const Epilogue& e = f.epilogue;
+  const int64_t features = e.y.shape.back();
+  if (simd_level() != SimdLevel::avx512 || e.scale || e.z || e.residual_last || e.y.dtype != f.x.dtype || f.x.size() == 0) return false;
+  if (e.y.dtype != DType::F32 && !limits_of(e.activation, e.parameters)) return false;
+  const contraction::Panels panels = contracted::panels(g, f.w, f.x.dtype);
+  if (panels.taps * panels.steps() > contraction::kMostPixelSteps || e.y.size() < kFewestRows * features) return false;
+  if (!is_pointwise(g, f.w)) return g.spatial_rank() == 2 && contracted::merges_lines(g, f.w);
+  // Of a large x rows should not be read again for a few columns more; a y that the caches do not hold is written sooner by wider tiles.
+  constexpr int64_t kMostOfX = 1 << 20, kMostOfY = 4 << 20;
+  const bool reads_little = features <= contraction::kernels().pixel_columns || (f.x.dtype == DType::F32 && int64_t(f.x.bytes()) <= kMostOfX);
+  return (reads_little || features >= f.x.shape.back()) && int64_t(e.y.bytes()) <= kMostOfY;
+}
+
+ByPixels::Rows ByPixels::rows_of(const Forward& f) {
+  const int64_t channels = f.x.shape.back() * int64_t(ffi::ByteWidth(f.x.dtype)), outputs = f.y().size() / f.y().shape.back();
+  if (is_pointwise(f.geometry, f.w)) {
+    return {false, 1, outputs, outputs, 0, 0, 0, 0, channels, channels, channels, channels, 1, 0};
+  }
+  const Geometry& g = f.geometry;
+  const Shape &low = g.padding_low, &high = g.padding_high;
+  const int64_t line = (low[1] + f.x.shape[2] + high[1]) * channels;
+  return {true, f.y().shape[2], f.y().shape[1], low[0] + f.x.shape[1] + high[0], low[1], high[1], low[0], high[0],
+          channels, g.strides[1] * channels, line, g.strides[0] * line, f.w.shape[g.rhs_spec[2]], g.dilation[0] * line};
+}
+
+ByPixels::ByPixels(const Forward& f)
+    : panels_(contracted::panels(f.geometry, f.w, f.x.dtype)), limits_(limits_of(f.epilogue.activation, f.epilogue.parameters)), in_(rows_of(f)),
+      rows_(f.y().size() / f.y().shape.back()), features_(f.y().shape.back()), epilogue_(f.epilogue, {rows_, features_}) {}
+
+// x with zeros around each image.
+void ByPixels::pad(const Tensor& x, char* to) const {
+  const int64_t height = x.shape[1], line = x.shape[2] * in_.channels, before = in_.low * in_.channels;
+  parallel_for(x.shape[0] * in_.padded_lines, [&](int64_t i) {
+    const int64_t at = i % in_.padded_lines - in_.above;
+    char* const copy = to + i * in_.line;
+    if (at < 0 || at >= height) return (void)std::memset(copy, 0, in_.line);
+    std::memset(copy, 0, before);
+    std::memcpy(copy + before, x.as<char>() + (i / in_.padded_lines * height + at) * line, line);
+    std::memset(copy + before + line, 0, in_.high * in_.channels);
+  });
+}
+
+// Of lines that follow one another without a gap all rows at once.
+void ByPixels::multiply(const Forward& f, const char* x, const char* panels, const Part& part) const {
+  const contraction::Kernels& loops = contraction::kernels();
+  const auto multiply = panels_.dtype == DType::F32 ? loops.pixels_f32 : loops.pixels_bf16;
+  const int64_t bytes = ffi::ByteWidth(f.y().dtype), run = in_.has_gaps ? in_.width : part.rows, panel = panels_.bytes();
+  const bool odd = panels_.dtype == DType::BF16 && panels_.inner % 2 != 0;
+  const Limits limits = limits_.value_or(Limits{-kInfinity, kInfinity});
+  for (int64_t column = part.first, next; column < part.last; column = next) {
+    next = std::min(column + loops.pixel_columns, part.last);
+    const int64_t wanted = std::min(next + loops.pixel_columns, part.last) - next;
+    for (int64_t row = part.row; row < part.row + part.rows; row += run) {
+      const int64_t offset = (row * features_ + column) * bytes;
+      multiply({x + in_.place(row), in_.pixel, run, in_.taps, in_.tap, panels_.steps(), odd, panels, panel, column, next - column,
+                epilogue_.bias() ? epilogue_.bias() + column : nullptr, limits.low, limits.high, element_of(f.y().dtype), f.y().as<char>() + offset,
+                f.epilogue.residual ? f.epilogue.residual->as<char>() + offset : nullptr, features_, panels + next / contraction::kPanel * panel,
+                row == part.row ? parts(wanted, contraction::kPanel) * panel / contraction::kLineBytes : 0});
+    }
+  }
+}
+
+void ByPixels::activate(const Epilogue& e, const Part& part) const {
+  const int64_t columns = part.last - part.first, lines = columns == features_ ? 1 : part.rows;
+  for (int64_t i = 0; i < lines; ++i) {
+    float* const y = e.y.as<float>() + (part.row + i) * features_ + part.first;
+    epilogue::kernels().activate(e.activation, e.parameters, y, lines == 1 ? part.rows * columns : columns);
+  }
+}
+
+void ByPixels::run(const Forward& f, const char* panels) {
+  epilogue_.point_to(f.epilogue);
+  const Scratch copy(in_.has_padding() ? f.x.shape[0] * in_.padded_lines * in_.line : 0);
+  if (in_.has_padding()) pad(f.x, copy.data());
+  const char* const x = in_.has_padding() ? copy.data() : f.x.as<char>();
+  const int64_t together = contraction::kernels().pixel_columns, groups = parts(features_, together), lines = rows_ / in_.width;
+  const Cut cut(lines, in_.width, in_.pixel, groups);
+  parallel_for(cut.blocks * cut.column_parts, [&](int64_t task) {
+    const int64_t block = task / cut.column_parts, column_part = task % cut.column_parts, row = block * lines / cut.blocks * in_.width;
+    const Part part{row, (block + 1) * lines / cut.blocks * in_.width - row, column_part * groups / cut.column_parts * together,
+                    std::min((column_part + 1) * groups / cut.column_parts * together, features_)};
+    multiply(f, x, panels, part);
+    if (!limits_) activate(f.epilogue, part);
+  });
+}
+
+}  // namespace jaxfuse::conv
