@@ -71,5 +71,5 @@ LD_PRELOAD=$runtime setarch -R "$python" -m pytest -q -s -p no:cacheprovider --s
   tests/test_attention.py tests/test_batch_norm_grad.py tests/test_concurrency.py tests/test_conv_channels_last.py \
   tests/test_dense.py tests/test_filter_gradient_sums.py tests/test_global_average_pool.py tests/test_max_pool.py \
   tests/test_native_{batch_norm,bounds,contraction,conv,depthwise,int8,onednn,refusals}.py tests/test_nonfinite.py tests/test_norm.py \
-  tests/test_freeze.py tests/test_freeze_{gates,int8,packed}.py tests/test_int8.py tests/test_ops.py tests/test_per_sample_gradients.py \
+  tests/test_freeze.py tests/test_freeze_{expansions,gates,int8,packed,pixels}.py tests/test_int8.py tests/test_ops.py tests/test_per_sample_gradients.py \
   tests/test_piecewise.py tests/test_products_and_taps.py tests/test_recurrent_loops.py tests/test_repeated_calls.py tests/test_threads.py
