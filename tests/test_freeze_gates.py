@@ -66,14 +66,19 @@ def test_a_gate_in_a_file(tmp_path):
     same(jaxfuse.load(tmp_path / "net.jaxfuse")(x), model.apply(variables, x), times=3)
 
 
-def test_nan_and_infinity_of_a_gate():
-    """A factor of 0 by an infinity is NaN for that channel, and so for that image, no other."""
+@pytest.mark.parametrize("size", [4, 9])
+def test_nan_and_infinity_of_a_gate(size):
+    """A factor of 0 by an infinity is NaN for that channel, and so for that image, no other. Of many pixels the filter is multiplied."""
     w = jax.random.normal(jax.random.key(1), (1, 1, 16, 32))
     made = jaxfuse.freeze(gated, w, policy="always")
-    x = jnp.ones((2, 4, 4, 16)).at[0, 1, 2, 3].set(jnp.inf)
+    x = jnp.ones((2, size, size, 16)).at[0, 1, 2, 3].set(jnp.inf)
     factors = jnp.ones((2, 1, 1, 16)).at[0, 0, 0, 3].set(0)
     np.testing.assert_array_equal(np.isnan(made(x, factors)), np.isnan(gated(w, x, factors)))
     assert np.isnan(made(x, factors)).any() and not np.isnan(made(x, factors)[1]).any()
+    for value in (jnp.nan, jnp.inf):
+        factors = jnp.ones((2, 1, 1, 16)).at[1, 0, 0, 5].set(value)
+        found, wanted = np.asarray(made(x, factors)), np.asarray(gated(w, x, factors))
+        np.testing.assert_array_equal(np.isfinite(found), np.isfinite(wanted))
 
 
 def convolved(w, x):

@@ -54,14 +54,16 @@ class PackedForward : public Kept::Object {
   void run(const Call& call) {
     if (f_.y().size() == 0) return;
     point_to(f_, call, 1 + by_winograd_ + gated_);
+    const auto operand = [&](size_t i) { return static_cast<const char*>(call.operand_data(i)); };
+    const float* const factors = gated_ ? static_cast<const float*>(call.operand_data(2 + by_winograd_)) : nullptr;
+    if (pixels_ && (!gated_ || pixels_->takes_factors())) return pixels_->run(f_, operand(1), factors);
     const Scratch scaled(gated_ ? f_.x.bytes() + contraction::kStepBytes : 0);  // the last step of the last pixel may be read whole
     if (gated_) {
-      scale(f_.x, static_cast<const float*>(call.operand_data(2 + by_winograd_)), scaled.data());
+      scale(f_.x, factors, scaled.data());
       f_.x.data = scaled.data();
     }
-    if (by_winograd_ && winograd::forward(f_, static_cast<const char*>(call.operand_data(2)))) return;  // else infinities as they are
-    const char* const panels = static_cast<const char*>(call.operand_data(1));
-    pixels_ ? pixels_->run(f_, panels) : direct_.run(f_, panels);
+    if (by_winograd_ && winograd::forward(f_, operand(2))) return;  // else infinities as they are
+    pixels_ ? pixels_->run(f_, operand(1)) : direct_.run(f_, operand(1));
   }
 
  private:

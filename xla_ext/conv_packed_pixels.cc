@@ -27,13 +27,21 @@ bool is_pointwise(const Geometry& g, const Tensor& w) {
 struct Cut {
   int64_t blocks, column_parts;
 
-  Cut(int64_t lines, int64_t width, int64_t pixel, int64_t groups) {
-    const int64_t wanted = kTasksPerThread * max_threads();
+  Cut(int64_t lines, int64_t width, int64_t pixel, int64_t groups, int64_t wanted) {
     blocks = parts(lines * width * pixel, kRowBytes);
     column_parts = std::min(groups, parts(wanted, blocks));
     if (blocks * column_parts < wanted) blocks = std::max(blocks, std::min(parts(wanted, column_parts), parts(lines, parts(kFewestRows, width))));
   }
 };
+
+// Panels whose channels are times their factors.
+void scale(const char* panels, int64_t count, int64_t channels, const float* factors, char* to) {
+  const float* from = reinterpret_cast<const float*>(panels);
+  float* scaled = reinterpret_cast<float*>(to);
+  for (int64_t i = 0; i < count * channels; ++i, from += contraction::kPanel, scaled += contraction::kPanel) {
+    for (int64_t n = 0; n < contraction::kPanel; ++n) scaled[n] = from[n] * factors[i % channels];
+  }
+}
 
 }  // namespace
 
@@ -70,7 +78,7 @@ ByPixels::Rows ByPixels::rows_of(const Forward& f) {
 
 ByPixels::ByPixels(const Forward& f)
     : panels_(contracted::panels(f.geometry, f.w, f.x.dtype)), limits_(limits_of(f.epilogue.activation, f.epilogue.parameters)), in_(rows_of(f)),
-      rows_(f.y().size() / f.y().shape.back()), features_(f.y().shape.back()), epilogue_(f.epilogue, {rows_, features_}) {}
+      images_(f.x.shape[0]), rows_(f.y().size() / f.y().shape.back()), features_(f.y().shape.back()), epilogue_(f.epilogue, {rows_, features_}) {}
 
 // x with zeros around each image.
 void ByPixels::pad(const Tensor& x, char* to) const {
@@ -85,7 +93,7 @@ void ByPixels::pad(const Tensor& x, char* to) const {
   });
 }
 
-// Of lines that follow one another without a gap all rows at once.
+// By the panels of the part's columns. Of lines that follow one another without a gap all rows at once.
 void ByPixels::multiply(const Forward& f, const char* x, const char* panels, const Part& part) const {
   const contraction::Kernels& loops = contraction::kernels();
   const auto multiply = panels_.dtype == DType::F32 ? loops.pixels_f32 : loops.pixels_bf16;
@@ -97,9 +105,9 @@ void ByPixels::multiply(const Forward& f, const char* x, const char* panels, con
     const int64_t wanted = std::min(next + loops.pixel_columns, part.last) - next;
     for (int64_t row = part.row; row < part.row + part.rows; row += run) {
       const int64_t offset = (row * features_ + column) * bytes;
-      multiply({x + in_.place(row), in_.pixel, run, in_.taps, in_.tap, panels_.steps(), odd, panels, panel, column, next - column,
+      multiply({x + in_.place(row), in_.pixel, run, in_.taps, in_.tap, panels_.steps(), odd, panels, panel, column - part.first, next - column,
                 epilogue_.bias() ? epilogue_.bias() + column : nullptr, limits.low, limits.high, element_of(f.y().dtype), f.y().as<char>() + offset,
-                f.epilogue.residual ? f.epilogue.residual->as<char>() + offset : nullptr, features_, panels + next / contraction::kPanel * panel,
+                f.epilogue.residual ? f.epilogue.residual->as<char>() + offset : nullptr, features_, panels + (next - part.first) / contraction::kPanel * panel,
                 row == part.row ? parts(wanted, contraction::kPanel) * panel / contraction::kLineBytes : 0});
     }
   }
@@ -113,18 +121,28 @@ void ByPixels::activate(const Epilogue& e, const Part& part) const {
   }
 }
 
-void ByPixels::run(const Forward& f, const char* panels) {
+void ByPixels::run(const Forward& f, const char* panels, const float* factors) {
   epilogue_.point_to(f.epilogue);
-  const Scratch copy(in_.has_padding() ? f.x.shape[0] * in_.padded_lines * in_.line : 0);
+  const Scratch copy(in_.has_padding() ? images_ * in_.padded_lines * in_.line : 0);
   if (in_.has_padding()) pad(f.x, copy.data());
   const char* const x = in_.has_padding() ? copy.data() : f.x.as<char>();
-  const int64_t together = contraction::kernels().pixel_columns, groups = parts(features_, together), lines = rows_ / in_.width;
-  const Cut cut(lines, in_.width, in_.pixel, groups);
-  parallel_for(cut.blocks * cut.column_parts, [&](int64_t task) {
-    const int64_t block = task / cut.column_parts, column_part = task % cut.column_parts, row = block * lines / cut.blocks * in_.width;
-    const Part part{row, (block + 1) * lines / cut.blocks * in_.width - row, column_part * groups / cut.column_parts * together,
+  const int64_t together = contraction::kernels().pixel_columns, groups = parts(features_, together);
+  const int64_t images = factors ? images_ : 1, lines = rows_ / in_.width / images;  // images, each by itself
+  const Cut cut(lines, in_.width, in_.pixel, groups, parts(kTasksPerThread * max_threads(), images));
+  const int64_t tasks = cut.blocks * cut.column_parts;
+  parallel_for(images * tasks, [&](int64_t i) {
+    const int64_t image = i / tasks, block = i % tasks / cut.column_parts, column_part = i % cut.column_parts;
+    const int64_t row = (image * lines + block * lines / cut.blocks) * in_.width;
+    const Part part{row, (image * lines + (block + 1) * lines / cut.blocks) * in_.width - row, column_part * groups / cut.column_parts * together,
                     std::min((column_part + 1) * groups / cut.column_parts * together, features_)};
-    multiply(f, x, panels, part);
+    const int64_t count = parts(part.last - part.first, contraction::kPanel);
+    const char* own = panels + part.first / contraction::kPanel * panels_.bytes();
+    const Scratch scaled(factors ? count * panels_.bytes() : 0);
+    if (factors) {
+      scale(own, count, panels_.inner, factors + image * panels_.inner, scaled.data());
+      own = scaled.data();
+    }
+    multiply(f, x, own, part);
     if (!limits_) activate(f.epilogue, part);
   });
 }

@@ -17,8 +17,11 @@ class ByPixels {
 
   explicit ByPixels(const Forward& f);
 
-  // One that differs in where its arrays lie.
-  void run(const Forward& f, const char* panels);
+  // Whether each channel of each image may be times a factor: the filter's elements are, of which there are fewer than of x.
+  bool takes_factors() const { return panels_.dtype == DType::F32 && panels_.taps == 1 && features_ < rows_ / images_; }
+
+  // One that differs in where its arrays lie. `factors`: (images, channels), or null.
+  void run(const Forward& f, const char* panels, const float* factors = nullptr);
 
  private:
   // Where rows begin in the images and the padding around them.
@@ -43,7 +46,7 @@ class ByPixels {
   const contraction::Panels panels_;
   const std::optional<Limits> limits_;  // the activation, if it is these
   const Rows in_;
-  const int64_t rows_, features_;
+  const int64_t images_, rows_, features_;
   epilogue::Tiles epilogue_;
 };
 
