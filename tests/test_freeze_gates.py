@@ -81,6 +81,20 @@ def test_nan_and_infinity_of_a_gate(size):
         np.testing.assert_array_equal(np.isfinite(found), np.isfinite(wanted))
 
 
+@pytest.mark.parametrize("channels, features", [(20, 70), (300, 40), (513, 33), (300, 100)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_sums_of_any_length(channels, features, dtype, gates):
+    """With a residual and a clip behind; of one image and of several."""
+    keys = jax.random.split(jax.random.key(2), 4)
+    w = (jax.random.normal(keys[0], (1, 1, channels, features)) / np.sqrt(channels)).astype(dtype)
+    made = jaxfuse.freeze(lambda w, x, factors, r: jax.nn.relu6(gated(w, x, factors) + r), w, policy="always")
+    for images in (1, 3):
+        x, r = (jax.random.normal(key, (images, 9, 8, n)).astype(dtype) for key, n in zip(keys[1:], (channels, features)))
+        factors = jax.nn.sigmoid(jax.random.normal(keys[3], (images, 1, 1, channels))).astype(dtype)
+        same(made(x, factors, r), jax.nn.relu6(gated(w, x, factors) + r), times=3, floor=0.02 * (dtype != jnp.float32))
+    assert gates == [1, 1]
+
+
 def convolved(w, x):
     return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 

@@ -55,9 +55,9 @@ struct Pixels {
   int64_t column, columns;
   const float* bias;  // of these columns, or null
   float low, high;    // limits of what a sum becomes; NaN stays NaN
-  Element element;    // of what the sums become, and of the residual; of longer sums than kMostPixelSteps f32
+  Element element;    // of what the sums become, and of the residual; of longer sums than kMostPixelSteps, which have one tap, f32
   void* to;
-  const void* residual;  // of these columns, or null: with longer sums there is none, and one tap
+  const void* residual;  // of these columns, or null
   int64_t stride;     // from a pixel's elements of both to the next's
   const char* fetch;  // what is wanted soon, to be fetched into the second-level cache
   int64_t fetched;    // lines of it

@@ -64,6 +64,7 @@ template <class Step, int64_t count, int64_t vectors, class Lanes>
 [[gnu::noinline]] void multiply_long_pixels(const Pixels& p, Lanes last) {
   const Vectors<vectors, Lanes> columns{last};
   float* const to = static_cast<float*>(p.to);
+  const float* const residual = static_cast<const float*>(p.residual);
   for (int64_t begin = 0; begin < p.steps; begin += kMostPixelSteps) {
     const int64_t end = begin + kMostPixelSteps < p.steps ? begin + kMostPixelSteps : p.steps;
     Floats total[count][vectors] = {};
@@ -72,7 +73,8 @@ template <class Step, int64_t count, int64_t vectors, class Lanes>
       for (int64_t j = 0; j < vectors; ++j) {
         float* const line = to + i * p.stride;
         const Floats before = begin > 0 ? columns.load(line, j) : p.bias ? columns.load(p.bias, j) : Floats{};
-        const Floats sum = before + total[i][j];
+        Floats sum = before + total[i][j];
+        if (end == p.steps && residual) sum += columns.load(residual + i * p.stride, j);
         columns.store(line, j, end < p.steps ? sum : at_most(p.high, at_least(p.low, sum)));
       }
     }

@@ -44,7 +44,7 @@ class PackedForward : public Kept::Object {
     check(call, call.operand(1, "packed"), contracted::panels(f_.geometry, f_.w, f_.x.dtype));
     if (gated_) call.checked(call.operand(2 + by_winograd_, "factors"), DType::F32, {f_.x.shape[0], f_.x.shape.back()});
     if (f_.y().size() == 0) return;
-    if (ByPixels::takes(f_)) pixels_.emplace(f_);
+    if (ByPixels::takes(f_, gated_)) pixels_.emplace(f_);
     if (!by_winograd_) return;
     if (!winograd::fits(f_.geometry, f_.x, f_.w, f_.y())) call.refuse("the convolution is not one that Winograd's F(2×2, 3×3) takes");
     const int64_t features = f_.w.shape[f_.geometry.rhs_spec[0]];
@@ -56,7 +56,7 @@ class PackedForward : public Kept::Object {
     point_to(f_, call, 1 + by_winograd_ + gated_);
     const auto operand = [&](size_t i) { return static_cast<const char*>(call.operand_data(i)); };
     const float* const factors = gated_ ? static_cast<const float*>(call.operand_data(2 + by_winograd_)) : nullptr;
-    if (pixels_ && (!gated_ || pixels_->takes_factors())) return pixels_->run(f_, operand(1), factors);
+    if (pixels_ && (!gated_ || ByPixels::takes_factors(f_))) return pixels_->run(f_, operand(1), factors);
     const Scratch scaled(gated_ ? f_.x.bytes() + contraction::kStepBytes : 0);  // the last step of the last pixel may be read whole
     if (gated_) {
       scale(f_.x, factors, scaled.data());

@@ -49,14 +49,21 @@ struct ByPixels::Part {
   int64_t row, rows, first, last;  // columns [first, last)
 };
 
-bool ByPixels::takes(const Forward& f) {
+bool ByPixels::takes_factors(const Forward& f) {
+  const int64_t features = f.y().shape.back(), pixels = f.y().size() / f.x.shape[0] / features;
+  return f.x.dtype == DType::F32 && is_pointwise(f.geometry, f.w) && features < pixels;
+}
+
+bool ByPixels::takes(const Forward& f, bool gated) {
   const Geometry& g = f.geometry;
   const Epilogue& e = f.epilogue;
   const int64_t features = e.y.shape.back();
   if (simd_level() != SimdLevel::avx512 || e.scale || e.z || e.residual_last || e.y.dtype != f.x.dtype || f.x.size() == 0) return false;
   if (e.y.dtype != DType::F32 && !limits_of(e.activation, e.parameters)) return false;
   const contraction::Panels panels = contracted::panels(g, f.w, f.x.dtype);
-  if (panels.taps * panels.steps() > contraction::kMostPixelSteps || e.y.size() < kFewestRows * features) return false;
+  if (e.y.size() < kFewestRows * features) return false;
+  if (gated && takes_factors(f)) return true;  // x is not copied
+  if (panels.taps * panels.steps() > contraction::kMostPixelSteps) return false;
   if (!is_pointwise(g, f.w)) return g.spatial_rank() == 2 && contracted::merges_lines(g, f.w);
   // Of a large x rows should not be read again for a few columns more; a y that the caches do not hold is written sooner by wider tiles.
   constexpr int64_t kMostOfX = 1 << 20, kMostOfY = 4 << 20;

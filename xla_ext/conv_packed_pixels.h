@@ -12,13 +12,13 @@ namespace jaxfuse::conv {
 
 class ByPixels {
  public:
-  // Whether it is one of those, and faster so than by tiles of sums in memory.
-  static bool takes(const Forward& f);
+  // Whether it is one of those, and faster so than by tiles of sums in memory. `gated`: each channel of each image is times a factor.
+  static bool takes(const Forward& f, bool gated);
 
   explicit ByPixels(const Forward& f);
 
-  // Whether each channel of each image may be times a factor: the filter's elements are, of which there are fewer than of x.
-  bool takes_factors() const { return panels_.dtype == DType::F32 && panels_.taps == 1 && features_ < rows_ / images_; }
+  // Whether the filter's elements may be times the factors: there are fewer than of x.
+  static bool takes_factors(const Forward& f);
 
   // One that differs in where its arrays lie. `factors`: (images, channels), or null.
   void run(const Forward& f, const char* panels, const float* factors = nullptr);
