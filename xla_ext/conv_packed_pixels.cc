@@ -30,7 +30,9 @@ struct Cut {
   Cut(int64_t lines, int64_t width, int64_t pixel, int64_t groups, int64_t wanted) {
     blocks = parts(lines * width * pixel, kRowBytes);
     column_parts = std::min(groups, parts(wanted, blocks));
-    if (blocks * column_parts < wanted) blocks = std::max(blocks, std::min(parts(wanted, column_parts), parts(lines, parts(kFewestRows, width))));
+    if (blocks * column_parts >= wanted) return;
+    const int64_t most = parts(lines, parts(kFewestRows, width));
+    blocks = std::max(blocks, std::min(parts(wanted, column_parts), most));
   }
 };
 
@@ -84,8 +86,9 @@ ByPixels::Rows ByPixels::rows_of(const Forward& f) {
 }
 
 ByPixels::ByPixels(const Forward& f)
-    : panels_(contracted::panels(f.geometry, f.w, f.x.dtype)), limits_(limits_of(f.epilogue.activation, f.epilogue.parameters)), in_(rows_of(f)),
-      images_(f.x.shape[0]), rows_(f.y().size() / f.y().shape.back()), features_(f.y().shape.back()), epilogue_(f.epilogue, {rows_, features_}) {}
+    : panels_(contracted::panels(f.geometry, f.w, f.x.dtype)), limits_(limits_of(f.epilogue.activation, f.epilogue.parameters)),
+      in_(rows_of(f)), images_(f.x.shape[0]), rows_(f.y().size() / f.y().shape.back()), features_(f.y().shape.back()),
+      epilogue_(f.epilogue, {rows_, features_}) {}
 
 // x with zeros around each image.
 void ByPixels::pad(const Tensor& x, char* to) const {
@@ -107,15 +110,18 @@ void ByPixels::multiply(const Forward& f, const char* x, const char* panels, con
   const int64_t bytes = ffi::ByteWidth(f.y().dtype), run = in_.has_gaps ? in_.width : part.rows, panel = panels_.bytes();
   const bool odd = panels_.dtype == DType::BF16 && panels_.inner % 2 != 0;
   const Limits limits = limits_.value_or(Limits{-kInfinity, kInfinity});
+  char *const y = f.y().as<char>(), *const residual = f.epilogue.residual ? f.epilogue.residual->as<char>() : nullptr;
   for (int64_t column = part.first, next; column < part.last; column = next) {
     next = std::min(column + loops.pixel_columns, part.last);
+    const float* const bias = epilogue_.bias() ? epilogue_.bias() + column : nullptr;
     const int64_t wanted = std::min(next + loops.pixel_columns, part.last) - next;
+    const int64_t lines = parts(wanted, contraction::kPanel) * panel / contraction::kLineBytes;
+    const char* const fetch = panels + (next - part.first) / contraction::kPanel * panel;
     for (int64_t row = part.row; row < part.row + part.rows; row += run) {
       const int64_t offset = (row * features_ + column) * bytes;
-      multiply({x + in_.place(row), in_.pixel, run, in_.taps, in_.tap, panels_.steps(), odd, panels, panel, column - part.first, next - column,
-                epilogue_.bias() ? epilogue_.bias() + column : nullptr, limits.low, limits.high, element_of(f.y().dtype), f.y().as<char>() + offset,
-                f.epilogue.residual ? f.epilogue.residual->as<char>() + offset : nullptr, features_, panels + (next - part.first) / contraction::kPanel * panel,
-                row == part.row ? parts(wanted, contraction::kPanel) * panel / contraction::kLineBytes : 0});
+      multiply({x + in_.place(row), in_.pixel, run, in_.taps, in_.tap, panels_.steps(), odd, panels, panel, column - part.first,
+                next - column, bias, limits.low, limits.high, element_of(f.y().dtype), y + offset,
+                residual ? residual + offset : nullptr, features_, fetch, row == part.row ? lines : 0});
     }
   }
 }
@@ -139,9 +145,9 @@ void ByPixels::run(const Forward& f, const char* panels, const float* factors) {
   const int64_t tasks = cut.blocks * cut.column_parts;
   parallel_for(images * tasks, [&](int64_t i) {
     const int64_t image = i / tasks, block = i % tasks / cut.column_parts, column_part = i % cut.column_parts;
-    const int64_t row = (image * lines + block * lines / cut.blocks) * in_.width;
-    const Part part{row, (image * lines + (block + 1) * lines / cut.blocks) * in_.width - row, column_part * groups / cut.column_parts * together,
-                    std::min((column_part + 1) * groups / cut.column_parts * together, features_)};
+    const auto row = [&](int64_t block) { return (image * lines + block * lines / cut.blocks) * in_.width; };
+    const auto column = [&](int64_t part) { return std::min(part * groups / cut.column_parts * together, features_); };
+    const Part part{row(block), row(block + 1) - row(block), column(column_part), column(column_part + 1)};
     const int64_t count = parts(part.last - part.first, contraction::kPanel);
     const char* own = panels + part.first / contraction::kPanel * panels_.bytes();
     const Scratch scaled(factors ? count * panels_.bytes() : 0);

@@ -41,11 +41,10 @@ class Winograd {
 
   bool run() const {
     const int64_t panels = parts(s_.features, products_.columns), threads = max_threads();
-    const int64_t most = kTaskFloats / floats_of_tile(panels);
+    const int64_t most = std::max(kTaskFloats / floats_of_tile(panels), products_.rows);
     const bool by_panels = panels >= threads && s_.tiles * floats_of_tile(parts(panels, threads)) <= kTaskFloats;
     // As many tasks for each thread.
-    const int64_t tasks = by_panels ? threads
-                                    : std::min(padded(parts(s_.tiles, std::max(most, products_.rows)), threads), parts(s_.tiles, products_.rows));
+    const int64_t tasks = by_panels ? threads : std::min(padded(parts(s_.tiles, most), threads), parts(s_.tiles, products_.rows));
     std::atomic<bool> finite{true};
     parallel_for(tasks, [&](int64_t i) {
       const auto part = [&](int64_t count) { return std::pair(i * count / tasks, (i + 1) * count / tasks); };
