@@ -10,6 +10,8 @@ namespace {
 // Sums of twelve pixels by two vectors of columns: each factor is loaded once for two products.
 constexpr int64_t kPixels = kLanes == 16 ? 12 : 6, kPixelVectors = 2;
 
+inline int64_t bytes_of(Element element) { return element == Element::f32 ? sizeof(float) : sizeof(bf16); }
+
 // Elements of the columns; of the last vector of them only some lanes.
 template <int64_t vectors, class Lanes>
 struct Vectors {
@@ -104,7 +106,7 @@ template <class Step, int64_t count, int64_t vectors, class Lanes>
 void multiply_pixels(const Pixels& p, Lanes last) {
   if (p.taps * p.steps > kMostPixelSteps) return multiply_long_pixels<Step, count, vectors>(p, last);
   const Vectors<vectors, Lanes> columns{last};
-  const int64_t bytes = p.element == Element::f32 ? sizeof(float) : sizeof(bf16);
+  const int64_t bytes = bytes_of(p.element);
   if (p.residual) {
     const char* const residual = static_cast<const char*>(p.residual);
 #pragma GCC unroll 16
@@ -136,7 +138,7 @@ void multiply_pixels(int64_t given, const Pixels& p, Lanes last) {
 template <class Step, int64_t vectors, class Lanes>
 void multiply_all_pixels(const Pixels& given, Lanes last) {
   Pixels p = given;
-  const int64_t tiles = (p.count + kPixels - 1) / kPixels, row = p.stride * (p.element == Element::f32 ? sizeof(float) : sizeof(bf16));
+  const int64_t tiles = (p.count + kPixels - 1) / kPixels, row = p.stride * bytes_of(p.element);
   for (int64_t i = 0; i < tiles; ++i) {
     p.fetch = given.fetch + i * given.fetched / tiles * kLineBytes, p.fetched = (i + 1) * given.fetched / tiles - i * given.fetched / tiles;
     const int64_t begin = i * p.count / tiles, end = (i + 1) * p.count / tiles;

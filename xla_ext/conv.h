@@ -23,6 +23,8 @@ struct Geometry {
   // A convolution of x with zeros between its elements (`lhs_dilation`), with the filter spatially flipped: the gradient of a
   // strided convolution from y to x, its adjoint.
   bool transposed() const;
+  bool strided() const;
+  bool is_pointwise(const Tensor& w) const;  // each output reads the input at its own place; w is not empty
   Geometry adjoint(const Tensor& w) const;
 
   int64_t taps(const Tensor& w) const { return w.size() / w.shape[rhs_spec[0]] / w.shape[rhs_spec[1]]; }
@@ -60,7 +62,8 @@ Shape permuted(const Shape& values, const Spec& spec);
 // From one element of x or y to the next along each of its dimensions, in the order of its spec.
 Shape strides_of(const Tensor& t, const Spec& spec);
 
-// Whether a tensor's dimensions lie in the order batch, spatial..., feature.
+// Whether a tensor's dimensions lie in the order batch, spatial..., feature; a filter's: spatial..., input feature, output feature.
 bool is_channels_last(const Spec& spec);
+bool is_features_last(const Spec& spec);
 
 }  // namespace jaxfuse::conv

@@ -198,7 +198,6 @@ bool is_large(const Tensor& w, int64_t pixels) {  // few pixels meet each elemen
   constexpr int64_t kElementsForPixel = 600;
   return w.size() >= kElementsForPixel * pixels;
 }
-bool is_strided(const Geometry& g) { return g.strides != Shape(g.spatial_rank(), 1); }
 bool is_read_once(const Tensor& x, int64_t channels, int64_t features) {  // from memory, for few features: its lines are fetched before
   constexpr int64_t kFewestBytes = 12 << 20, kFewestChannels = 128;
   return int64_t(x.bytes()) >= kFewestBytes && channels >= kFewestChannels && 2 * features <= channels;
@@ -211,7 +210,7 @@ bool takes(const Geometry& g, const Tensor& x, const Tensor& w, const Tensor& y)
   constexpr int64_t kFewestChannels = 16;  // of strides
   const int64_t channels = x.shape[g.lhs_spec[1]], features = y.shape[g.out_spec[1]];
   if (is_large(w, y.size() / features)) return true;
-  return x.dtype == DType::F32 && ((is_strided(g) && channels >= kFewestChannels) || is_read_once(x, channels, features));
+  return x.dtype == DType::F32 && ((g.strided() && channels >= kFewestChannels) || is_read_once(x, channels, features));
 }
 
 // By f's filter, or by the one that is packed at `panels`, which is finite. False where an infinity or a NaN of it met padding.

@@ -242,10 +242,10 @@ bool takes_filter_gradient(const Geometry& geometry, const Tensor& x, const Tens
   if (!contraction::has_bf16()) return false;
   // Where oneDNN is slower, as measured on Zen 5 (benchmarks/README.md). Of few features a tile would be all but empty.
   constexpr int64_t kFilterForPixel = 100, kFewestInputs = 14;
-  const bool strided = geometry.strides != Shape(geometry.spatial_rank(), 1), single = geometry.taps(dw) == 1;
+  const bool single = geometry.taps(dw) == 1;
   const int64_t channels = x.shape[geometry.lhs_spec[1]], features = g.shape[geometry.out_spec[1]], pixels = g.size() / features;
   if (channels < kFewestInputs) return false;
-  if (strided) {
+  if (geometry.strided()) {
     constexpr int64_t kManyPixels = 2000, kFilterForStridedPixel = 300;
     const bool large = pixels >= kManyPixels || dw.size() >= kFilterForStridedPixel * pixels;
     return large && (x.dtype == DType::BF16 || !single);

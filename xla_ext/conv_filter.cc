@@ -268,14 +268,6 @@ void add_parts(const Geometry& geometry, const Problem& p, int64_t parts, float*
   });
 }
 
-// Whether a filter lies as the sums do: spatial..., input feature, output feature.
-bool is_features_last(const Spec& spec) {
-  const int64_t n = int64_t(spec.size()) - 2;
-  bool last = spec[0] == n + 1 && spec[1] == n;
-  for (int64_t i = 0; i < n; ++i) last &= spec[i + 2] == i;
-  return last;
-}
-
 }  // namespace
 
 // As measured (benchmarks/results/kernels.md): of one tap oneDNN's kernels are as fast, with AVX-512 also those of many inputs.

@@ -94,6 +94,15 @@ bool Geometry::transposed() const {
   return std::any_of(lhs_dilation.begin(), lhs_dilation.end(), [](int64_t d) { return d != 1; });
 }
 
+bool Geometry::strided() const {
+  return std::any_of(strides.begin(), strides.end(), [](int64_t s) { return s != 1; });
+}
+
+bool Geometry::is_pointwise(const Tensor& w) const {
+  const Shape none(spatial_rank(), 0);
+  return taps(w) == 1 && !strided() && !transposed() && padding_low == none && padding_high == none;
+}
+
 // y[o] = Σ x[i]·w[t] over i·d + low = o + t·r is, with t' = k - 1 - t, one over o + (k - 1)·r - low = i·d + t'·r.
 Geometry Geometry::adjoint(const Tensor& w) const {
   Geometry a = *this;
@@ -155,6 +164,13 @@ void point_to(Forward& f, const Call& call, size_t filters) {
 bool is_channels_last(const Spec& spec) {
   bool last = spec[0] == 0 && spec[1] == int64_t(spec.size()) - 1;
   for (size_t i = 2; i < spec.size(); ++i) last &= spec[i] == int64_t(i) - 1;
+  return last;
+}
+
+bool is_features_last(const Spec& spec) {
+  const int64_t n = int64_t(spec.size()) - 2;
+  bool last = spec[0] == n + 1 && spec[1] == n;
+  for (int64_t i = 0; i < n; ++i) last &= spec[i + 2] == i;
   return last;
 }
 

@@ -18,11 +18,6 @@ constexpr int64_t kRowBytes = 384 << 10;  // of x, which stay in the second-leve
 constexpr int64_t kTasksPerThread = 4, kFewestRows = 48;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-bool is_pointwise(const Geometry& g, const Tensor& w) {
-  const Shape ones(g.spatial_rank(), 1), zeros(g.spatial_rank(), 0);
-  return g.taps(w) == 1 && g.strides == ones && g.padding_low == zeros && g.padding_high == zeros;
-}
-
 // Blocks of whole lines by parts of the groups of columns.
 struct Cut {
   int64_t blocks, column_parts;
@@ -53,7 +48,7 @@ struct ByPixels::Part {
 
 bool ByPixels::takes_factors(const Forward& f) {
   const int64_t features = f.y().shape.back(), pixels = f.y().size() / f.x.shape[0] / features;
-  return f.x.dtype == DType::F32 && is_pointwise(f.geometry, f.w) && features < pixels;
+  return f.x.dtype == DType::F32 && f.geometry.is_pointwise(f.w) && features < pixels;
 }
 
 bool ByPixels::takes(const Forward& f, bool gated) {
@@ -66,7 +61,7 @@ bool ByPixels::takes(const Forward& f, bool gated) {
   if (e.y.size() < kFewestRows * features) return false;
   if (gated && takes_factors(f)) return true;  // x is not copied
   if (panels.taps * panels.steps() > contraction::kMostPixelSteps) return false;
-  if (!is_pointwise(g, f.w)) return g.spatial_rank() == 2 && contracted::merges_lines(g, f.w);
+  if (!g.is_pointwise(f.w)) return g.spatial_rank() == 2 && contracted::merges_lines(g, f.w);
   // Of a large x rows should not be read again for a few columns more; a y that the caches do not hold is written sooner by wider tiles.
   constexpr int64_t kMostOfX = 1 << 20, kMostOfY = 4 << 20;
   const bool reads_little = features <= contraction::kernels().pixel_columns || (f.x.dtype == DType::F32 && int64_t(f.x.bytes()) <= kMostOfX);
@@ -75,7 +70,7 @@ bool ByPixels::takes(const Forward& f, bool gated) {
 
 ByPixels::Rows ByPixels::rows_of(const Forward& f) {
   const int64_t channels = f.x.shape.back() * int64_t(ffi::ByteWidth(f.x.dtype)), outputs = f.y().size() / f.y().shape.back();
-  if (is_pointwise(f.geometry, f.w)) {
+  if (f.geometry.is_pointwise(f.w)) {
     return {false, 1, outputs, outputs, 0, 0, 0, 0, channels, channels, channels, channels, 1, 0};
   }
   const Geometry& g = f.geometry;

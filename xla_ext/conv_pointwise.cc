@@ -27,10 +27,8 @@ struct Sizes {
 }  // namespace
 
 bool takes(const Geometry& g, const Tensor& x, const Tensor& w) {
-  const Shape ones(g.spatial_rank(), 1), none(g.spatial_rank(), 0);
-  return !onednn::has_kernels(x.dtype) && g.groups == 1 && g.strides == ones && g.lhs_dilation == ones && g.padding_low == none &&
-         g.padding_high == none && w.size() == w.shape[g.rhs_spec[0]] * w.shape[g.rhs_spec[1]] && is_channels_last(g.lhs_spec) &&
-         is_channels_last(g.out_spec) && x.size() > 0 && w.size() > 0;
+  return !onednn::has_kernels(x.dtype) && x.size() > 0 && w.size() > 0 && g.groups == 1 && g.is_pointwise(w) &&
+         is_channels_last(g.lhs_spec) && is_channels_last(g.out_spec);
 }
 
 void forward(const Forward& f) {

@@ -100,12 +100,6 @@ class Task {
   float *const x_, *const g_, *const sums_;
 };
 
-// Whether a filter lies as the sums do: line, column, channel, feature.
-bool is_features_last(const Geometry& geometry, const Tensor& dw) {
-  const int64_t features = dw.shape[geometry.rhs_spec[0]], channels = dw.shape[geometry.rhs_spec[1]];
-  return geometry.filter_strides(dw) == Shape{1, features, 3 * channels * features, channels * features};
-}
-
 // Adds the sums of further parts to those of the first.
 void add_parts(const Tensor& dw, int64_t row, const float* sums, int64_t count) {
   float* const to = dw.as<float>();
@@ -120,7 +114,7 @@ void add_parts(const Tensor& dw, int64_t row, const float* sums, int64_t count) 
 }  // namespace
 
 bool takes_filter_gradient(const Geometry& geometry, const Tensor& x, const Tensor& dw, const Tensor& g) {
-  if (!fits(geometry, x, dw, g) || !is_features_last(geometry, dw)) return false;
+  if (!fits(geometry, x, dw, g) || !is_features_last(geometry.rhs_spec) || geometry.filter_features) return false;
   // Of few channels a vector would be all but empty; the sums of few tiles are short beside the transforms (benchmarks/README.md).
   constexpr int64_t kFewestFeatures = 24, kFewestTiles = 48, kMostProductsForATile = 4500;
   const Sizes s(geometry, x, dw, g);
