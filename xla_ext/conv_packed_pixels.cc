@@ -55,7 +55,7 @@ bool ByPixels::takes(const Forward& f, bool gated) {
   const Geometry& g = f.geometry;
   const Epilogue& e = f.epilogue;
   const int64_t features = e.y.shape.back();
-  if (simd_level() != SimdLevel::avx512 || e.scale || e.z || e.residual_last || e.y.dtype != f.x.dtype || f.x.size() == 0) return false;
+  if (simd_level() == SimdLevel::portable || e.scale || e.z || e.residual_last || e.y.dtype != f.x.dtype || f.x.size() == 0) return false;
   if (e.y.dtype != DType::F32 && !limits_of(e.activation, e.parameters)) return false;
   const contraction::Panels panels = contracted::panels(g, f.w, f.x.dtype);
   if (e.y.size() < kFewestRows * features) return false;

@@ -150,7 +150,7 @@ def filter_of_expansion(policy: str, node: Node, name: str, depthwise: Node) -> 
 
 def filter_of_gated(policy: str, node: Node, name: str) -> Filter | None:
     """That of a layer which takes in the factors of its input's channels; None where that gains nothing."""
-    return _filter(node, name, lambda layer, *_: Packing.direct if takes_gates(policy) and not layer.is_dense else Packing.none)
+    return _filter(node, name, lambda layer, x, w: Packing.direct if takes_gates(policy, x.dtype) and not layer.is_dense else Packing.none)
 
 
 def _filter(node: Node, name: str, choose: Callable[..., Packing]) -> Filter | None:

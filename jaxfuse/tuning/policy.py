@@ -32,12 +32,12 @@ def packing(policy: str, config, x, w, is_dense: bool) -> packed.Packing:
 def expands(policy: str, x, activation) -> bool:
     """Whether a 1×1 convolution of x by a constant filter is computed with the depthwise one behind it, which has this activation, by
     freeze's policy."""
-    return platforms.current() == "cpu" and (policy == "always" or packed.wins_expanded(x.dtype, activation))
+    return platforms.current() == "cpu" and (policy == "always" or packed.wins_expanded(x, activation))
 
 
-def takes_gates(policy: str) -> bool:
+def takes_gates(policy: str, dtype) -> bool:
     """Whether a convolution by a constant filter takes in the factors of its input's channels, by freeze's policy."""
-    return platforms.current() == "cpu" and (policy == "always" or packed.has_avx512())
+    return platforms.current() == "cpu" and (policy == "always" or packed.packs(dtype))
 
 
 def not_in_int8(policy: str, products: int) -> str:
@@ -72,7 +72,7 @@ def _by_rules(op, config, types, direction: str, inference: bool) -> str:
     table = TABLE[op]
     if inference and op in ("dense", "conv") and _is_packed(op, config, types):
         return ""
-    if inference and op == "global_average_pool" and packed.has_avx512():
+    if inference and op == "global_average_pool" and packed.packs(types[0].dtype):
         return ""  # XLA's wakes threads of its own, beside ours: networks are 2 to 10 % slower with it (benchmarks/README.md)
     site = direction, str(types[0].dtype), table.shape_class(config, types), tuned.isa()
     rule = next((rule for rule in (*tuned.rules(op), *measured.rules(op)) if rule.fits(*site)), None)

@@ -1,5 +1,5 @@
 """How `freeze` lays out the filter of a convolution, or the weight of a dense layer. Measured on Zen 4 and Zen 5 with AVX-512 and on
-Zen 1 with AVX2 (benchmarks/README.md); elsewhere it stays as it is."""
+Zen 3 with AVX2 (benchmarks/README.md); elsewhere it stays as it is."""
 
 import enum
 import math
@@ -25,30 +25,38 @@ def fastest(config, x, w, is_dense: bool) -> Packing:
     """The layout with which the convolution of x by w was measured to be fastest. A filter as it is, the kernel lays out again at every
     call."""
     batch, channels, *image = (private.known(x.shape[d]) for d in config.lhs_spec)
-    if is_dense or has_one_place(config, x, w) and has_avx512():
-        wins = "avx2" in tuned.isa() and x.dtype == jnp.float32 or wins_packed(x.dtype, batch)
+    if is_dense or has_one_place(config, x, w):
+        wins = _has_avx2(x.dtype) or wins_packed(x.dtype, batch)
         return Packing.direct if wins else Packing.none
     positions, features = batch * math.prod(image), w.shape[config.rhs_spec[0]]
     products, pixels = math.prod(w.shape) // features, positions // math.prod(config.window_strides)
     tiles = batch * math.prod(-(-n // 2) for n in image)
-    direct, winograd = _wins(x.dtype, channels, products, pixels, features)
+    direct, winograd = _wins(x.dtype, channels, products, pixels)
     if winograd and fits_winograd(config, x, w) and channels >= 32 and tiles >= FEWEST_TILES:
         return Packing.winograd
     return Packing.direct if direct else Packing.none
 
 
-def wins_expanded(dtype, activation) -> bool:
-    """Whether an expansion is fastest together with the depthwise convolution behind it. Of bf16 oneDNN has faster ones, unless the
-    activation is more than a clip."""
-    return has_avx512() and (dtype != jnp.bfloat16 or activation.kind not in ("none", "relu", "piecewise_linear"))
+def packs(dtype) -> bool:
+    """Whether packed weights of this dtype were measured here, and found faster for some layers."""
+    return has_avx512() or _has_avx2(dtype)
+
+
+def wins_expanded(x, activation) -> bool:
+    """Whether an expansion of x, of channels last, is fastest together with the depthwise convolution behind it. Of bf16 oneDNN has
+    faster ones, unless the activation is more than a clip. With AVX2 short lines cost more than they save."""
+    is_clip = activation.kind in ("none", "relu", "piecewise_linear")
+    if has_avx512():
+        return x.dtype != jnp.bfloat16 or not is_clip
+    return _has_avx2(x.dtype) and private.known(x.shape[2]) >= (28 if is_clip else 14)
 
 
 def wins_packed(dtype, rows: int) -> bool:
-    """Whether a dense layer of so many rows is fastest with a packed weight, with AVX-512. Of bf16 all are where the CPU multiplies that,
-    but has no matrices of it, else the fewest; of f32 those that XLA's product, which packs the weight at each call, was slower for: on
-    Zen 5 all."""
+    """Whether a dense layer of so many rows, with a packed weight, is faster than what it would be otherwise. Of bf16 all are where the
+    CPU multiplies that, but has no matrices of it, else the fewest; of f32 those that XLA's product, which packs the weight at each call,
+    was slower for: on Zen 5 all. With AVX2 few rows are as fast, and leave no operation to XLA, whose threads are others."""
     if not has_avx512():
-        return False
+        return _has_avx2(dtype) and rows <= 8
     multiplies_bf16 = "avx512_core_bf16" in tuned.isa()
     if dtype == jnp.bfloat16:
         return rows <= 64 or multiplies_bf16
@@ -65,14 +73,18 @@ def has_avx512() -> bool:
     return any(isa.startswith("avx512") for isa in tuned.isa())
 
 
-def _wins(dtype, channels: int, products: int, pixels: int, features: int) -> tuple[bool, bool]:
+def _has_avx2(dtype) -> bool:
+    return "avx2" in tuned.isa() and dtype == jnp.float32
+
+
+def _wins(dtype, channels: int, products: int, pixels: int) -> tuple[bool, bool]:
     """Whether a packed filter is faster, directly and by Winograd. `products` of a sum: outputs of short ones oneDNN writes faster.
     `pixels` of the output: with many of them its layout of the filter costs little; of few `channels` its kernels are slower."""
     if has_avx512():
         wins = products >= 64 and (dtype != jnp.bfloat16 or pixels <= 800 or channels < FEW_CHANNELS)
         return wins, wins
-    if "avx2" in tuned.isa() and dtype == jnp.float32:
-        return products >= 160 and pixels <= (196 if features <= products else 49), True
+    if _has_avx2(dtype):
+        return products >= 64 and (pixels <= 400 or products <= 256 and pixels <= 800), True
     return False, False
 
 
