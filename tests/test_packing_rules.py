@@ -1,0 +1,62 @@
+"""When `freeze` packs a weight under policy "measured": what each instruction set was measured to be faster with."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxfuse.ops.activations import Activation
+from jaxfuse.ops.conv.config import ConvConfig
+from jaxfuse.tuning import policy, tuned
+from jaxfuse.tuning.rules import packed
+from jaxfuse.tuning.rules.packed import Packing
+
+NHWC = (0, 3, 1, 2), (3, 2, 0, 1), (0, 3, 1, 2)
+AVX2, ZEN5, OTHER = ("avx2", "avx2"), ("avx512", "avx512_core_bf16"), ("portable", "sse41")
+RELU, SILU = Activation("relu"), Activation("silu")
+
+
+@pytest.fixture
+def with_isa(monkeypatch):
+    return lambda isa: monkeypatch.setattr(tuned, "isa", lambda: isa)
+
+
+def layout(size, inputs, outputs, kernel=1, stride=1, batch=1, dtype=jnp.float32):
+    config = ConvConfig((stride, stride), ((kernel // 2,) * 2,) * 2, (1, 1), 1, *NHWC, (1, 1))
+    x = jax.ShapeDtypeStruct((batch, size, size, inputs), dtype)
+    return policy.packing("measured", config, x, jax.ShapeDtypeStruct((kernel, kernel, inputs, outputs), dtype), is_dense=False)
+
+
+@pytest.mark.parametrize("layer, wanted", [
+    (dict(size=14, inputs=64, outputs=384), Packing.direct),
+    (dict(size=28, inputs=512, outputs=1024, stride=2), Packing.direct),
+    (dict(size=28, inputs=128, outputs=512), Packing.direct),
+    (dict(size=28, inputs=512, outputs=128), Packing.none),  # a long sum of many pixels
+    (dict(size=14, inputs=40, outputs=240), Packing.none),  # a short one
+    (dict(size=56, inputs=64, outputs=256), Packing.none),
+    (dict(size=7, inputs=512, outputs=2048, batch=8), Packing.direct),
+    (dict(size=14, inputs=256, outputs=1024, batch=8), Packing.none),
+    (dict(size=56, inputs=64, outputs=64, kernel=3), Packing.winograd),
+    (dict(size=14, inputs=64, outputs=384, dtype=jnp.bfloat16), Packing.none)])
+def test_convolutions_with_avx2(with_isa, layer, wanted):
+    with_isa(AVX2)
+    assert layout(**layer) is wanted
+
+
+@pytest.mark.parametrize("isa, activation, widths", [
+    (AVX2, RELU, {7: False, 14: False, 28: True}), (AVX2, SILU, {7: False, 14: True}), (ZEN5, RELU, {7: True}), (OTHER, SILU, {56: False})])
+def test_expansions(with_isa, isa, activation, widths):
+    with_isa(isa)
+    assert {width: policy.expands("measured", jax.ShapeDtypeStruct((1, width, width, 32), jnp.float32), activation) for width in widths} == widths
+
+
+@pytest.mark.parametrize("isa, dtype, rows", [
+    (AVX2, jnp.float32, {1: True, 8: True, 9: False}), (AVX2, jnp.bfloat16, {1: False}), (ZEN5, jnp.float32, {2000: True}), (OTHER, jnp.float32, {1: False})])
+def test_dense_layers_that_inference_leaves_to_xla_elsewhere(with_isa, isa, dtype, rows):
+    with_isa(isa)
+    assert {n: packed.wins_packed(dtype, n) for n in rows} == rows
+
+
+@pytest.mark.parametrize("isa, dtype, takes", [(AVX2, jnp.float32, True), (AVX2, jnp.bfloat16, False), (ZEN5, jnp.bfloat16, True), (OTHER, jnp.float32, False)])
+def test_gates(with_isa, isa, dtype, takes):
+    with_isa(isa)
+    assert policy.takes_gates("measured", dtype) == takes
