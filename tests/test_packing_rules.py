@@ -43,20 +43,24 @@ def test_convolutions_with_avx2(with_isa, layer, wanted):
 
 
 @pytest.mark.parametrize("isa, activation, widths", [
-    (AVX2, RELU, {7: False, 14: False, 28: True}), (AVX2, SILU, {7: False, 14: True}), (ZEN5, RELU, {7: True}), (OTHER, SILU, {56: False})])
+    (AVX2, RELU, {7: False, 14: False, 28: True}), (AVX2, SILU, {7: False, 14: True}), (ZEN5, RELU, {7: True}),
+    (OTHER, SILU, {56: False})])
 def test_expansions(with_isa, isa, activation, widths):
     with_isa(isa)
-    assert {width: policy.expands("measured", jax.ShapeDtypeStruct((1, width, width, 32), jnp.float32), activation) for width in widths} == widths
+    images = {width: jax.ShapeDtypeStruct((1, width, width, 32), jnp.float32) for width in widths}
+    assert {width: policy.expands("measured", x, activation) for width, x in images.items()} == widths
 
 
 @pytest.mark.parametrize("isa, dtype, rows", [
-    (AVX2, jnp.float32, {1: True, 8: True, 9: False}), (AVX2, jnp.bfloat16, {1: False}), (ZEN5, jnp.float32, {2000: True}), (OTHER, jnp.float32, {1: False})])
+    (AVX2, jnp.float32, {1: True, 8: True, 9: False}), (AVX2, jnp.bfloat16, {1: False}), (ZEN5, jnp.float32, {2000: True}),
+    (OTHER, jnp.float32, {1: False})])
 def test_dense_layers_that_inference_leaves_to_xla_elsewhere(with_isa, isa, dtype, rows):
     with_isa(isa)
     assert {n: packed.wins_packed(dtype, n) for n in rows} == rows
 
 
-@pytest.mark.parametrize("isa, dtype, takes", [(AVX2, jnp.float32, True), (AVX2, jnp.bfloat16, False), (ZEN5, jnp.bfloat16, True), (OTHER, jnp.float32, False)])
+@pytest.mark.parametrize("isa, dtype, takes", [
+    (AVX2, jnp.float32, True), (AVX2, jnp.bfloat16, False), (ZEN5, jnp.bfloat16, True), (OTHER, jnp.float32, False)])
 def test_gates(with_isa, isa, dtype, takes):
     with_isa(isa)
     assert policy.takes_gates("measured", dtype) == takes

@@ -12,7 +12,7 @@ INSTRUCTION_SETS: dict[tuple[str, ...], str] = {
     ("avx512", "avx512_core_amx"): "Intel Emerald Rapids",
     ("avx512", "avx512_core_bf16"): "AMD Zen 4 and Zen 5",
     ("avx512", "avx512_core"): "AMD Zen 4, limited by ONEDNN_MAX_CPU_ISA=AVX512_CORE",
-    ("avx2", "avx2"): "AMD Zen 1, and Zen 4 limited by JAXFUSE_SIMD=avx2 and ONEDNN_MAX_CPU_ISA=AVX2",
+    ("avx2", "avx2"): "AMD Zen 1 and Zen 3, and Zen 4 limited by JAXFUSE_SIMD=avx2 and ONEDNN_MAX_CPU_ISA=AVX2",
     ("portable", "sse41"): "AMD Zen 4, limited by JAXFUSE_SIMD=portable and ONEDNN_MAX_CPU_ISA=SSE41",
 }
 
