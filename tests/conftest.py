@@ -2,6 +2,7 @@
 `some_kernel`: where none is installed the references stand in for them, so that programs are rewritten all the same."""
 
 import collections
+import math
 import os
 import pathlib
 import re
@@ -21,8 +22,8 @@ from jaxfuse.tuning import tuned
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=1 " + os.environ.get("XLA_FLAGS", "")
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
-SHARES = {24: 16, 12: 8, 6: 4}  # of a test with more cases than these, one in so many is taken; the first that fits
-COSTLY = 6  # and of a test that is marked so
+SHARES = {24: 24, 12: 12, 6: 6, 3: 3}  # of a test with more cases than these, one in so many is taken; the first that fits
+COSTLY = 6  # and of all that are marked so
 # How a skip says what pip would not bring, or not within CI's time.
 ALLOWED_SKIPS = re.compile(r"this (CPU|machine|system|jax) (has|is)|is not installed, of gigabytes")
 
@@ -89,13 +90,21 @@ def pytest_report_header(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """By the checksum of their names and the salt: spread over what the cases differ in, and over time all of them."""
-    if shared(config):
-        salt = getattr(config, "workerinput", {}).get("salt", config.option.salt)
-        cases = collections.Counter(map(table_of, items))
-        of = {table: next((share for many, share in SHARES.items() if n > many), 1) for table, n in cases.items()}
-        of |= {table_of(i): COSTLY for i in items if i.get_closest_marker("costly") and of[table_of(i)] == 1}
-        items[:] = [i for i in items if zlib.crc32((salt + i.nodeid).encode()) % of[table_of(i)] == 0]
+    """The first by the checksum of their names and the salt: spread over what the cases differ in, and over time all of them."""
+    if not shared(config):
+        return
+    salt = getattr(config, "workerinput", {}).get("salt", config.option.salt)
+    cases = collections.Counter(map(table_of, items))
+    pools = collections.defaultdict(list)  # by the share that is taken of them, and what they have in common
+    for item in items:
+        share = next((share for many, share in SHARES.items() if cases[table_of(item)] > many), 1)
+        is_costly = item.get_closest_marker("costly") and share < COSTLY
+        pools[(COSTLY, "costly") if is_costly else (share, table_of(item))].append(item)
+    taken = set()
+    for (share, _), pool in pools.items():
+        pool.sort(key=lambda item: zlib.crc32((salt + item.nodeid).encode()))
+        taken |= set(pool[: math.ceil(len(pool) / share)])
+    items[:] = [item for item in items if item in taken]
 
 
 def table_of(item) -> str:

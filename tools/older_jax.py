@@ -13,7 +13,7 @@ from tools import pythons, wheels
 from tools.pythons import ROOT
 
 OF_PYTHON = {11: "0.10", 12: "0.11"}  # minor version of Python -> jax: the oldest that is supported, and the middle one
-TESTS = ["test_fuse.py", "test_versions.py", "test_loops.py"]
+TESTS = ["--share", "test_fuse.py", "test_versions.py", "test_loops.py"]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
             jax = [f"{package}=={OF_PYTHON[minor]}.*" for package in ("jax", "jaxlib")]
             folder = work / f"jax-{OF_PYTHON[minor]}"
             python = pythons.environment(interpreter, folder / "env", str(wheel), *jax, *wheels.TESTS_NEED)
-            wheels.say(wheels.tested(python, folder, TESTS))
+            wheels.say(wheels.tested(python, folder, ["--salt", OF_PYTHON[minor], *TESTS]))  # each takes other cases
     for minor in sorted(OF_PYTHON.keys() - here):
         wheels.say(f"--- jax {OF_PYTHON[minor]} was not tested: no Python 3.{minor} was found here")
     return 0
