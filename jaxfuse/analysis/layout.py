@@ -127,6 +127,16 @@ def in_place(value: Value) -> Value:
     return source if source.shape == value.shape and order == tuple(sorted(order)) else value
 
 
+def views_of(value: Value) -> list[Value]:
+    """The array that the value is, and all that are the same by reshapes: one buffer."""
+    while value.producer is not None and is_reshape(value.producer):
+        value = value.producer.inputs[0]
+    found = [value]
+    for view in found:
+        found += [user.out for user in view.users if isinstance(user, Node) and is_reshape(user)]
+    return found
+
+
 def to_layout(graph: Graph, value: Value, layout: Layout, permutation) -> tuple[Value, Callable]:
     """(read, made): the value to read, and what makes of its array `value` in the origin's shape, axes in that order."""
     if layout.is_permutation:

@@ -76,7 +76,7 @@ class Int8Filter:
 
     takes_a_gate = False
 
-    def layer(self, node: Node, x, arrays: list, rest: list, factors=None):
+    def layer(self, node: Node, x, arrays: list, rest: list, factors=None, in_place: bool = False):
         return self.of.run(lambda x, *rest: int8.OP(self.config, x, *arrays, *rest)[0], node, x, rest)
 
 

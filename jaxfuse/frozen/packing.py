@@ -7,6 +7,7 @@ from typing import Protocol
 
 import jax
 
+from jaxfuse.analysis.layout import views_of
 from jaxfuse.frozen.expansion import expansion_of
 from jaxfuse.frozen.gate import Gate, gate_of
 from jaxfuse.frozen.layer import Layer, layer_of
@@ -30,8 +31,9 @@ class PackedWeight(Protocol):
     @property
     def takes_a_gate(self) -> bool: ...
 
-    def layer(self, node: Node, x, arrays: list, rest: list, factors=None):
-        """What the node computes of x, or of x by the factors of a gate, and of what it reads behind the weight."""
+    def layer(self, node: Node, x, arrays: list, rest: list, factors=None, in_place: bool = False):
+        """What the node computes of x, or of x by the factors of a gate, and of what it reads behind the weight; `in_place`: it may be
+        written over the last of that."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +64,9 @@ class Filter:
     def takes_a_gate(self) -> bool:
         return not self.of.is_dense and not self.config.winograd
 
-    def layer(self, node: Node, x, arrays: list, rest: list, factors=None):
+    def layer(self, node: Node, x, arrays: list, rest: list, factors=None, in_place: bool = False):
         gates = [] if factors is None else [factors]
-        config = dataclasses.replace(self.config, gated=bool(gates))
+        config = dataclasses.replace(self.config, gated=bool(gates), in_place=in_place)
 
         def convolve(x, *rest):
             return packed.OP(config, x, *arrays, *gates, *rest)[0]
@@ -126,9 +128,30 @@ class Packed:
 
     def __call__(self, constants: Sequence, arguments: Sequence) -> list:
         arrays = dict(zip(self.names, constants))
-        emissions = {node.out: _emission(node, found, arrays, self._gates.get(node)) for node, found in self._filters.items()}
+        emissions = {node.out: self._emission(node, found, arrays) for node, found in self._filters.items()}
         emissions |= {node.out: _both(before, node, found, arrays) for node, (before, found) in self._expansions.items()}
         return self.evaluate(constants, arguments, emissions)
+
+    def _emission(self, node: Node, weight: PackedWeight, arrays: dict) -> Emission:
+        x, _, *rest = node.inputs
+        gate = self._gates.get(node)
+        inputs = (x,) if gate is None else gate
+        in_place = node.params["config"].has_residual and self._is_last_read(rest[-1], node, (*inputs, *rest))
+
+        def run(read):
+            given, *behind = map(read, inputs)
+            factors = gate.of_images(*behind) if gate else None
+            yield node.out, weight.layer(node, given, [arrays[name] for name in weight.names], list(map(read, rest)), factors, in_place)
+
+        return Emission((*inputs, *rest), (node.out,), run)
+
+    def _is_last_read(self, value: Value, node: Node, inputs: Sequence[Value]) -> bool:
+        """Whether nothing but the program knows the value, and it is read by the node last, as one of these inputs alone. Otherwise XLA
+        would copy what is written over."""
+        views = views_of(value)
+        own = views[0].producer is not None and not any(map(self.graph.is_returned, views))
+        last = all(user.index <= node.index for view in views for user in view.users)
+        return own and last and sum(inputs.count(view) for view in views) == 1
 
     def evaluate(self, constants: Sequence, arguments: Sequence, replacements: dict[Value, Emission]) -> list:
         arrays = dict(zip(self.names, constants))
@@ -175,13 +198,3 @@ def _both(before: Node, node: Node, filter_: Filter, arrays: dict) -> Emission:
     return Emission.of((x, *bias, *rest), (node.out,), run)
 
 
-def _emission(node: Node, weight: PackedWeight, arrays: dict, gate: Gate | None) -> Emission:
-    x, _, *rest = node.inputs
-    inputs = (x,) if gate is None else gate
-
-    def run(read):
-        given, *behind = map(read, inputs)
-        factors = gate.of_images(*behind) if gate else None
-        yield node.out, weight.layer(node, given, [arrays[name] for name in weight.names], list(map(read, rest)), factors)
-
-    return Emission((*inputs, *rest), (node.out,), run)

@@ -58,11 +58,11 @@ _thread_limit = processors.Limit(1, "the native module is not loaded")
 ONLY_REFERENCE = "oneDNN has only its reference code for this geometry, which is slow"
 
 
-def call(target: str, out_types: Any, *operands: jax.Array, **attrs: Any) -> Any:
+def call(target: str, out_types: Any, *operands: jax.Array, overwritten: int | None = None, **attrs: Any) -> Any:
     """Calls an FFI target of this package on the CPU.
 
     ``out_types`` is a ``jax.ShapeDtypeStruct`` or a sequence of them, as for ``jax.ffi.ffi_call``, and so is what comes
-    back. Attributes may be bool, int (i64), float (f32), str, or a sequence of int (an i64 array). Raises
+    back. ``overwritten``: the operand in whose place the first output is written; XLA copies it where it is read afterwards. Attributes may be bool, int (i64), float (f32), str, or a sequence of int (an i64 array). Raises
     ``NotImplementedError`` if the target is not available here. What the kernel refuses raises at run time, in words.
     """
     if reason := unavailable(target):
@@ -71,13 +71,16 @@ def call(target: str, out_types: Any, *operands: jax.Array, **attrs: Any) -> Any
         asked.update(_libraries(target, out_types, operands, attrs))
         return call_registered(target, out_types, *operands, **attrs)
     _start()
-    return dispatch.with_cost(lambda given: call_registered(target, out_types, *given, **attrs), out_types, operands)
+    run = functools.partial(call_registered, target, out_types, overwritten=overwritten, **attrs)
+    return dispatch.with_cost(lambda given: run(*given), out_types, operands)
 
 
-def call_registered(target: str, out_types: Any, *operands: jax.Array, **attrs: Any) -> Any:
+def call_registered(target: str, out_types: Any, *operands: jax.Array, overwritten: int | None = None, **attrs: Any) -> Any:
     """``call`` of whatever is registered by that name for the platform that the program is lowered for."""
     attributes = {name: _attribute(value) for name, value in attrs.items()}
-    return jax.ffi.ffi_call(promised(target) if _exporting.value else target, out_types)(*operands, **attributes)
+    aliases = {} if overwritten is None else {overwritten: 0}
+    name = promised(target) if _exporting.value else target
+    return jax.ffi.ffi_call(name, out_types, input_output_aliases=aliases)(*operands, **attributes)
 
 
 def libraries(run: Any, *types: jax.ShapeDtypeStruct) -> set[str]:

@@ -37,6 +37,7 @@ class PackedConfig:
     dtype: str  # float32, bfloat16; int8 is int8.py's
     winograd: bool = False
     gated: bool = False  # x is multiplied by a factor of each channel of each image, (images, channels), an argument behind the filter
+    in_place: bool = False  # y may take the residual's place: nothing reads that afterwards
     residual_outs: int = 0
 
     def plain(self, args) -> tuple:
@@ -167,7 +168,10 @@ def _run(config: PackedConfig, args, mesh_axes):
             for i, a in enumerate(rest)]
     attrs = forward_attrs(config.conv) | dict(filter_shape=config.shape, winograd=config.winograd)
     target = "jaxfuse_conv_gated" if config.gated else "jaxfuse_conv_packed"
-    (out,) = ffi.call(target, [jax.ShapeDtypeStruct(y.shape, y.dtype)], x, packed, *rest, **attrs)
+    # By Winograd's algorithm y may be written twice: it is found to be not finite once it is there.
+    in_place = config.in_place and not config.winograd and (rest[-1].shape, rest[-1].dtype) == (y.shape, y.dtype)
+    overwritten = 1 + len(rest) if in_place else None
+    (out,) = ffi.call(target, [jax.ShapeDtypeStruct(y.shape, y.dtype)], x, packed, *rest, overwritten=overwritten, **attrs)
     return (out.astype(config.conv.out_dtype or args[0].dtype),)
 
 
