@@ -30,11 +30,15 @@ def layout(size, inputs, outputs, kernel=1, stride=1, batch=1, dtype=jnp.float32
     (dict(size=14, inputs=64, outputs=384), Packing.direct),
     (dict(size=28, inputs=512, outputs=1024, stride=2), Packing.direct),
     (dict(size=28, inputs=128, outputs=512), Packing.direct),
-    (dict(size=28, inputs=512, outputs=128), Packing.none),  # a long sum of many pixels
-    (dict(size=14, inputs=40, outputs=240), Packing.none),  # a short one
+    (dict(size=28, inputs=512, outputs=128), Packing.direct),
+    (dict(size=56, inputs=256, outputs=64), Packing.direct),
+    (dict(size=56, inputs=144, outputs=24), Packing.none),  # a tile and a half of features
+    (dict(size=14, inputs=40, outputs=240), Packing.none),  # a short sum
     (dict(size=56, inputs=64, outputs=256), Packing.none),
+    (dict(size=224, inputs=3, outputs=64, kernel=7, stride=2), Packing.none),
     (dict(size=7, inputs=512, outputs=2048, batch=8), Packing.direct),
     (dict(size=14, inputs=256, outputs=1024, batch=8), Packing.none),
+    (dict(size=28, inputs=128, outputs=512, batch=8), Packing.direct),
     (dict(size=56, inputs=64, outputs=64, kernel=3), Packing.winograd),
     (dict(size=14, inputs=64, outputs=384, dtype=jnp.bfloat16), Packing.none)])
 def test_convolutions_with_avx2(with_isa, layer, wanted):

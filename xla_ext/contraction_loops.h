@@ -146,6 +146,8 @@ void transpose_lines(const char* const* positions, int64_t count, int64_t channe
 // ---- products
 
 constexpr int64_t kLineSteps = 64 / kStepBytes;  // of a row, in a line of the cache
+// Where a tile's columns are one panel, all layouts have its lines side by side.
+inline int64_t line_bytes(const Layout& layout) { return kColumns == kPanel ? kLineBytes : layout.line; }
 
 // The lines that are wanted next, a few at a time while a tile is computed.
 class Fetch {
@@ -195,7 +197,7 @@ void multiply(const Tile& tile, float* sums, bool first) {
 #pragma GCC unroll 4
         for (int64_t j = 0; j < vectors; ++j) total[i][j] = Step::multiply_add(factor, b[j], total[i][j]);
       }
-      line += tile.layout.line;
+      line += line_bytes(tile.layout);
     };
     for (int64_t begin = 0; begin < whole; begin += kLineSteps) {
       const int64_t end = begin + kLineSteps < whole ? begin + kLineSteps : whole;
@@ -204,7 +206,9 @@ void multiply(const Tile& tile, float* sums, bool first) {
         for (int64_t i = 0; i < rows; ++i) __builtin_prefetch(tile.next[tap * tile.row_step + i] + tile.offset + begin * kStepBytes);
       }
       fetch.some();
-      for (int64_t s = begin; s < end; ++s) add_step([&](const char* row) { return Step::load_step(row + s * kStepBytes); });
+      for_steps<rows == kRows ? kLineSteps : 1>(begin, end, [&](int64_t s) {
+        add_step([&](const char* row) { return Step::load_step(row + s * kStepBytes); });
+      });
     }
     if (tile.odd) add_step([&](const char* row) { return Step::load_last(row + whole * kStepBytes); });
   }

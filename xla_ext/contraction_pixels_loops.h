@@ -27,13 +27,17 @@ struct Vectors {
   }
 };
 
-constexpr int64_t kStepsTogether = 4;  // before which lines are fetched
+constexpr int64_t kStepsOfFetch = kLanes == 8 ? 16 : 4;  // before which lines are fetched
 
-// total += the products of a tap's steps [begin, end).
+// total += the products of a tap's steps.
 template <class Step, int64_t count, int64_t vectors>
-[[gnu::always_inline]] inline void add_products(Floats (&total)[count][vectors], const Pixels& p, int64_t tap, int64_t begin, int64_t end,
-                                                const char* fetch, int64_t fetched) {
-  const char* const x = p.x + tap * p.tap;
+[[gnu::always_inline]] inline void add_products(Floats (&total)[count][vectors], const Pixels& p, int64_t tap, const char* fetch, int64_t fetched) {
+  const char* x[count];
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < count; ++i) {
+    x[i] = p.x + tap * p.tap + i * p.pixel;
+    if constexpr (kLanes == 8) asm("" : "+r"(x[i]));  // in a register, and not reckoned anew at every step
+  }
   const char* panels[vectors];
 #pragma GCC unroll 2
   for (int64_t j = 0; j < vectors; ++j) {
@@ -46,41 +50,19 @@ template <class Step, int64_t count, int64_t vectors>
     for (int64_t j = 0; j < vectors; ++j) b[j] = load(reinterpret_cast<const float*>(panels[j] + s * kLineBytes));
 #pragma GCC unroll 16
     for (int64_t i = 0; i < count; ++i) {
-      const Floats factor = load_x(x + i * p.pixel + s * kStepBytes);
+      const Floats factor = load_x(x[i] + s * kStepBytes);
 #pragma GCC unroll 2
       for (int64_t j = 0; j < vectors; ++j) total[i][j] = Step::multiply_add(factor, b[j], total[i][j]);
     }
   };
-  const int64_t whole = end < p.steps || !p.odd ? end : end - 1;
-  const int64_t together = fetched > 0 ? kStepsTogether : p.steps, lines = (fetched * together + p.steps - 1) / p.steps;
-  for (int64_t s = begin; s < whole;) {
+  const int64_t whole = p.steps - p.odd;
+  const int64_t lines = fetched > 0 ? (fetched * kStepsOfFetch + p.steps - 1) / p.steps : 0;
+  for (int64_t begin = 0; begin < whole; begin += kStepsOfFetch) {
     for (int64_t i = 0; i < lines; ++i, fetch += kLineBytes) __builtin_prefetch(fetch, 0, 2);
-    const int64_t until = s + together < whole ? s + together : whole;
-    for (; s < until; ++s) add_step(s, [](const char* at) { return Step::load_step(at); });
+    const int64_t end = begin + kStepsOfFetch < whole ? begin + kStepsOfFetch : whole;
+    for_steps<count == kPixels ? kStepsOfFetch : 1>(begin, end, [&](int64_t s) { add_step(s, [](const char* at) { return Step::load_step(at); }); });
   }
-  if (whole < end) add_step(whole, [](const char* at) { return Step::load_last(at); });
-}
-
-// Sums of more steps than are added one after the other: of kMostPixelSteps at a time.
-template <class Step, int64_t count, int64_t vectors, class Lanes>
-[[gnu::noinline]] void multiply_long_pixels(const Pixels& p, Lanes last) {
-  const Vectors<vectors, Lanes> columns{last};
-  float* const to = static_cast<float*>(p.to);
-  const float* const residual = static_cast<const float*>(p.residual);
-  for (int64_t begin = 0; begin < p.steps; begin += kMostPixelSteps) {
-    const int64_t end = begin + kMostPixelSteps < p.steps ? begin + kMostPixelSteps : p.steps;
-    Floats total[count][vectors] = {};
-    add_products<Step>(total, p, 0, begin, end, nullptr, 0);
-    for (int64_t i = 0; i < count; ++i) {
-      for (int64_t j = 0; j < vectors; ++j) {
-        float* const line = to + i * p.stride;
-        const Floats before = begin > 0 ? columns.load(line, j) : p.bias ? columns.load(p.bias, j) : Floats{};
-        Floats sum = before + total[i][j];
-        if (end == p.steps && residual) sum += columns.load(residual + i * p.stride, j);
-        columns.store(line, j, end < p.steps ? sum : at_most(p.high, at_least(p.low, sum)));
-      }
-    }
-  }
+  if (p.odd) add_step(whole, [](const char* at) { return Step::load_last(at); });
 }
 
 template <class T, int64_t count, int64_t vectors, class Lanes>
@@ -104,7 +86,6 @@ template <class T, int64_t count, int64_t vectors, class Lanes>
 
 template <class Step, int64_t count, int64_t vectors, class Lanes>
 void multiply_pixels(const Pixels& p, Lanes last) {
-  if (p.taps * p.steps > kMostPixelSteps) return multiply_long_pixels<Step, count, vectors>(p, last);
   const Vectors<vectors, Lanes> columns{last};
   const int64_t bytes = bytes_of(p.element);
   if (p.residual) {
@@ -122,7 +103,7 @@ void multiply_pixels(const Pixels& p, Lanes last) {
 #pragma GCC unroll 16
     for (int64_t i = 0; i < count; ++i) total[i][j] = start;
   }
-  for (int64_t tap = 0; tap < p.taps; ++tap) add_products<Step>(total, p, tap, 0, p.steps, p.fetch, tap == 0 ? p.fetched : 0);
+  for (int64_t tap = 0; tap < p.taps; ++tap) add_products<Step>(total, p, tap, p.fetch, tap == 0 ? p.fetched : 0);
   p.element == Element::f32 ? finish<float>(total, p, columns) : finish<bf16>(total, p, columns);
 }
 
@@ -135,16 +116,33 @@ void multiply_pixels(int64_t given, const Pixels& p, Lanes last) {
   multiply_pixels<Step, count, vectors>(p, last);
 }
 
+// Sums of more steps than are added one after the other: what the sums of the steps before became is the residual of the next. They are
+// of one tap, and of f32. `p` is a tile of `all`, and is used up.
 template <class Step, int64_t vectors, class Lanes>
-void multiply_all_pixels(const Pixels& given, Lanes last) {
-  Pixels p = given;
-  const int64_t tiles = (p.count + kPixels - 1) / kPixels, row = p.stride * bytes_of(p.element);
+void multiply_in_parts(int64_t count, Pixels& p, const Pixels& all, Lanes last) {
+  const char* const x = p.x;
+  for (int64_t begin = 0; begin < all.steps; begin += kMostPixelSteps) {
+    p.steps = all.steps - begin < kMostPixelSteps ? all.steps - begin : kMostPixelSteps;
+    p.x = x + begin * kStepBytes, p.panels = all.panels + begin * kLineBytes;
+    p.bias = begin == 0 ? all.bias : nullptr;
+    if (begin > 0) p.residual = p.to, p.fetched = 0;
+    const bool is_last = begin + p.steps == all.steps;
+    p.low = is_last ? all.low : -__builtin_inff(), p.high = is_last ? all.high : __builtin_inff();
+    multiply_pixels<Step, kPixels, vectors>(count, p, last);
+  }
+}
+
+template <class Step, int64_t vectors, class Lanes>
+void multiply_all_pixels(const Pixels& all, Lanes last) {
+  Pixels p = all;
+  const int64_t tiles = (all.count + kPixels - 1) / kPixels, row = all.stride * bytes_of(all.element);
+  const bool is_long = all.steps > kMostPixelSteps;
   for (int64_t i = 0; i < tiles; ++i) {
-    p.fetch = given.fetch + i * given.fetched / tiles * kLineBytes, p.fetched = (i + 1) * given.fetched / tiles - i * given.fetched / tiles;
-    const int64_t begin = i * p.count / tiles, end = (i + 1) * p.count / tiles;
-    p.x = given.x + begin * p.pixel, p.to = static_cast<char*>(given.to) + begin * row;
-    if (p.residual) p.residual = static_cast<const char*>(given.residual) + begin * row;
-    multiply_pixels<Step, kPixels, vectors>(end - begin, p, last);
+    p.fetch = all.fetch + i * all.fetched / tiles * kLineBytes, p.fetched = (i + 1) * all.fetched / tiles - i * all.fetched / tiles;
+    const int64_t begin = i * all.count / tiles, end = (i + 1) * all.count / tiles;
+    p.x = all.x + begin * all.pixel, p.to = static_cast<char*>(all.to) + begin * row;
+    p.residual = all.residual ? static_cast<const char*>(all.residual) + begin * row : nullptr;
+    is_long ? multiply_in_parts<Step, vectors>(end - begin, p, all, last) : multiply_pixels<Step, kPixels, vectors>(end - begin, p, last);
   }
 }
 

@@ -9,7 +9,7 @@ import jax
 
 from jaxfuse.analysis.layout import views_of
 from jaxfuse.frozen.expansion import expansion_of
-from jaxfuse.frozen.gate import Gate, gate_of
+from jaxfuse.frozen.gate import gate_of
 from jaxfuse.frozen.layer import Layer, layer_of
 from jaxfuse.ops.conv import expanded, packed
 from jaxfuse.program.graph import Emission, Graph, Node, Value, evaluate
@@ -196,5 +196,3 @@ def _both(before: Node, node: Node, filter_: Filter, arrays: dict) -> Emission:
         return expanded.OP(config, x, *[arrays[name] for name in filter_.names], *others)
 
     return Emission.of((x, *bias, *rest), (node.out,), run)
-
-

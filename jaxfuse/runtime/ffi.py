@@ -62,7 +62,8 @@ def call(target: str, out_types: Any, *operands: jax.Array, overwritten: int | N
     """Calls an FFI target of this package on the CPU.
 
     ``out_types`` is a ``jax.ShapeDtypeStruct`` or a sequence of them, as for ``jax.ffi.ffi_call``, and so is what comes
-    back. ``overwritten``: the operand in whose place the first output is written; XLA copies it where it is read afterwards. Attributes may be bool, int (i64), float (f32), str, or a sequence of int (an i64 array). Raises
+    back. ``overwritten`` is the operand in whose place the first output is written; XLA copies it where it is read
+    afterwards. Attributes may be bool, int (i64), float (f32), str, or a sequence of int (an i64 array). Raises
     ``NotImplementedError`` if the target is not available here. What the kernel refuses raises at run time, in words.
     """
     if reason := unavailable(target):

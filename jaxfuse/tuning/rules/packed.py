@@ -31,7 +31,7 @@ def fastest(config, x, w, is_dense: bool) -> Packing:
     positions, features = batch * math.prod(image), w.shape[config.rhs_spec[0]]
     products, pixels = math.prod(w.shape) // features, positions // math.prod(config.window_strides)
     tiles = batch * math.prod(-(-n // 2) for n in image)
-    direct, winograd = _wins(x.dtype, channels, products, pixels)
+    direct, winograd = _wins(x.dtype, channels, products, features, pixels)
     if winograd and fits_winograd(config, x, w) and channels >= 32 and tiles >= FEWEST_TILES:
         return Packing.winograd
     return Packing.direct if direct else Packing.none
@@ -77,14 +77,17 @@ def _has_avx2(dtype) -> bool:
     return "avx2" in tuned.isa() and dtype == jnp.float32
 
 
-def _wins(dtype, channels: int, products: int, pixels: int) -> tuple[bool, bool]:
+def _wins(dtype, channels: int, products: int, features: int, pixels: int) -> tuple[bool, bool]:
     """Whether a packed filter is faster, directly and by Winograd. `products` of a sum: outputs of short ones oneDNN writes faster.
-    `pixels` of the output: with many of them its layout of the filter costs little; of few `channels` its kernels are slower."""
+    `pixels` of the output: with many of them its layout of the filter costs little. Of few `channels` its kernels are slower with
+    AVX-512; with AVX2 ours are, and those of `features` that fill no tile. There 1,568 pixels of short sums were faster by oneDNN's,
+    long sums of more pixels by ours."""
     if has_avx512():
         wins = products >= 64 and (dtype != jnp.bfloat16 or pixels <= 800 or channels < FEW_CHANNELS)
         return wins, wins
     if _has_avx2(dtype):
-        return products >= 64 and (pixels <= 400 or products <= 256 and pixels <= 800), True
+        many_products = products >= 128 and features >= 32
+        return channels >= FEW_CHANNELS and products >= 64 and (pixels <= 800 or many_products and pixels >= 3000), True
     return False, False
 
 
