@@ -10,8 +10,9 @@ from jax import lax
 
 import jaxfuse
 from compare import kinds, same
+from jaxfuse.runtime import ffi
 
-pytestmark = pytest.mark.usefixtures("some_kernel")
+pytestmark = pytest.mark.skipif(ffi.unavailable("jaxfuse_conv_packed") is not None, reason="the native module is not built")
 NEAR = {jnp.float32: dict(times=3), jnp.bfloat16: dict(times=3, floor=0.01)}
 
 

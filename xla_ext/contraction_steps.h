@@ -55,7 +55,7 @@ struct OfPairs {
 // computes for another program at the same time decodes half as many, and with AVX2 that is hardly more than f has.
 template <int64_t count, class F>
 [[gnu::always_inline]] inline void for_steps(int64_t begin, int64_t end, F f) {
-  if (kLanes == 8 && end - begin == count) {
+  if (count > 1 && kLanes == 8 && end - begin == count) {
 #pragma GCC unroll 8
     for (int64_t i = 0; i < count; ++i) f(begin + i);
   } else {
