@@ -15,11 +15,11 @@
 namespace jaxfuse::contraction {
 namespace {
 
-// A chunk of the panels that a tile meets, kMostSteps long, stays in the cache while rows meet it: in that of the first level, or with
+// A chunk of the panels that a tile meets, kernels().steps long, stays in the cache while rows meet it: in that of the first level, or with
 // AVX-512 of the second. Its sums are then added to the total: that keeps them short. The rows of a task, and their sums, stay in
 // the second-level cache.
-constexpr int64_t kMostSteps = 256, kRowBytes = 384 << 10, kFewestTiles = 4, kMostTiles = 48, kTasksPerThread = 4, kFewestRows = 12;
-constexpr int64_t kTilesTogether = 4;  // whose sums are finished together: they are in the first-level cache
+constexpr int64_t kRowBytes = 384 << 10, kFewestRows = 28, kMostRows = 336, kFewestOfThread = 12, kTasksPerThread = 4;
+constexpr int64_t kRowsTogether = 28;  // whose sums are finished together: they are in the first-level cache
 
 // Numbers of a step.
 int64_t per_step(DType dtype) { return kStepBytes / int64_t(ffi::ByteWidth(dtype)); }
@@ -31,8 +31,8 @@ struct Chunk {
 
 std::vector<Chunk> chunks_of(const Panels& p, int64_t per) {
   std::vector<Chunk> chunks;
-  const int64_t steps = p.steps(), together = p.taps ? even(p.taps, std::max<int64_t>(1, kMostSteps / steps)) : 1;
-  const int64_t inner = together > 1 ? p.inner : even(steps, kMostSteps) * per;
+  const int64_t steps = p.steps(), together = p.taps ? even(p.taps, std::max<int64_t>(1, kernels().steps / steps)) : 1;
+  const int64_t inner = together > 1 ? p.inner : even(steps, kernels().steps) * per;
   for (int64_t tap = 0; tap < p.taps; tap += together) {
     for (int64_t first = 0; first < p.inner; first += inner) {
       chunks.push_back({tap, std::min(together, p.taps - tap), first, std::min(inner, p.inner - first)});
@@ -100,14 +100,14 @@ class Plan {
         panels_{p_.inner, p_.columns, int64_t(p_.filter.taps.size()), p_.dtype}, packing_(p_.filter, panels_, p_.filter.panels ? panels_.layout() : side_by_side()),
         groups_(parts(p_.columns, loops_.columns)) {
     const int64_t row_bytes = std::max<int64_t>(1, p_.inner * int64_t(ffi::ByteWidth(p_.dtype)));
-    const int64_t tiles = std::clamp<int64_t>(kRowBytes / (loops_.rows * row_bytes), kFewestTiles, kMostTiles);
+    const int64_t most_rows = std::clamp(kRowBytes / row_bytes, kFewestRows, kMostRows) / loops_.rows * loops_.rows;
     const int64_t wanted_tasks = kTasksPerThread * max_threads();
-    row_blocks_ = parts(p_.rows, tiles * loops_.rows);
+    row_blocks_ = parts(p_.rows, most_rows);
     task_groups_ = parts(groups_, std::min(groups_, parts(wanted_tasks, row_blocks_)));
     column_parts_ = parts(groups_, task_groups_);
     // Panels that are packed already cost other tasks only that they read them.
     if (p_.filter.panels && tasks() < wanted_tasks) {
-      row_blocks_ = std::max(row_blocks_, std::min(parts(wanted_tasks, column_parts_), parts(p_.rows, kFewestTiles * loops_.rows)));
+      row_blocks_ = std::max(row_blocks_, std::min(parts(wanted_tasks, column_parts_), parts(p_.rows, kFewestRows)));
     }
     if (p_.filter.panels || row_blocks_ > 1) row_blocks_ = as_many_for_each_thread(row_blocks_);
     if (!p_.filter.panels && row_blocks_ > 1) packed_ = std::make_unique<Scratch>(side_by_side_bytes(panels_));
@@ -157,7 +157,7 @@ class Plan {
   // Blocks of rows, some more than these, of which each thread has as many tasks as the others; unless they had hardly any rows.
   int64_t as_many_for_each_thread(int64_t blocks) const {
     const int64_t threads = max_threads(), wanted = padded(blocks, threads / std::gcd(threads, column_parts_));
-    return p_.rows >= wanted * kFewestRows ? wanted : blocks;
+    return p_.rows >= wanted * kFewestOfThread ? wanted : blocks;
   }
 
   // All panels, where they are packed before the tasks.
@@ -184,7 +184,7 @@ class Plan {
   void multiply(Tile& tile, const Chunk& chunk, const char* const* at, int64_t rows, float* sums, bool fetch_rows, Begun begun,
                 Finished finished) const {
     const bool first = chunk.tap == 0 && chunk.first == 0;
-    const int64_t tiles = parts(rows, loops_.rows), lines = tile.fetched;
+    const int64_t tiles = parts(rows, loops_.rows), together = kRowsTogether / loops_.rows, lines = tile.fetched;
     const char* const fetch = tile.fetch;
     tile.row_step = rows;
     for (int64_t i = 0, unfinished = 0; i < tiles; ++i) {
@@ -194,7 +194,7 @@ class Plan {
       tile.fetch = fetch + i * lines / tiles * packing_.layout().line, tile.fetched = (i + 1) * lines / tiles - i * lines / tiles;
       begun(begin, end);
       multiply_(tile, end - begin, sums + begin * loops_.columns, first);
-      if ((i + 1) % kTilesTogether == 0 || i + 1 == tiles) finished(unfinished, end), unfinished = end;
+      if ((i + 1) % together == 0 || i + 1 == tiles) finished(unfinished, end), unfinished = end;
     }
   }
 

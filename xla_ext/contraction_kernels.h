@@ -65,6 +65,7 @@ struct Pixels {
 
 struct Kernels {
   int64_t rows, columns;  // of a tile, whose sums fill the registers
+  int64_t steps;          // at most, of the panels that stay in the cache while rows meet them
 
   // `inner` elements of each of `count` columns, at most a tile's, as lines of panels; zeros behind the last column of a panel, and
   // behind the last element of a step. Whether all elements are finite.

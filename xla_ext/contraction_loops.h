@@ -11,7 +11,8 @@ namespace {
 
 // Of a tile, whose sums fill the registers. More rows and fewer columns would, too: but then not every row's pointer is in a register,
 // and rows that lie a power of two apart do not fit together into the first-level cache, which has 8 or 12 lines for them.
-constexpr int64_t kRows = kLanes == 16 ? 7 : 6, kColumns = kLanes == 16 ? 64 : 16, kVectors = kColumns / kLanes;
+constexpr int64_t kRows = kLanes == 16 ? 7 : kLanes == 8 ? 3 : 6, kColumns = kLanes == 16 ? 64 : kLanes == 8 ? 32 : 16;
+constexpr int64_t kVectors = kColumns / kLanes, kMostSteps = kLanes == 8 ? 128 : 256;
 
 // ---- packing
 
@@ -186,17 +187,9 @@ void multiply(const Tile& tile, float* sums, bool first) {
 #pragma GCC unroll 16
     for (int64_t i = 0; i < rows; ++i) a[i] = tile.rows[tap * tile.row_step + i] + tile.offset;
     const auto add_step = [&](auto load_a) {
-      Floats b[vectors];
-#pragma GCC unroll 4
-      for (int64_t j = 0; j < vectors; ++j) {
-        b[j] = load(reinterpret_cast<const float*>(line + j * kLanes / kPanel * tile.layout.panel) + j * kLanes % kPanel);
-      }
-#pragma GCC unroll 16
-      for (int64_t i = 0; i < rows; ++i) {
-        const Floats factor = load_a(a[i]);
-#pragma GCC unroll 4
-        for (int64_t j = 0; j < vectors; ++j) total[i][j] = Step::multiply_add(factor, b[j], total[i][j]);
-      }
+      multiply_step<Step>(total, [&](int64_t i) { return load_a(a[i]); }, [&](int64_t j) {
+        return load(reinterpret_cast<const float*>(line + j * kLanes / kPanel * tile.layout.panel) + j * kLanes % kPanel);
+      });
       line += line_bytes(tile.layout);
     };
     for (int64_t begin = 0; begin < whole; begin += kLineSteps) {
@@ -206,7 +199,7 @@ void multiply(const Tile& tile, float* sums, bool first) {
         for (int64_t i = 0; i < rows; ++i) __builtin_prefetch(tile.next[tap * tile.row_step + i] + tile.offset + begin * kStepBytes);
       }
       fetch.some();
-      for_steps<rows == kRows ? kLineSteps : 1>(begin, end, [&](int64_t s) {
+      for_steps<rows + 1 >= kRows ? kLineSteps : 1>(begin, end, [&](int64_t s) {
         add_step([&](const char* row) { return Step::load_step(row + s * kStepBytes); });
       });
     }
@@ -236,17 +229,17 @@ void multiply_tile(const Tile& tile, int64_t count, float* sums, bool first) {
 
 #if defined(__AVX512BF16__)  // what only such CPUs do so; the rest is AVX-512's
 constexpr Kernels kernels = {
-    kRows, kColumns, nullptr, pack<OfPairs>, nullptr, transpose_lines<OfPairs, bf16>, nullptr, multiply_tile<OfPairs>,
+    kRows, kColumns, kMostSteps, nullptr, pack<OfPairs>, nullptr, transpose_lines<OfPairs, bf16>, nullptr, multiply_tile<OfPairs>,
     nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, multiply_pixels<OfPairs>, 0,
 };
 #elif defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 constexpr Kernels kernels = {
-    kRows, kColumns, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, multiply_tile<OfBytes<false>>,
+    kRows, kColumns, kMostSteps, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, multiply_tile<OfBytes<false>>,
     multiply_tile<OfBytes<kSaturates>>, nullptr, nullptr, nullptr, nullptr, nullptr, 0,
 };
 #else
 constexpr Kernels kernels = {
-    kRows, kColumns, pack<OfFloats>, pack<OfPairs>, transpose_lines<OfFloats, float>, transpose_lines<OfPairs, bf16>,
+    kRows, kColumns, kMostSteps, pack<OfFloats>, pack<OfPairs>, transpose_lines<OfFloats, float>, transpose_lines<OfPairs, bf16>,
     multiply_tile<OfFloats>, multiply_tile<OfPairs>, multiply_tile<OfBytes<false>>,
     multiply_tile<OfBytes<kSaturates>>, quantise<float>, quantise<bf16>, to_floats,
     multiply_pixels<OfFloats>, multiply_pixels<OfPairs>, kPixelVectors * kLanes,

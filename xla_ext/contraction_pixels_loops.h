@@ -7,8 +7,8 @@
 namespace jaxfuse::contraction {
 namespace {
 
-// Sums of twelve pixels by two vectors of columns: each factor is loaded once for two products.
-constexpr int64_t kPixels = kLanes == 16 ? 12 : 6, kPixelVectors = 2;
+// Sums of twelve pixels by two vectors of columns, or of three by four: each factor is loaded once for two products, or four.
+constexpr int64_t kPixels = kLanes == 16 ? 12 : kLanes == 8 ? 3 : 6, kPixelVectors = kLanes == 8 ? 4 : 2;
 
 inline int64_t bytes_of(Element element) { return element == Element::f32 ? sizeof(float) : sizeof(bf16); }
 
@@ -39,28 +39,21 @@ template <class Step, int64_t count, int64_t vectors>
     if constexpr (kLanes == 8) asm("" : "+r"(x[i]));  // in a register, and not reckoned anew at every step
   }
   const char* panels[vectors];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
   for (int64_t j = 0; j < vectors; ++j) {
     const int64_t column = p.column + j * kLanes;
     panels[j] = p.panels + column / kPanel * p.panel + column % kPanel * int64_t(sizeof(float)) + tap * p.steps * kLineBytes;
   }
   const auto add_step = [&](int64_t s, auto load_x) {
-    Floats b[vectors];
-#pragma GCC unroll 2
-    for (int64_t j = 0; j < vectors; ++j) b[j] = load(reinterpret_cast<const float*>(panels[j] + s * kLineBytes));
-#pragma GCC unroll 16
-    for (int64_t i = 0; i < count; ++i) {
-      const Floats factor = load_x(x[i] + s * kStepBytes);
-#pragma GCC unroll 2
-      for (int64_t j = 0; j < vectors; ++j) total[i][j] = Step::multiply_add(factor, b[j], total[i][j]);
-    }
+    multiply_step<Step>(total, [&](int64_t i) { return load_x(x[i] + s * kStepBytes); },
+                        [&](int64_t j) { return load(reinterpret_cast<const float*>(panels[j] + s * kLineBytes)); });
   };
   const int64_t whole = p.steps - p.odd;
   const int64_t lines = fetched > 0 ? (fetched * kStepsOfFetch + p.steps - 1) / p.steps : 0;
   for (int64_t begin = 0; begin < whole; begin += kStepsOfFetch) {
     for (int64_t i = 0; i < lines; ++i, fetch += kLineBytes) __builtin_prefetch(fetch, 0, 2);
     const int64_t end = begin + kStepsOfFetch < whole ? begin + kStepsOfFetch : whole;
-    for_steps<count == kPixels ? kStepsOfFetch : 1>(begin, end, [&](int64_t s) { add_step(s, [](const char* at) { return Step::load_step(at); }); });
+    for_steps<count + 1 >= kPixels ? kStepsOfFetch : 1>(begin, end, [&](int64_t s) { add_step(s, [](const char* at) { return Step::load_step(at); }); });
   }
   if (p.odd) add_step(whole, [](const char* at) { return Step::load_last(at); });
 }
@@ -73,13 +66,13 @@ template <class T, int64_t count, int64_t vectors, class Lanes>
   if (const T* const residual = static_cast<const T*>(p.residual)) {
 #pragma GCC unroll 16
     for (int64_t i = 0; i < count; ++i) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int64_t j = 0; j < vectors; ++j) total[i][j] += columns.load(residual + i * stride, j);
     }
   }
 #pragma GCC unroll 16
   for (int64_t i = 0; i < count; ++i) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int64_t j = 0; j < vectors; ++j) columns.store(to + i * stride, j, round_to<T>(at_most(high, at_least(low, total[i][j]))));
   }
 }
@@ -97,7 +90,7 @@ void multiply_pixels(const Pixels& p, Lanes last) {
     }
   }
   Floats total[count][vectors];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
   for (int64_t j = 0; j < vectors; ++j) {
     const Floats start = p.bias ? columns.load(p.bias, j) : Floats{};
 #pragma GCC unroll 16
@@ -146,12 +139,14 @@ void multiply_all_pixels(const Pixels& all, Lanes last) {
   }
 }
 
-template <class Step>
+// Of as many vectors as have the columns.
+template <class Step, int64_t vectors = kPixelVectors>
 void multiply_pixels(const Pixels& p) {
-  if (p.columns == kPixelVectors * kLanes) return multiply_all_pixels<Step, 2>(p, Whole{});
-  if (p.columns > kLanes) return multiply_all_pixels<Step, 2>(p, First{p.columns - kLanes});
-  if (p.columns == kLanes) return multiply_all_pixels<Step, 1>(p, Whole{});
-  multiply_all_pixels<Step, 1>(p, First{p.columns});
+  if constexpr (vectors > 1) {
+    if (p.columns <= (vectors - 1) * kLanes) return multiply_pixels<Step, vectors - 1>(p);
+  }
+  if (p.columns == vectors * kLanes) return multiply_all_pixels<Step, vectors>(p, Whole{});
+  multiply_all_pixels<Step, vectors>(p, First{p.columns - (vectors - 1) * kLanes});
 }
 
 }  // namespace

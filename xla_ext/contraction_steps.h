@@ -51,6 +51,32 @@ struct OfPairs {
   static Floats add(Floats a, Floats b) { return a + b; }
 };
 
+// total[i][j] += a(i)·b(j). What there is less of waits in registers for the other.
+template <class Step, int64_t rows, int64_t vectors, class A, class B>
+[[gnu::always_inline]] inline void multiply_step(Floats (&total)[rows][vectors], A a, B b) {
+  if constexpr (rows < vectors) {
+    Floats factors[rows];
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < rows; ++i) factors[i] = a(i);
+#pragma GCC unroll 4
+    for (int64_t j = 0; j < vectors; ++j) {
+      const Floats columns = b(j);
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < rows; ++i) total[i][j] = Step::multiply_add(factors[i], columns, total[i][j]);
+    }
+  } else {
+    Floats columns[vectors];
+#pragma GCC unroll 4
+    for (int64_t j = 0; j < vectors; ++j) columns[j] = b(j);
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < rows; ++i) {
+      const Floats factor = a(i);
+#pragma GCC unroll 4
+      for (int64_t j = 0; j < vectors; ++j) total[i][j] = Step::multiply_add(factor, columns[j], total[i][j]);
+    }
+  }
+}
+
 // f(s) for s from `begin` to `end`: where they are `count`, as they mostly are, with few instructions beside those of f. A processor that
 // computes for another program at the same time decodes half as many, and with AVX2 that is hardly more than f has.
 template <int64_t count, class F>

@@ -7,7 +7,7 @@
 namespace jaxfuse::conv::depthwise {
 namespace {
 
-constexpr int64_t kLineStep = 2 * kLanes;
+constexpr int64_t kLineStep = kLanes == 4 ? 8 : 32;  // as many channels as the contraction multiplies pixels by together
 
 // All outputs for the channels of one vector, `count` together. Tap by tap: the sums of one do not wait for each other. Numbers by value: no
 // store changes them.
