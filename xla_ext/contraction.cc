@@ -19,7 +19,8 @@ namespace {
 // AVX-512 of the second. Its sums are then added to the total: that keeps them short. The rows of a task, and their sums, stay in
 // the second-level cache.
 constexpr int64_t kRowBytes = 384 << 10, kFewestRows = 28, kMostRows = 336, kFewestOfThread = 12, kTasksPerThread = 4;
-constexpr int64_t kRowsTogether = 28;  // whose sums are finished together: they are in the first-level cache
+constexpr int64_t kRowsTogether = 26;  // whose sums are finished together, at least: they are in the first-level cache
+constexpr int64_t kRowsAhead = 6;      // of a tile's, whose outputs are expected with those of the tile
 
 // Numbers of a step.
 int64_t per_step(DType dtype) { return kStepBytes / int64_t(ffi::ByteWidth(dtype)); }
@@ -167,7 +168,7 @@ class Plan {
   Tile tile_of(const Chunk& chunk, int64_t columns) const {
     const int64_t per = per_step(p_.dtype);
     return {nullptr, nullptr, 0, chunk.first * int64_t(ffi::ByteWidth(p_.dtype)), chunk.taps, parts(chunk.inner, per),
-            chunk.inner % per != 0, columns, nullptr, packing_.layout(), nullptr, 0};
+            chunk.inner % per != 0, columns, nullptr, packing_.layout(), nullptr, 0, 0};
   }
 
   // The chunk's panels, and those that come next, where all are packed.
@@ -179,23 +180,22 @@ class Plan {
     tile.fetched = packing_.lines(packing_.chunks()[0]);
   }
 
-  // Rows by the chunk, tile by tile. `begun` and `finished` are told which rows are next, and which are done.
-  template <class Begun, class Finished>
-  void multiply(Tile& tile, const Chunk& chunk, const char* const* at, int64_t rows, float* sums, bool fetch_rows, Begun begun,
-                Finished finished) const {
+  // Rows by the chunk, tile by tile. `expect` and `finish` are told which rows are next, and which are done.
+  template <class Expect, class Finish>
+  void multiply(Tile& tile, const Chunk& chunk, const char* const* at, int64_t rows, float* sums, bool fetch_rows, Expect expect,
+                Finish finish) const {
     const bool first = chunk.tap == 0 && chunk.first == 0;
-    const int64_t tiles = parts(rows, loops_.rows), together = kRowsTogether / loops_.rows, lines = tile.fetched;
-    const char* const fetch = tile.fetch;
-    tile.row_step = rows;
-    for (int64_t i = 0, unfinished = 0; i < tiles; ++i) {
-      const int64_t begin = i * rows / tiles, end = (i + 1) * rows / tiles;
-      tile.rows = at + chunk.tap * rows + begin;
-      tile.next = fetch_rows && i + 1 < tiles ? at + chunk.tap * rows + std::min(end, rows - loops_.rows) : nullptr;
-      tile.fetch = fetch + i * lines / tiles * packing_.layout().line, tile.fetched = (i + 1) * lines / tiles - i * lines / tiles;
-      begun(begin, end);
-      multiply_(tile, end - begin, sums + begin * loops_.columns, first);
-      if ((i + 1) % together == 0 || i + 1 == tiles) finished(unfinished, end), unfinished = end;
-    }
+    tile.rows = at + chunk.tap * rows, tile.row_step = rows;
+    int64_t expected = 0, finished = 0;
+    for_tiles(tile, rows, [&](Tile& own, int64_t begin, int64_t end) {
+      own.next = fetch_rows && end < rows ? tile.rows + std::min(end, rows - loops_.rows) : nullptr;
+      if (end > expected) {
+        const int64_t next = std::min(rows, end + kRowsAhead);
+        expect(expected, next), expected = next;
+      }
+      multiply_(own, end - begin, sums + begin * loops_.columns, first);
+      if (end - finished >= kRowsTogether || end == rows) finish(finished, end), finished = end;
+    });
   }
 
   const Problem& p_;

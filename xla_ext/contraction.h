@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "contraction_kernels.h"
+#include "cut.h"
 #include "handler.h"
 
 namespace jaxfuse::contraction {
@@ -71,6 +72,19 @@ struct Block {
 void quantise(const Tensor& x, float step, int32_t zero, uint8_t* to);
 
 using OfBlock = std::function<void(const Block&)>;  // must not throw
+
+// f(tile, begin, end) for tiles of rows [0, rows) one after the other, each of which fetches its share of the lines.
+template <class F>
+void for_tiles(Tile tile, int64_t rows, F f) {
+  const int64_t tiles = parts(rows, kernels().rows);
+  Shares counts(rows, tiles), fetched(tile.fetched, tiles);
+  tile.together = parts(fetched.most(), tile.taps * parts(tile.steps, kLineSteps));
+  for (int64_t begin = 0, end; begin < rows; begin = end) {
+    end = begin + counts.next(), tile.fetched = fetched.next();
+    f(tile, begin, end);
+    tile.rows += end - begin, tile.fetch += tile.fetched * tile.layout.line;
+  }
+}
 
 class Plan;
 

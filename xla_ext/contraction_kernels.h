@@ -8,7 +8,7 @@
 namespace jaxfuse::contraction {
 
 // Products are of steps: one number of f32, a pair of neighbouring ones of bf16, or four of u8 and s8.
-constexpr int64_t kStepBytes = 4;
+constexpr int64_t kStepBytes = 4, kLineSteps = 64 / kStepBytes;  // of a row, in a line of the cache
 
 constexpr int64_t kPositions = 32;  // that are transposed together
 
@@ -40,6 +40,7 @@ struct Tile {
   Layout layout;
   const char* fetch;  // lines of panels that are wanted soon, to be fetched into the second-level cache
   int64_t fetched;    // how many of each panel
+  int64_t together;   // of them, with as many steps as a line of the cache has
 };
 
 constexpr int64_t kMostPixelSteps = 256;  // of a sum that is not added in parts

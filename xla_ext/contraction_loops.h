@@ -146,7 +146,6 @@ void transpose_lines(const char* const* positions, int64_t count, int64_t channe
 
 // ---- products
 
-constexpr int64_t kLineSteps = 64 / kStepBytes;  // of a row, in a line of the cache
 // Where a tile's columns are one panel, all layouts have its lines side by side.
 inline int64_t line_bytes(const Layout& layout) { return kColumns == kPanel ? kLineBytes : layout.line; }
 
@@ -155,7 +154,7 @@ class Fetch {
  public:
   explicit Fetch(const Tile& tile)
       : panels_(tile.fetch), layout_(tile.layout), left_(tile.fetched),
-        together_((tile.fetched * kLineSteps + tile.taps * tile.steps - 1) / (tile.taps * tile.steps)) {}
+        together_(tile.together) {}
 
   void some() {
     for (int64_t i = 0; i < together_ && left_ > 0; ++i, --left_, panels_ += layout_.line) {

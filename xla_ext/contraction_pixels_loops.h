@@ -3,6 +3,7 @@
 
 #include "contraction_kernels.h"
 #include "contraction_steps.h"
+#include "cut.h"
 
 namespace jaxfuse::contraction {
 namespace {
@@ -31,7 +32,7 @@ constexpr int64_t kStepsOfFetch = kLanes == 8 ? 16 : 4;  // before which lines a
 
 // total += the products of a tap's steps.
 template <class Step, int64_t count, int64_t vectors>
-[[gnu::always_inline]] inline void add_products(Floats (&total)[count][vectors], const Pixels& p, int64_t tap, const char* fetch, int64_t fetched) {
+[[gnu::always_inline]] inline void add_products(Floats (&total)[count][vectors], const Pixels& p, int64_t tap, const char* fetch, int64_t together) {
   const char* x[count];
 #pragma GCC unroll 16
   for (int64_t i = 0; i < count; ++i) {
@@ -49,9 +50,8 @@ template <class Step, int64_t count, int64_t vectors>
                         [&](int64_t j) { return load(reinterpret_cast<const float*>(panels[j] + s * kLineBytes)); });
   };
   const int64_t whole = p.steps - p.odd;
-  const int64_t lines = fetched > 0 ? (fetched * kStepsOfFetch + p.steps - 1) / p.steps : 0;
   for (int64_t begin = 0; begin < whole; begin += kStepsOfFetch) {
-    for (int64_t i = 0; i < lines; ++i, fetch += kLineBytes) __builtin_prefetch(fetch, 0, 2);
+    for (int64_t i = 0; i < together; ++i, fetch += kLineBytes) __builtin_prefetch(fetch, 0, 2);
     const int64_t end = begin + kStepsOfFetch < whole ? begin + kStepsOfFetch : whole;
     for_steps<count + 1 >= kPixels ? kStepsOfFetch : 1>(begin, end, [&](int64_t s) { add_step(s, [](const char* at) { return Step::load_step(at); }); });
   }
@@ -130,12 +130,14 @@ void multiply_all_pixels(const Pixels& all, Lanes last) {
   Pixels p = all;
   const int64_t tiles = (all.count + kPixels - 1) / kPixels, row = all.stride * bytes_of(all.element);
   const bool is_long = all.steps > kMostPixelSteps;
-  for (int64_t i = 0; i < tiles; ++i) {
-    p.fetch = all.fetch + i * all.fetched / tiles * kLineBytes, p.fetched = (i + 1) * all.fetched / tiles - i * all.fetched / tiles;
-    const int64_t begin = i * all.count / tiles, end = (i + 1) * all.count / tiles;
+  Shares counts(all.count, tiles), fetched(all.fetched, tiles);
+  const int64_t steps = is_long ? kMostPixelSteps : all.steps, together = (fetched.most() * kStepsOfFetch + steps - 1) / steps;
+  for (int64_t begin = 0, end; begin < all.count; begin = end) {
+    end = begin + counts.next(), p.fetched = together;  // of a tile: lines with kStepsOfFetch steps
     p.x = all.x + begin * all.pixel, p.to = static_cast<char*>(all.to) + begin * row;
     p.residual = all.residual ? static_cast<const char*>(all.residual) + begin * row : nullptr;
     is_long ? multiply_in_parts<Step, vectors>(end - begin, p, all, last) : multiply_pixels<Step, kPixels, vectors>(end - begin, p, last);
+    p.fetch += fetched.next() * kLineBytes;
   }
 }
 

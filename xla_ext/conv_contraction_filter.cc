@@ -133,7 +133,7 @@ class Task {
                                (p_.rows.phase_of(row_tap) * p_.rows.packed(b.rows) + p_.rows.place_of(row_tap)) * row_;
         for (int64_t c = 0; c < inputs_; c += loops_.rows, sums += loops_.rows * loops_.columns) {
           multiply({pointers_.data() + c, nullptr, inputs_, offset * p_.bytes, lines, steps(length), length % per != 0,
-                    count, g_.data(), layout_, nullptr, 0}, std::min(loops_.rows, inputs_ - c), sums, first);
+                    count, g_.data(), layout_, nullptr, 0, 0}, std::min(loops_.rows, inputs_ - c), sums, first);
         }
       }
     }

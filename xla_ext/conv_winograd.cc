@@ -111,17 +111,16 @@ class Winograd {
     void multiply(int64_t panel, int64_t point) const {
       const contraction::Layout& layout = w_.layout_;
       const char* const panels = w_.filter_ + feature(panel) / contraction::kPanel * w_.panels_.bytes() + point * s_.channels * layout.line;
-      const int64_t tiles = parts(count_, w_.products_.rows), offset = point % kSide * count_ * w_.row_;
+      const int64_t offset = point % kSide * count_ * w_.row_;
       float* const sums = sums_ + point % kSide * count_ * columns_;
       for (int64_t k = 0; k < s_.channels; k += kInner) {
         const int64_t steps = std::min(kInner, s_.channels - k);
         const char* const at = panels + k * layout.line;
-        for (int64_t i = 0; i < tiles; ++i) {
-          const int64_t begin = i * count_ / tiles, end = (i + 1) * count_ / tiles, fetched = i * steps / tiles;
-          const contraction::Tile tile{rows_.data() + begin, nullptr, count_, (offset + k) * int64_t(sizeof(float)), 1, steps, false,
-                                       columns(panel), at, layout, at + (steps + fetched) * layout.line, (i + 1) * steps / tiles - fetched};
+        const contraction::Tile all{rows_.data(), nullptr, count_, (offset + k) * int64_t(sizeof(float)), 1, steps, false,
+                                    columns(panel), at, layout, at + steps * layout.line, steps, 0};
+        contraction::for_tiles(all, count_, [&](const contraction::Tile& tile, int64_t begin, int64_t end) {
           w_.products_.multiply_f32(tile, end - begin, sums + begin * columns_, k == 0);
-        }
+        });
       }
     }
 
