@@ -49,9 +49,11 @@ void replace(float* z, const float* g, int64_t n, F f) {
   const int64_t whole = n / kLanes * kLanes;
   const First rest{n - whole};
   if (rest.n) store(last_z, load(z + whole, rest)), store(last_g, load(g + whole, rest));
-  for (int64_t i = 0; i < n; i += kLanes) {
-    float* const at = i < whole ? z + i : last_z;
-    store(at, f(load(at), load(i < whole ? g + i : last_g)));
+  float* at = whole ? z : last_z;
+  const float* with = whole ? g : last_g;
+  for (int64_t count = whole ? whole : rest.n;; count = rest.n, at = last_z, with = last_g) {
+    for (int64_t i = 0; i < count; i += kLanes) store(at + i, f(load(at + i), load(with + i)));
+    if (at == last_z || !rest.n) break;
   }
   if (rest.n) store(z + whole, load(last_z), rest);
 }

@@ -48,7 +48,7 @@ def wins_expanded(x, activation) -> bool:
     is_clip = activation.kind in ("none", "relu", "piecewise_linear")
     if has_avx512():
         return x.dtype != jnp.bfloat16 or not is_clip
-    return _has_avx2(x.dtype) and private.known(x.shape[2]) >= (28 if is_clip else 14)
+    return _has_avx2(x.dtype) and private.known(x.shape[2]) >= (28 if is_clip else 7)
 
 
 def wins_packed(dtype, rows: int) -> bool:
@@ -80,14 +80,12 @@ def _has_avx2(dtype) -> bool:
 def _wins(dtype, channels: int, products: int, features: int, pixels: int) -> tuple[bool, bool]:
     """Whether a packed filter is faster, directly and by Winograd. `products` of a sum: outputs of short ones oneDNN writes faster.
     `pixels` of the output: with many of them its layout of the filter costs little. Of few `channels` its kernels are slower with
-    AVX-512; with AVX2 ours are, and those of `features` that fill no tile. There 1,568 pixels of short sums were faster by oneDNN's,
-    long sums of more pixels by ours."""
+    AVX-512; with AVX2 ours are, and those of fewer `features` than most of a tile."""
     if has_avx512():
         wins = products >= 64 and (dtype != jnp.bfloat16 or pixels <= 800 or channels < FEW_CHANNELS)
         return wins, wins
     if _has_avx2(dtype):
-        many_products = products >= 128 and features >= 32
-        return channels >= FEW_CHANNELS and products >= 64 and (pixels <= 800 or many_products and pixels >= 3000), True
+        return min(channels, products / 4) >= FEW_CHANNELS and features >= 24 and (products >= 128 or pixels <= 8000), True
     return False, False
 
 
