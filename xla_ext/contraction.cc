@@ -20,7 +20,7 @@ namespace {
 // the second-level cache.
 constexpr int64_t kRowBytes = 384 << 10, kFewestRows = 28, kMostRows = 336, kFewestOfThread = 12, kTasksPerThread = 4;
 constexpr int64_t kRowsTogether = 26;  // whose sums are finished together, at least: they are in the first-level cache
-constexpr int64_t kRowsAhead = 6;      // of a tile's, whose outputs are expected with those of the tile
+constexpr int64_t kRowsAhead = 6;      // behind a tile, whose outputs are expected with its own
 
 // Numbers of a step.
 int64_t per_step(DType dtype) { return kStepBytes / int64_t(ffi::ByteWidth(dtype)); }

@@ -19,7 +19,7 @@ namespace {  // for loops too, each for its own ISA
 // An extent in `count` parts one after the other, as even as can be, by one division for all of them.
 class Shares {
  public:
-  Shares(int64_t extent, int64_t count) : least_(extent / count), larger_(extent % count) {}
+  Shares(int64_t extent, int64_t count) : least_(count ? extent / count : 0), larger_(count ? extent % count : 0) {}
 
   int64_t most() const { return least_ + (larger_ > 0); }
   int64_t next() { return least_ + (larger_-- > 0); }
