@@ -53,6 +53,7 @@ POINTWISE = {  # the image; features
     "longest sums": ((1, 10, 10, 256), 100),
     "longer sums": ((1, 10, 10, 257), 300),
     "few rows": ((1, 5, 7, 16), 64),
+    "most of a tile's columns": ((1, 7, 11, 48), 61),
     "few columns of a large image": ((2, 40, 41, 100), 33),
     "large": ((1, 80, 80, 64), 200),
 }
