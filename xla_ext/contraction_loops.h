@@ -147,15 +147,11 @@ void transpose_lines(const char* const* positions, int64_t count, int64_t channe
 
 // ---- products
 
-// Where a tile's columns are one panel, all layouts have its lines side by side.
-inline int64_t line_bytes(const Layout& layout) { return kColumns == kPanel ? kLineBytes : layout.line; }
-
 // The lines that are wanted next, a few at a time while a tile is computed.
 class Fetch {
  public:
   explicit Fetch(const Tile& tile)
-      : panels_(tile.fetch), layout_(tile.layout), left_(tile.fetched),
-        together_(tile.together) {}
+      : panels_(tile.fetch), layout_(tile.layout), left_(tile.fetched), together_(tile.together) {}
 
   void some() {
     for (int64_t i = 0; i < together_ && left_ > 0; ++i, --left_, panels_ += layout_.line) {
@@ -190,7 +186,7 @@ void multiply(const Tile& tile, float* sums, bool first) {
       multiply_step<Step>(total, [&](int64_t i) { return load_a(a[i]); }, [&](int64_t j) {
         return load(reinterpret_cast<const float*>(line + j * kLanes / kPanel * tile.layout.panel) + j * kLanes % kPanel);
       });
-      line += line_bytes(tile.layout);
+      line += tile.layout.line;
     };
     for (int64_t begin = 0; begin < whole; begin += kLineSteps) {
       const int64_t end = begin + kLineSteps < whole ? begin + kLineSteps : whole;
