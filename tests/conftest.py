@@ -97,7 +97,7 @@ def pytest_collection_modifyitems(config, items):
     cases = collections.Counter(map(table_of, items))
     pools = collections.defaultdict(list)  # by the share that is taken of them, and what they have in common
     for item in items:
-        share = next((share for many, share in SHARES.items() if cases[table_of(item)] > many), 1)
+        share = next((share for many, share in SHARES.items() if cases[table_of(item)] > many and not item.get_closest_marker("whole")), 1)
         is_costly = item.get_closest_marker("costly") and share < COSTLY
         pools[(COSTLY, "costly") if is_costly else (share, table_of(item))].append(item)
     taken = set()

@@ -10,6 +10,7 @@ from jaxfuse.tuning import policy, tuned
 from jaxfuse.tuning.rules import packed
 from jaxfuse.tuning.rules.packed import Packing
 
+pytestmark = pytest.mark.whole
 NHWC = (0, 3, 1, 2), (3, 2, 0, 1), (0, 3, 1, 2)
 AVX2, ZEN5, OTHER = ("avx2", "avx2"), ("avx512", "avx512_core_bf16"), ("portable", "sse41")
 RELU, SILU = Activation("relu"), Activation("silu")
@@ -32,12 +33,14 @@ def layout(size, inputs, outputs, kernel=1, stride=1, batch=1, dtype=jnp.float32
     (dict(size=28, inputs=128, outputs=512), Packing.direct),
     (dict(size=28, inputs=512, outputs=128), Packing.direct),
     (dict(size=56, inputs=256, outputs=64), Packing.direct),
-    (dict(size=56, inputs=144, outputs=24), Packing.none),  # a tile and a half of features
+    (dict(size=56, inputs=144, outputs=24), Packing.direct),
+    (dict(size=56, inputs=144, outputs=16), Packing.none),  # half a tile of features
     (dict(size=14, inputs=40, outputs=240), Packing.none),  # a short sum
-    (dict(size=56, inputs=64, outputs=256), Packing.none),
+    (dict(size=56, inputs=64, outputs=256), Packing.direct),
+    (dict(size=56, inputs=64, outputs=256, batch=8), Packing.none),  # short sums of many pixels
     (dict(size=224, inputs=3, outputs=64, kernel=7, stride=2), Packing.none),
     (dict(size=7, inputs=512, outputs=2048, batch=8), Packing.direct),
-    (dict(size=14, inputs=256, outputs=1024, batch=8), Packing.none),
+    (dict(size=14, inputs=256, outputs=1024, batch=8), Packing.direct),
     (dict(size=28, inputs=128, outputs=512, batch=8), Packing.direct),
     (dict(size=56, inputs=64, outputs=64, kernel=3), Packing.winograd),
     (dict(size=14, inputs=64, outputs=384, dtype=jnp.bfloat16), Packing.none)])
@@ -47,7 +50,7 @@ def test_convolutions_with_avx2(with_isa, layer, wanted):
 
 
 @pytest.mark.parametrize("isa, activation, widths", [
-    (AVX2, RELU, {7: False, 14: False, 28: True}), (AVX2, SILU, {7: False, 14: True}), (ZEN5, RELU, {7: True}),
+    (AVX2, RELU, {7: False, 14: False, 28: True}), (AVX2, SILU, {6: False, 7: True}), (ZEN5, RELU, {7: True}),
     (OTHER, SILU, {56: False})])
 def test_expansions(with_isa, isa, activation, widths):
     with_isa(isa)

@@ -13,6 +13,7 @@ from jaxfuse.tuning import measured, policy, tuned
 from jaxfuse.tuning.rules import TABLE
 from jaxfuse.tuning.rules.rule import DIRECTIONS, OpRules, Point, Rule
 
+pytestmark = pytest.mark.whole
 X = jax.ShapeDtypeStruct((10, 10), jnp.float32)
 
 
