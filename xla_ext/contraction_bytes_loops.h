@@ -50,6 +50,7 @@ constexpr bool kSaturates = true;
 template <bool small>
 struct OfBytes {
   static constexpr int64_t kElements = 4;
+  static constexpr bool kIsExact = true;
 
   static Floats load_step(const char* at) {
     uint32_t bits;

@@ -62,6 +62,8 @@ struct Pixels {
   int64_t stride;     // from a pixel's elements of both to the next's
   const char* fetch;  // what is wanted soon, to be fetched into the second-level cache
   int64_t fetched;    // lines of it
+  const int32_t* offsets = nullptr;  // of u8, of these columns: (Σ + offset)·scale + bias + residual
+  const float* scale = nullptr;
 };
 
 struct Kernels {
@@ -90,6 +92,7 @@ struct Kernels {
   // to[i·stride + n] = Σ + bias + residual, within the limits.
   void (*pixels_f32)(const Pixels&);
   void (*pixels_bf16)(const Pixels&);
+  void (*pixels_small_bytes)(const Pixels&);
   int64_t pixel_columns;  // that are multiplied together
 };
 

@@ -226,19 +226,19 @@ void multiply_tile(const Tile& tile, int64_t count, float* sums, bool first) {
 #if defined(__AVX512BF16__)  // what only such CPUs do so; the rest is AVX-512's
 constexpr Kernels kernels = {
     kRows, kColumns, kMostSteps, nullptr, pack<OfPairs>, nullptr, transpose_lines<OfPairs, bf16>, nullptr, multiply_tile<OfPairs>,
-    nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, multiply_pixels<OfPairs>, 0,
+    nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, multiply_pixels<OfPairs>, nullptr, 0,
 };
 #elif defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 constexpr Kernels kernels = {
     kRows, kColumns, kMostSteps, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, multiply_tile<OfBytes<false>>,
-    multiply_tile<OfBytes<kSaturates>>, nullptr, nullptr, nullptr, nullptr, nullptr, 0,
+    multiply_tile<OfBytes<kSaturates>>, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 0,
 };
 #else
 constexpr Kernels kernels = {
     kRows, kColumns, kMostSteps, pack<OfFloats>, pack<OfPairs>, transpose_lines<OfFloats, float>, transpose_lines<OfPairs, bf16>,
     multiply_tile<OfFloats>, multiply_tile<OfPairs>, multiply_tile<OfBytes<false>>,
     multiply_tile<OfBytes<kSaturates>>, quantise<float>, quantise<bf16>, to_floats,
-    multiply_pixels<OfFloats>, multiply_pixels<OfPairs>, kPixelVectors * kLanes,
+    multiply_pixels<OfFloats>, multiply_pixels<OfPairs>, multiply_pixels<OfBytes<kSaturates>>, kPixelVectors * kLanes,
 };
 #endif
 

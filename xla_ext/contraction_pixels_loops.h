@@ -58,6 +58,24 @@ template <class Step, int64_t count, int64_t vectors>
   if (p.odd) add_step(whole, [](const char* at) { return Step::load_last(at); });
 }
 
+// What the sums of a vector of columns begin with.
+template <class Step, int64_t vectors, class Lanes>
+Floats start(const Pixels& p, Vectors<vectors, Lanes> columns, int64_t j) {
+  if constexpr (Step::kIsExact) return columns.load(reinterpret_cast<const float*>(p.offsets), j);
+  return p.bias ? columns.load(p.bias, j) : Floats{};
+}
+
+// Numbers of sums of s32.
+template <int64_t count, int64_t vectors, class Lanes>
+[[gnu::always_inline]] inline void scale(Floats (&total)[count][vectors], const Pixels& p, Vectors<vectors, Lanes> columns) {
+#pragma GCC unroll 4
+  for (int64_t j = 0; j < vectors; ++j) {
+    const Floats scale = columns.load(p.scale, j), bias = p.bias ? columns.load(p.bias, j) : Floats{} - 0.0f;
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < count; ++i) total[i][j] = __builtin_convertvector(Ints(total[i][j]), Floats) * scale + bias;
+  }
+}
+
 template <class T, int64_t count, int64_t vectors, class Lanes>
 [[gnu::always_inline]] inline void finish(Floats (&total)[count][vectors], const Pixels& p, Vectors<vectors, Lanes> columns) {
   const float low = p.low, high = p.high;
@@ -92,11 +110,12 @@ void multiply_pixels(const Pixels& p, Lanes last) {
   Floats total[count][vectors];
 #pragma GCC unroll 4
   for (int64_t j = 0; j < vectors; ++j) {
-    const Floats start = p.bias ? columns.load(p.bias, j) : Floats{};
+    const Floats first = start<Step>(p, columns, j);
 #pragma GCC unroll 16
-    for (int64_t i = 0; i < count; ++i) total[i][j] = start;
+    for (int64_t i = 0; i < count; ++i) total[i][j] = first;
   }
   for (int64_t tap = 0; tap < p.taps; ++tap) add_products<Step>(total, p, tap, p.fetch, tap == 0 ? p.fetched : 0);
+  if constexpr (Step::kIsExact) scale(total, p, columns);
   p.element == Element::f32 ? finish<float>(total, p, columns) : finish<bf16>(total, p, columns);
 }
 
@@ -129,14 +148,17 @@ template <class Step, int64_t vectors, class Lanes>
 void multiply_all_pixels(const Pixels& all, Lanes last) {
   Pixels p = all;
   const int64_t tiles = (all.count + kPixels - 1) / kPixels, row = all.stride * bytes_of(all.element);
-  const bool is_long = all.steps > kMostPixelSteps;
+  const bool is_long = !Step::kIsExact && all.steps > kMostPixelSteps;
   Shares counts(all.count, tiles), fetched(all.fetched, tiles);
   const int64_t steps = is_long ? kMostPixelSteps : all.steps, together = (fetched.most() * kStepsOfFetch + steps - 1) / steps;
   for (int64_t begin = 0, end; begin < all.count; begin = end) {
     end = begin + counts.next(), p.fetched = together;  // of a tile: lines with kStepsOfFetch steps
     p.x = all.x + begin * all.pixel, p.to = static_cast<char*>(all.to) + begin * row;
     p.residual = all.residual ? static_cast<const char*>(all.residual) + begin * row : nullptr;
-    is_long ? multiply_in_parts<Step, vectors>(end - begin, p, all, last) : multiply_pixels<Step, kPixels, vectors>(end - begin, p, last);
+    if constexpr (!Step::kIsExact) {
+      if (is_long) multiply_in_parts<Step, vectors>(end - begin, p, all, last);
+    }
+    if (!is_long) multiply_pixels<Step, kPixels, vectors>(end - begin, p, last);
     p.fetch += fetched.next() * kLineBytes;
   }
 }

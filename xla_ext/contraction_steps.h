@@ -9,6 +9,7 @@ namespace {
 
 struct OfFloats {
   static constexpr int64_t kElements = 1;
+  static constexpr bool kIsExact = false;  // sums are of s32
 
   static Floats join(Floats value, Floats) { return value; }
   static Floats load_step(const char* at) { return broadcast(*reinterpret_cast<const float*>(at)); }
@@ -19,6 +20,7 @@ struct OfFloats {
 
 struct OfPairs {
   static constexpr int64_t kElements = 2;
+  static constexpr bool kIsExact = false;
 
   static Floats join(Floats even, Floats odd) {
 #ifdef __AVX512BF16__

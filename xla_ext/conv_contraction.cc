@@ -248,24 +248,15 @@ void check_packed(const Call& call, const Geometry& g, const Tensor& w) {
 ByPanels::ByPanels() = default;
 ByPanels::~ByPanels() = default;
 
-void ByPanels::run(const Forward& f, const char* panels) {
-  if (f.x.size() == 0 || merges_lines(f.geometry, f.w)) return (void)convolve(f, panels, nullptr);
+void ByPanels::run(const Forward& f, const char* panels, const Int8* int8) {
+  if (f.x.size() == 0 || merges_lines(f.geometry, f.w)) return (void)convolve(f, panels, int8);
   if (!convolution_ || threads_ != max_threads()) {
     threads_ = max_threads();
-    convolution_ = std::make_unique<Convolution>(f, false, panels);
+    convolution_ = std::make_unique<Convolution>(f, false, panels, int8);
   } else {
     convolution_->point_to(f, panels);
   }
   convolution_->run();
-}
-
-void forward(const Forward& f, const char* panels, const Int8& int8) {
-  const Scratch bytes(f.x.size() + contraction::kStepBytes);  // the last step of the last pixel may be read whole
-  contraction::quantise(f.x, int8.step, int8.zero, bytes.as<uint8_t>());
-  Forward of_bytes = f;
-  of_bytes.x = {f.x.name, bytes.data(), DType::U8, f.x.shape};
-  of_bytes.w.dtype = DType::U8;
-  convolve(of_bytes, panels, &int8);
 }
 
 contraction::Panels panels(const Geometry& g, const Tensor& w, DType dtype) {

@@ -21,19 +21,6 @@ void forward(const Forward& f);
 // The same by a filter that is packed, of a convolution that can have one; the filter is finite. The check refuses others.
 void check_packed(const Call& call, const Geometry& geometry, const Tensor& w);
 
-// Convolutions that differ in where their arrays lie.
-class Convolution;
-class ByPanels {
- public:
-  ByPanels();
-  ~ByPanels();
-  void run(const Forward& f, const char* panels);
-
- private:
-  std::unique_ptr<Convolution> convolution_;
-  int threads_ = 0;  // among which it is cut
-};
-
 // x as u8, and what makes numbers of sums of its products with a filter of s8: f32(sum + offset of the feature), which the epilogue
 // scales.
 struct Int8 {
@@ -42,7 +29,19 @@ struct Int8 {
   const int32_t* offsets;  // -zero·Σ of the feature's filter
   bool small;              // no element of the filter is beyond ±64
 };
-void forward(const Forward& f, const char* panels, const Int8& int8);
+
+// Convolutions that differ in where their arrays lie. `int8`, which stays where it is: x is u8.
+class Convolution;
+class ByPanels {
+ public:
+  ByPanels();
+  ~ByPanels();
+  void run(const Forward& f, const char* panels, const Int8* int8 = nullptr);
+
+ private:
+  std::unique_ptr<Convolution> convolution_;
+  int threads_ = 0;  // among which it is cut
+};
 
 // How the filter of such a convolution is packed, for rows of this dtype, and the filter itself.
 contraction::Panels panels(const Geometry& geometry, const Tensor& w, DType dtype);

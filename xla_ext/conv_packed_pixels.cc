@@ -4,7 +4,6 @@
 #include <cstring>
 #include <limits>
 
-#include "conv_contraction.h"
 #include "conv_merged_lines.h"
 #include "cut.h"
 #include "parallel.h"
@@ -55,7 +54,9 @@ bool ByPixels::takes(const Forward& f, bool gated) {
   const Geometry& g = f.geometry;
   const Epilogue& e = f.epilogue;
   const int64_t features = e.y.shape.back();
-  if (simd_level() == SimdLevel::portable || e.scale || e.z || e.residual_last || e.y.dtype != f.x.dtype || f.x.size() == 0) return false;
+  const bool is_int8 = f.x.dtype == DType::U8;  // whose sums are f32 or bf16 by a scale
+  if (simd_level() == SimdLevel::portable || e.z || e.residual_last || f.x.size() == 0) return false;
+  if (is_int8 ? simd_level() != SimdLevel::avx2 : e.scale || e.y.dtype != f.x.dtype) return false;
   if (e.y.dtype != DType::F32 && !limits_of(e.activation, e.parameters)) return false;
   const contraction::Panels panels = contracted::panels(g, f.w, f.x.dtype);
   if (e.y.size() < kFewestRows * features) return false;
@@ -64,7 +65,7 @@ bool ByPixels::takes(const Forward& f, bool gated) {
   if (!g.is_pointwise(f.w)) return g.spatial_rank() == 2 && contracted::merges_lines(g, f.w);
   // Of a large x rows should not be read again for a few columns more; a y that the caches do not hold is written sooner by wider tiles.
   constexpr int64_t kMostOfX = 1 << 20, kMostOfY = 4 << 20;
-  const bool reads_little = features <= contraction::kernels().pixel_columns || (f.x.dtype == DType::F32 && int64_t(f.x.bytes()) <= kMostOfX);
+  const bool reads_little = features <= contraction::kernels().pixel_columns || (f.x.dtype != DType::BF16 && int64_t(f.x.bytes()) <= kMostOfX);
   return (reads_little || features >= f.x.shape.back()) && int64_t(e.y.bytes()) <= kMostOfY;
 }
 
@@ -86,22 +87,22 @@ ByPixels::ByPixels(const Forward& f)
       epilogue_(f.epilogue, {rows_, features_}) {}
 
 // x with zeros around each image.
-void ByPixels::pad(const Tensor& x, char* to) const {
+void ByPixels::pad(const Tensor& x, char zero, char* to) const {
   const int64_t height = x.shape[1], line = x.shape[2] * in_.channels, before = in_.low * in_.channels;
   parallel_for(x.shape[0] * in_.padded_lines, [&](int64_t i) {
     const int64_t at = i % in_.padded_lines - in_.above;
     char* const copy = to + i * in_.line;
-    if (at < 0 || at >= height) return (void)std::memset(copy, 0, in_.line);
-    std::memset(copy, 0, before);
+    if (at < 0 || at >= height) return (void)std::memset(copy, zero, in_.line);
+    std::memset(copy, zero, before);
     std::memcpy(copy + before, x.as<char>() + (i / in_.padded_lines * height + at) * line, line);
-    std::memset(copy + before + line, 0, in_.high * in_.channels);
+    std::memset(copy + before + line, zero, in_.high * in_.channels);
   });
 }
 
 // By the panels of the part's columns. Of lines that follow one another without a gap all rows at once.
-void ByPixels::multiply(const Forward& f, const char* x, const char* panels, const Part& part) const {
+void ByPixels::multiply(const Forward& f, const char* x, const char* panels, const int32_t* offsets, const Part& part) const {
   const contraction::Kernels& loops = contraction::kernels();
-  const auto multiply = panels_.dtype == DType::F32 ? loops.pixels_f32 : loops.pixels_bf16;
+  const auto multiply = panels_.dtype == DType::F32 ? loops.pixels_f32 : panels_.dtype == DType::U8 ? loops.pixels_small_bytes : loops.pixels_bf16;
   const int64_t bytes = ffi::ByteWidth(f.y().dtype), run = in_.has_gaps ? in_.width : part.rows, panel = panels_.bytes();
   const bool odd = panels_.dtype == DType::BF16 && panels_.inner % 2 != 0;
   const Limits limits = limits_.value_or(Limits{-kInfinity, kInfinity});
@@ -109,6 +110,7 @@ void ByPixels::multiply(const Forward& f, const char* x, const char* panels, con
   for (int64_t column = part.first, next; column < part.last; column = next) {
     next = std::min(column + loops.pixel_columns, part.last);
     const float* const bias = epilogue_.bias() ? epilogue_.bias() + column : nullptr;
+    const float* const scale = f.epilogue.scale ? f.epilogue.scale->as<float>() + column : nullptr;
     const int64_t wanted = std::min(next + loops.pixel_columns, part.last) - next;
     const int64_t lines = parts(wanted, contraction::kPanel) * panel / contraction::kLineBytes;
     const char* const fetch = panels + (next - part.first) / contraction::kPanel * panel;
@@ -116,7 +118,7 @@ void ByPixels::multiply(const Forward& f, const char* x, const char* panels, con
       const int64_t offset = (row * features_ + column) * bytes;
       multiply({x + in_.place(row), in_.pixel, run, in_.taps, in_.tap, panels_.steps(), odd, panels, panel, column - part.first,
                 next - column, bias, limits.low, limits.high, element_of(f.y().dtype), y + offset,
-                residual ? residual + offset : nullptr, features_, fetch, row == part.row ? lines : 0});
+                residual ? residual + offset : nullptr, features_, fetch, row == part.row ? lines : 0, offsets ? offsets + column : nullptr, scale});
     }
   }
 }
@@ -129,10 +131,10 @@ void ByPixels::activate(const Epilogue& e, const Part& part) const {
   }
 }
 
-void ByPixels::run(const Forward& f, const char* panels, const float* factors) {
+void ByPixels::run(const Forward& f, const char* panels, const float* factors, const contracted::Int8* int8) {
   epilogue_.point_to(f.epilogue);
-  const Scratch copy(in_.has_padding() ? images_ * in_.padded_lines * in_.line : 0);
-  if (in_.has_padding()) pad(f.x, copy.data());
+  const Scratch copy(in_.has_padding() ? images_ * in_.padded_lines * in_.line + contraction::kStepBytes : 0);
+  if (in_.has_padding()) pad(f.x, int8 ? char(int8->zero) : 0, copy.data());
   const char* const x = in_.has_padding() ? copy.data() : f.x.as<char>();
   const int64_t together = contraction::kernels().pixel_columns, groups = parts(features_, together);
   const int64_t images = factors ? images_ : 1, lines = rows_ / in_.width / images;  // images, each by itself
@@ -150,7 +152,7 @@ void ByPixels::run(const Forward& f, const char* panels, const float* factors) {
       scale(own, count, panels_.inner, factors + image * panels_.inner, scaled.data());
       own = scaled.data();
     }
-    multiply(f, x, own, part);
+    multiply(f, x, own, int8 ? int8->offsets : nullptr, part);
     if (!limits_) activate(f.epilogue, part);
   });
 }

@@ -6,6 +6,7 @@
 
 #include "contraction.h"
 #include "conv.h"
+#include "conv_contraction.h"
 #include "conv_limits.h"
 
 namespace jaxfuse::conv {
@@ -13,6 +14,7 @@ namespace jaxfuse::conv {
 class ByPixels {
  public:
   // Whether it is one of those, and faster so than by tiles of sums in memory. `gated`: each channel of each image is times a factor.
+  // Of u8 and a scale.
   static bool takes(const Forward& f, bool gated);
 
   explicit ByPixels(const Forward& f);
@@ -20,8 +22,8 @@ class ByPixels {
   // Whether the filter's elements may be times the factors: there are fewer than of x.
   static bool takes_factors(const Forward& f);
 
-  // One that differs in where its arrays lie. `factors`: (images, channels), or null.
-  void run(const Forward& f, const char* panels, const float* factors = nullptr);
+  // One that differs in where its arrays lie. `factors`: (images, channels), or null. `int8`: where x is u8.
+  void run(const Forward& f, const char* panels, const float* factors = nullptr, const contracted::Int8* int8 = nullptr);
 
  private:
   // Where rows begin in the images and the padding around them.
@@ -39,8 +41,8 @@ class ByPixels {
   struct Part;  // some rows by some columns
 
   static Rows rows_of(const Forward& f);
-  void pad(const Tensor& x, char* to) const;
-  void multiply(const Forward& f, const char* x, const char* panels, const Part& part) const;
+  void pad(const Tensor& x, char zero, char* to) const;
+  void multiply(const Forward& f, const char* x, const char* panels, const int32_t* offsets, const Part& part) const;
   void activate(const Epilogue& e, const Part& part) const;
 
   const contraction::Panels panels_;
