@@ -1,5 +1,8 @@
 """Convolutions in int8 for tests: named geometries, and what numpy says of their sums."""
 
+import itertools
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,20 +33,26 @@ CASES = {
 }
 RANGES = {"from zero": int8.Range(1.0, 0), "around zero": int8.Range(1.0, 128), "uneven": int8.Range(1.0, 37),
           "up to zero": int8.Range(1.0, 255)}
-MOST = (int8.SMALL, int8.WHOLE)
+NARROW = (True, False)
 
 
 def config_of(case, **of):
     return ConvConfig(case.strides, tuple(case.padding), case.dilation, case.groups, *case.specs, (1,) * len(case.strides), **of)
 
 
-def integers(case, range_, most, seed=0):
-    """(x, w): all of the range, and the largest weight in each feature, whose scale is then 1."""
+def integers(case, range_, narrow, seed=0):
+    """(x, w): all of the range, and the largest weight in each feature, whose scale is then 1. Narrow ones are quarters of it beside
+    zeros: four inputs that are neighbours, and four behind them, may be added in 16 bits."""
     rng = np.random.default_rng(seed)
     x = rng.integers(-range_.zero, 256 - range_.zero, case.x)
-    w = np.moveaxis(rng.integers(-most, most + 1, case.w), case.specs.rhs_spec[0], -1)
-    w.reshape(-1, w.shape[-1])[rng.integers(w[..., 0].size)] = most
-    return x, np.moveaxis(w, -1, case.specs.rhs_spec[0])
+    spec, most = case.specs.rhs_spec, int8.MOST
+    order = *spec[2:], spec[1], spec[0]
+    shape = [case.w[d] for d in order]
+    w = rng.integers(-(most // 4 if narrow else most), (most // 4 if narrow else most) + 1, (math.prod(shape[:-1]), shape[-1]))
+    at = rng.integers(len(w))
+    w[max(0, at - 7) if narrow else at : at + 8 if narrow else at] = 0
+    w[at] = most
+    return x, w.reshape(shape).transpose(np.argsort(order))
 
 
 def computed(made, x, w, *rest):
@@ -51,27 +60,28 @@ def computed(made, x, w, *rest):
     return np.asarray(jax.jit(lambda *args: int8.OP(made, *args)[0])(x, *int8.pack(made, w), *rest))
 
 
-def check_sums(case, range_, most):
+def check_sums(case, range_, narrow):
     """To the last bit."""
-    x, w = integers(case, range_, most)
-    made = int8.config_of(config_of(case), case.w, range_, most)
+    x, w = integers(case, range_, narrow)
+    made = int8.config_of(config_of(case), case.w, range_, narrow)
     y = computed(made, array(x, F32), w)
     np.testing.assert_array_equal(y, np.float32(convolve(case, x, w)))
     return y
 
 
-def check_extremes(most):
-    """Pairs of bytes whose products, added in 16 bits, would not fit."""
-    case = Case((1, 5, 8, 600), (1, 1, 600, 20))
-    for sign in (1, -1):
-        made = int8.config_of(config_of(case), case.w, RANGES["from zero"], most)
+def check_extremes(narrow):
+    """The largest bytes, whose products fit into 16 bits only where the filter is narrow."""
+    most = int8.MOST_OF_FOUR // 4 if narrow else int8.MOST
+    for inner, taps, sign in itertools.product((600, 37), (1, 3), (1, -1)):
+        case = Case((1, 9, 8, inner), (taps, taps, inner, 20))
+        made = int8.config_of(config_of(case), case.w, RANGES["from zero"], narrow)
         y = computed(made, jnp.full(case.x, 255.0), np.full(case.w, sign * most))
-        np.testing.assert_array_equal(y, np.float32(sign * 600 * 255 * most))
+        np.testing.assert_array_equal(y, np.float32(sign * inner * taps**2 * 255 * most))
 
 
-def quantised(case, dtype=F32, activation="none", most=int8.SMALL, range_=None):
+def quantised(case, dtype=F32, activation="none", narrow=True, range_=None):
     x, w = random(case.x, dtype), random_filter(case, dtype)
     found = range_ or int8.Range.of(float(x.min()), float(x.max()))
     features = case.y[case.specs.out_spec[1]]
     config = config_of(case, has_bias=True, has_residual=True, activation=named(activation))
-    return int8.config_of(config, case.w, found, most), x, w, random(features, dtype, 3), random(case.y, dtype, 4)
+    return int8.config_of(config, case.w, found, narrow), x, w, random(features, dtype, 3), random(case.y, dtype, 4)

@@ -70,7 +70,7 @@ def test_a_packed_filter_by_promised_targets():
     x, w = jnp.ones((1, 5, 5, 3)), jnp.ones((3, 3, 3, 8))
     nhwc = lax.conv_dimension_numbers(x.shape, w.shape, ("NHWC", "HWIO", "NHWC"))
     conv = ConvConfig((1, 1), ((1, 1), (1, 1)), (1, 1), 1, *nhwc, (1, 1))
-    made, in_int8 = packed.config_of(conv, x, w), int8.config_of(conv, w.shape, int8.Range.of(0, 1), int8.SMALL)
+    made, in_int8 = packed.config_of(conv, x, w), int8.config_of(conv, w.shape, int8.Range.of(0, 1), narrow=True)
     gated, factors = dataclasses.replace(made, gated=True), jnp.ones((1, 3))
     expansion, depthwise, bias = packed.config_of(dataclasses.replace(conv, padding=((0, 0),) * 2), x, w[:1, :1]), w[:, :, :1], jnp.ones(8)
     both = expanded.ExpandedConfig(expansion, dataclasses.replace(conv, feature_group_count=8, has_bias=True))

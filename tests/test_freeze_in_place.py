@@ -86,6 +86,21 @@ def test_winograd_keeps_the_residual():
     np.testing.assert_array_equal(kinds(jax.jit(made)(x, args[1])), kinds(plain(x, args[1])))
 
 
+@pytest.mark.parametrize("dtype", NEAR)
+@pytest.mark.parametrize("side, image", [(1, (9, 7)), (1, (3, 3)), (3, (9, 7))])
+def test_in_int8(side, image, dtype):
+    """The same bits as of one that is kept."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    w = jax.random.normal(keys[0], (side, side, 40, 40)).astype(dtype)
+    x, r = (jax.random.normal(key, (2, *image, 40)).astype(dtype) for key in keys[1:])
+    given, computed = (lambda w, x, r: jax.nn.relu(conv(x, w) + r)), (lambda w, x, r: jax.nn.relu(conv(x, w) + jnp.abs(r)))
+    kept, over = (jax.jit(jaxfuse.freeze(f, w, policy="always", int8=[(x, r)], int8_error=1.0)) for f in (given, computed))
+    programs = [f.lower(x, r).compile().as_text() for f in (kept, over)]
+    assert [program.count("output_to_operand_aliasing") for program in programs] == [0, 1]
+    assert all("jaxfuse_conv_int8" in program for program in programs)
+    np.testing.assert_array_equal(over(x, r), kept(x, jnp.abs(r)))
+
+
 def test_a_saved_program(tmp_path):
     made, plain, args, _ = frozen(OVERWRITTEN["computed before"])
     made.save(tmp_path / "layer", *[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args])

@@ -185,7 +185,7 @@ def test_what_was_not_measured_stays_in_floats(monkeypatch):
     made = frozen_with(X)
     assert kinds(made, X) == ["float", "int8", "float", "float", "float"]
     assert "too small to gain: 62208 products, measured faster from 100000" == made.int8_sites(X)[0].reason
-    assert rule.most() == int8.WHOLE
+    assert not rule.narrow()
 
 
 def test_another_platform_has_no_kernel(monkeypatch):
@@ -196,7 +196,7 @@ def test_another_platform_has_no_kernel(monkeypatch):
 
 def test_an_architecture_with_no_module_says_so(monkeypatch):
     monkeypatch.setattr(rule.ffi, "native", lambda: None)
-    assert rule.expects_no_gain(1 << 30) == "the native module has no int8" and rule.most() == int8.SMALL
+    assert rule.expects_no_gain(1 << 30) == "the native module has no int8" and rule.narrow()
 
 
 @pytest.mark.parametrize("examples, words", [

@@ -12,7 +12,7 @@ from jax import lax
 
 from compare import same
 from conv_oracle import BF16, F32, Case, convolve
-from int8_oracle import CASES, MOST, RANGES, check_extremes, check_sums, computed, config_of, integers, quantised
+from int8_oracle import CASES, NARROW, RANGES, check_extremes, check_sums, computed, config_of, integers, quantised
 from jaxfuse.ops import conv
 from jaxfuse.ops.conv import int8
 from jaxfuse.ops.conv.packed import unpack
@@ -22,15 +22,15 @@ from jaxfuse.ops.conv.packed import unpack
 @pytest.mark.parametrize("name", CASES)
 def test_sums_are_exact(name):
     case, i = CASES[name], list(CASES).index(name)
-    for (range_, most), j in zip(itertools.product(RANGES.values(), MOST), range(8)):
+    for (range_, narrow), j in zip(itertools.product(RANGES.values(), NARROW), range(8)):
         if j % 4 == i % 4:
-            check_sums(case, range_, most)
+            check_sums(case, range_, narrow)
 
 
 @pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize("most", MOST)
-def test_nothing_saturates(most):
-    check_extremes(most)
+@pytest.mark.parametrize("narrow", NARROW)
+def test_nothing_saturates(narrow):
+    check_extremes(narrow)
 
 
 @pytest.mark.usefixtures("kernel")
@@ -61,7 +61,7 @@ def test_ranges(low, high, zero):
 @pytest.mark.usefixtures("kernel")
 def test_numbers_are_rounded_to_the_nearest_even_and_kept_within_the_range():
     case = Case((1, 16, 1), (1, 1, 1))
-    made = int8.config_of(config_of(case), case.w, int8.Range(0.5, 100), int8.SMALL)
+    made = int8.config_of(config_of(case), case.w, int8.Range(0.5, 100), narrow=True)
     given = [0.25, 0.75, -0.25, -0.75, 0.3, 77.4, 77.6, 1e30, -50, -50.6, -1e30, np.inf, -np.inf, np.nan, 0.0, 1e-42]
     want = [0.0, 1, 0, -1, 0.5, 77.5, 77.5, 77.5, -50, -50, -50, 77.5, -50, 0, 0, 0]
     np.testing.assert_array_equal(computed(made, jnp.array(given, F32).reshape(case.x), np.ones(case.w)).reshape(-1), want)
@@ -87,8 +87,8 @@ def test_no_images():
 @pytest.mark.parametrize("name", CASES)
 def test_a_filter_is_in_its_panels(name):
     case = CASES[name]
-    _, w = integers(case, RANGES["uneven"], int8.WHOLE)
-    made = int8.config_of(config_of(case), case.w, RANGES["uneven"], int8.WHOLE)
+    _, w = integers(case, RANGES["uneven"], narrow=False)
+    made = int8.config_of(config_of(case), case.w, RANGES["uneven"], narrow=False)
     packed, scale, offset = int8.pack(made, w)
     np.testing.assert_array_equal(unpack(made.filter, packed), w)
     np.testing.assert_array_equal(scale, np.ones_like(scale))

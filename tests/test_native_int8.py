@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from conv_oracle import BF16, F32
-from int8_oracle import CASES, MOST, RANGES, check_extremes, check_sums, computed, config_of, quantised
+from conv_oracle import BF16, F32, Case
+from int8_oracle import CASES, NARROW, RANGES, check_extremes, check_sums, computed, config_of, quantised
 from jaxfuse.ops.conv import int8
 from jaxfuse.ops.conv.conv import forward_attrs
 from jaxfuse.runtime import ffi
@@ -32,7 +32,7 @@ def refused(match, *operands, y=None, **attrs):
     made = dataclasses.replace(made, filter=dataclasses.replace(made.filter, conv=config_of(case)))
     packed, scale, offset = int8.pack(made, w)
     given = dict(x=x, packed=packed, offset=offset, scale=scale) | dict(operands)
-    attrs = forward_attrs(made.scaled) | made.range._asdict() | dict(filter_shape=case.w, most=made.most) | attrs
+    attrs = forward_attrs(made.scaled) | made.range._asdict() | dict(filter_shape=case.w, most=int8.MOST) | attrs
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"jaxfuse_conv_int8: .*{match}"):
         ffi.call("jaxfuse_conv_int8", y or jax.ShapeDtypeStruct(case.y, F32), *given.values(), **attrs)
 
@@ -54,13 +54,24 @@ def test_refusals_say_what_and_why():
     refused("transposed, grouped or not channels last", lhs_spec=(0, 3, 2, 1), out_spec=(0, 3, 2, 1))
 
 
+def test_programs_that_have_all_of_64():
+    """They were exported when only two products were added in 16 bits."""
+    case = Case((1, 5, 8, 600), (1, 1, 600, 20))
+    made = int8.config_of(config_of(case), case.w, RANGES["from zero"], narrow=False)
+    packed, scale, offset = int8.pack(made, np.full(case.w, 64.0))
+    packed = jnp.full_like(packed, 64)
+    attrs = forward_attrs(made.scaled) | made.range._asdict() | dict(filter_shape=case.w, most=64)
+    y = ffi.call("jaxfuse_conv_int8", jax.ShapeDtypeStruct(case.y, F32), jnp.full(case.x, 255.0), packed, offset, jnp.ones_like(scale), **attrs)
+    np.testing.assert_array_equal(y, np.float32(600 * 255 * 64))
+
+
 def run_all() -> str:
     """A digest of what this process computes: of sums, which are compared with numpy's too, and of what follows them."""
     digest = hashlib.sha256()
-    for case, range_, most in itertools.product(CASES.values(), RANGES.values(), MOST):
-        digest.update(check_sums(case, range_, most).tobytes())
-    for most in MOST:
-        check_extremes(most)
+    for case, range_, narrow in itertools.product(CASES.values(), RANGES.values(), NARROW):
+        digest.update(check_sums(case, range_, narrow).tobytes())
+    for narrow in NARROW:
+        check_extremes(narrow)
     for case, dtype in itertools.product(CASES.values(), (F32, BF16)):
         made, x, w, bias, residual = quantised(case, dtype, "relu")
         digest.update(np.asarray(computed(made, x, w, bias, residual), np.float32).tobytes())

@@ -87,7 +87,7 @@ class Packing {
 using Multiply = void (*)(const Tile&, int64_t, float*, bool);
 
 Multiply multiply_of(const Problem& p) {
-  if (p.dtype == DType::U8) return p.filter.small ? kernels().multiply_small_bytes : kernels().multiply_bytes;
+  if (p.dtype == DType::U8) return p.filter.narrow ? kernels().multiply_narrow_bytes : kernels().multiply_bytes;
   return p.dtype == DType::F32 ? kernels().multiply_f32 : kernels().multiply_bf16;
 }
 
@@ -247,7 +247,7 @@ const Kernels& kernels() {
     if (simd_level() == SimdLevel::avx512 && !halves_vectors()) all.rows = 6;
     if (has_vnni()) {
       const Kernels& better = choose(portable_kernels, avx2_vnni_kernels, avx512_vnni_kernels);
-      all.multiply_bytes = better.multiply_bytes, all.multiply_small_bytes = better.multiply_small_bytes;
+      all.multiply_bytes = better.multiply_bytes, all.multiply_narrow_bytes = better.multiply_narrow_bytes;
     }
     if (has_bf16()) {
       const Kernels& better = avx512_bf16_kernels;

@@ -28,7 +28,7 @@ struct Filter {
   std::vector<int64_t> taps;
   int64_t inner_step, column_step;
   const char* panels = nullptr;  // or all of it packed, for the dtype of the rows; then the others but for the number of taps are not read
-  bool small = false;            // of s8: none is beyond ±64
+  bool narrow = false;           // of s8, as contraction_kernels.h has it
 };
 
 // A packed filter: one panel of kPanel columns after the other, each with its taps, each with its steps. The same on every ISA.

@@ -80,9 +80,10 @@ struct Kernels {
   // sums[i·columns + n] = Σ over taps and steps for i < count, added to what is there unless `first`.
   void (*multiply_f32)(const Tile&, int64_t count, float* sums, bool first);
   void (*multiply_bf16)(const Tile&, int64_t count, float* sums, bool first);
-  // The same of u8 by s8, whose sums are s32. `small`: none of s8 is beyond ±64.
+  // The same of u8 by s8, whose sums are s32. `narrow`: what is multiplied into the same half of a lane in two neighbouring steps, four
+  // of s8, has positive ones of 128 at most in all, and negative ones of -128: products of u8 by them may be added in s16.
   void (*multiply_bytes)(const Tile&, int64_t count, float* sums, bool first);
-  void (*multiply_small_bytes)(const Tile&, int64_t count, float* sums, bool first);
+  void (*multiply_narrow_bytes)(const Tile&, int64_t count, float* sums, bool first);
 
   // `count` numbers as round(x/step) + zero in u8; and sums of s32, with an offset for each column, as f32 in their place.
   void (*quantise_f32)(const void* x, int64_t count, float step, int32_t zero, uint8_t* to);
@@ -92,7 +93,7 @@ struct Kernels {
   // to[i·stride + n] = Σ + bias + residual, within the limits.
   void (*pixels_f32)(const Pixels&);
   void (*pixels_bf16)(const Pixels&);
-  void (*pixels_small_bytes)(const Pixels&);
+  void (*pixels_narrow_bytes)(const Pixels&);
   int64_t pixel_columns;  // that are multiplied together
 };
 

@@ -182,11 +182,20 @@ void multiply(const Tile& tile, float* sums, bool first) {
     const char* a[rows];
 #pragma GCC unroll 16
     for (int64_t i = 0; i < rows; ++i) a[i] = tile.rows[tap * tile.row_step + i] + tile.offset;
+    const auto columns = [&](int64_t j) {
+      return load(reinterpret_cast<const float*>(line + j * kLanes / kPanel * tile.layout.panel) + j * kLanes % kPanel);
+    };
     const auto add_step = [&](auto load_a) {
-      multiply_step<Step>(total, [&](int64_t i) { return load_a(a[i]); }, [&](int64_t j) {
-        return load(reinterpret_cast<const float*>(line + j * kLanes / kPanel * tile.layout.panel) + j * kLanes % kPanel);
-      });
+      multiply_step<Step>(total, [&](int64_t i) { return load_a(a[i]); }, columns);
       line += tile.layout.line;
+    };
+    const auto add_two = [&](int64_t s) {
+      if constexpr (Step::kTogether == 2) {
+        multiply_two<Step>(total, [&](int64_t n, int64_t i) { return Step::load_step(a[i] + (s + n) * kStepBytes); }, [&](int64_t n, int64_t j) {
+          return load(reinterpret_cast<const float*>(line + n * tile.layout.line + j * kLanes / kPanel * tile.layout.panel) + j * kLanes % kPanel);
+        });
+        line += 2 * tile.layout.line;
+      }
     };
     for (int64_t begin = 0; begin < whole; begin += kLineSteps) {
       const int64_t end = begin + kLineSteps < whole ? begin + kLineSteps : whole;
@@ -195,9 +204,9 @@ void multiply(const Tile& tile, float* sums, bool first) {
         for (int64_t i = 0; i < rows; ++i) __builtin_prefetch(tile.next[tap * tile.row_step + i] + tile.offset + begin * kStepBytes);
       }
       fetch.some();
-      for_steps<rows + 1 >= kRows ? kLineSteps : 1>(begin, end, [&](int64_t s) {
+      for_steps<Step, rows + 1 >= kRows ? kLineSteps : 1>(begin, end, [&](int64_t s) {
         add_step([&](const char* row) { return Step::load_step(row + s * kStepBytes); });
-      });
+      }, add_two);
     }
     if (tile.odd) add_step([&](const char* row) { return Step::load_last(row + whole * kStepBytes); });
   }

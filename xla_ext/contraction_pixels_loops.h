@@ -49,11 +49,19 @@ template <class Step, int64_t count, int64_t vectors>
     multiply_step<Step>(total, [&](int64_t i) { return load_x(x[i] + s * kStepBytes); },
                         [&](int64_t j) { return load(reinterpret_cast<const float*>(panels[j] + s * kLineBytes)); });
   };
+  const auto add_two = [&](int64_t s) {
+    if constexpr (Step::kTogether == 2) {
+      multiply_two<Step>(total, [&](int64_t n, int64_t i) { return Step::load_step(x[i] + (s + n) * kStepBytes); },
+                         [&](int64_t n, int64_t j) { return load(reinterpret_cast<const float*>(panels[j] + (s + n) * kLineBytes)); });
+    }
+  };
   const int64_t whole = p.steps - p.odd;
   for (int64_t begin = 0; begin < whole; begin += kStepsOfFetch) {
     for (int64_t i = 0; i < together; ++i, fetch += kLineBytes) __builtin_prefetch(fetch, 0, 2);
     const int64_t end = begin + kStepsOfFetch < whole ? begin + kStepsOfFetch : whole;
-    for_steps<count + 1 >= kPixels ? kStepsOfFetch : 1>(begin, end, [&](int64_t s) { add_step(s, [](const char* at) { return Step::load_step(at); }); });
+    for_steps<Step, count + 1 >= kPixels ? kStepsOfFetch : 1>(begin, end, [&](int64_t s) {
+      add_step(s, [](const char* at) { return Step::load_step(at); });
+    }, add_two);
   }
   if (p.odd) add_step(whole, [](const char* at) { return Step::load_last(at); });
 }

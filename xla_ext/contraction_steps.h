@@ -8,7 +8,7 @@ namespace jaxfuse::contraction {
 namespace {
 
 struct OfFloats {
-  static constexpr int64_t kElements = 1;
+  static constexpr int64_t kElements = 1, kTogether = 1;
   static constexpr bool kIsExact = false;  // sums are of s32
 
   static Floats join(Floats value, Floats) { return value; }
@@ -19,7 +19,7 @@ struct OfFloats {
 };
 
 struct OfPairs {
-  static constexpr int64_t kElements = 2;
+  static constexpr int64_t kElements = 2, kTogether = 1;
   static constexpr bool kIsExact = false;
 
   static Floats join(Floats even, Floats odd) {
@@ -79,16 +79,35 @@ template <class Step, int64_t rows, int64_t vectors, class A, class B>
   }
 }
 
-// f(s) for s from `begin` to `end`: where they are `count`, as they mostly are, with few instructions beside those of f. A processor that
-// computes for another program at the same time decodes half as many, and with AVX2 that is hardly more than f has.
-template <int64_t count, class F>
-[[gnu::always_inline]] inline void for_steps(int64_t begin, int64_t end, F f) {
+// The same of two steps, whose products a processor adds before they are as wide as a sum: of step s factors a(s, i) and columns b(s, j).
+template <class Step, int64_t rows, int64_t vectors, class A, class B>
+[[gnu::always_inline]] inline void multiply_two(Floats (&total)[rows][vectors], A a, B b) {
+  Floats columns[2][vectors];
+#pragma GCC unroll 4
+  for (int64_t j = 0; j < vectors; ++j) columns[0][j] = b(0, j), columns[1][j] = b(1, j);
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < rows; ++i) {
+    const Floats first = a(0, i), second = a(1, i);
+#pragma GCC unroll 4
+    for (int64_t j = 0; j < vectors; ++j) total[i][j] = Step::multiply_add(first, columns[0][j], second, columns[1][j], total[i][j]);
+  }
+}
+
+// f(s), or for two steps at once f_two(s), for s from `begin` to `end`: where they are `count`, as they mostly are, with few instructions
+// beside those of f. A processor that computes for another program at the same time decodes half as many, and with AVX2 that is hardly
+// more than f has.
+template <class Step, int64_t count, class F, class Two>
+[[gnu::always_inline]] inline void for_steps(int64_t begin, int64_t end, F f, Two f_two) {
+  int64_t s = begin;
   if (count > 1 && kLanes == 8 && end - begin == count) {
 #pragma GCC unroll 8
-    for (int64_t i = 0; i < count; ++i) f(begin + i);
-  } else {
-    for (int64_t s = begin; s < end; ++s) f(s);
+    for (int64_t i = 0; i < count; i += Step::kTogether) Step::kTogether == 2 ? f_two(begin + i) : f(begin + i);
+    return;
   }
+  if constexpr (Step::kTogether == 2) {
+    for (; s + 1 < end; s += 2) f_two(s);
+  }
+  for (; s < end; ++s) f(s);
 }
 
 }  // namespace

@@ -123,7 +123,7 @@ class Convolution {
             const Rows& rows = rows_.back();
             problems_.push_back({rows.count(), inner_, columns_, f_.x.dtype,
                                  {f_.w.as<char>() + group * group_step * int64_t(ffi::ByteWidth(f_.w.dtype)), f_.w.dtype,
-                                  taps(rows, strides), inner_step, column_step, panels_, int8_ && int8_->small},
+                                  taps(rows, strides), inner_step, column_step, panels_, int8_ && int8_->narrow},
                                  [&rows](int64_t first, int64_t count, const char** to, int64_t step) { rows.point(first, count, to, step); }});
           }
         }

@@ -27,7 +27,7 @@ struct Int8 {
   float step;
   int32_t zero;            // the u8 that stands for 0
   const int32_t* offsets;  // -zero·Σ of the feature's filter
-  bool small;              // no element of the filter is beyond ±64
+  bool narrow;             // the filter, as contraction_kernels.h has it
 };
 
 // Convolutions that differ in where their arrays lie. `int8`, which stays where it is: x is u8.

@@ -1,5 +1,6 @@
 // jaxfuse_conv_int8: jaxfuse_conv_fwd by a filter of s8 that is packed as bytes (contraction.h). x becomes bytes first, q = round(x/step)
-// + zero; y = activation(scale·(Σ q·filter + offset) + bias + residual), where offset is -zero·Σ filter. The sums are exact.
+// + zero; y = activation(scale·(Σ q·filter + offset) + bias + residual), where offset is -zero·Σ filter. The sums are exact. Elements of the filter are `most` at most, or
+// those of one sign among any four that may be added in 16 bits (contraction_kernels.h) are so in the mean.
 #include <cmath>
 
 #include "conv_contraction.h"
@@ -10,7 +11,7 @@ namespace jaxfuse::conv {
 namespace {
 
 constexpr int64_t kMostProducts = 1 << 16;  // of a sum: 255·127·2^16 is less than 2^31
-constexpr int64_t kSmall = 64;              // two products of it and of u8 fit into s16
+constexpr int64_t kNarrow = 32;             // 255·4·32 is less than 2^15
 
 class Int8Forward : public Kept::Object {
  public:
@@ -24,7 +25,7 @@ class Int8Forward : public Kept::Object {
     if (products > kMostProducts) call.refuse("sums of ", products, " products, expected at most ", kMostProducts);
     call.checked(call.operand(1, "packed"), DType::U8, {panels.all_bytes()});
     call.checked(call.operand(2, "offset"), DType::S32, {panels.columns});
-    if (f_.y().size() > 0 && int8_.small && ByPixels::takes(of_bytes(nullptr), false)) pixels_.emplace(of_bytes(nullptr));
+    if (f_.y().size() > 0 && int8_.narrow && ByPixels::takes(of_bytes(nullptr), false)) pixels_.emplace(of_bytes(nullptr));
   }
 
   void run(const Call& call) {
@@ -44,7 +45,7 @@ class Int8Forward : public Kept::Object {
     if (!(step > 0) || !std::isfinite(step)) call.refuse("step is ", step, ", expected a positive number");
     if (zero < 0 || zero > 255) call.refuse("zero is ", zero, ", expected 0 to 255");
     if (most < 1 || most > 127) call.refuse("most is ", most, ", expected 1 to 127");
-    return {step, int32_t(zero), nullptr, most <= kSmall};
+    return {step, int32_t(zero), nullptr, most <= kNarrow};
   }
 
   Forward of_bytes(char* x) const {

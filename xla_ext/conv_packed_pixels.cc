@@ -63,10 +63,11 @@ bool ByPixels::takes(const Forward& f, bool gated) {
   if (gated && takes_factors(f)) return true;  // x is not copied
   if (panels.taps * panels.steps() > contraction::kMostPixelSteps) return false;
   if (!g.is_pointwise(f.w)) return g.spatial_rank() == 2 && contracted::merges_lines(g, f.w);
-  // Of a large x rows should not be read again for a few columns more; a y that the caches do not hold is written sooner by wider tiles.
+  // Of a large x rows should not be read again for a few columns more; a y that the caches do not hold is written sooner by wider tiles,
+  // unless they are of s32.
   constexpr int64_t kMostOfX = 1 << 20, kMostOfY = 4 << 20;
   const bool reads_little = features <= contraction::kernels().pixel_columns || (f.x.dtype != DType::BF16 && int64_t(f.x.bytes()) <= kMostOfX);
-  return (reads_little || features >= f.x.shape.back()) && int64_t(e.y.bytes()) <= kMostOfY;
+  return (reads_little || features >= f.x.shape.back()) && (is_int8 || int64_t(e.y.bytes()) <= kMostOfY);
 }
 
 ByPixels::Rows ByPixels::rows_of(const Forward& f) {
@@ -102,7 +103,7 @@ void ByPixels::pad(const Tensor& x, char zero, char* to) const {
 // By the panels of the part's columns. Of lines that follow one another without a gap all rows at once.
 void ByPixels::multiply(const Forward& f, const char* x, const char* panels, const int32_t* offsets, const Part& part) const {
   const contraction::Kernels& loops = contraction::kernels();
-  const auto multiply = panels_.dtype == DType::F32 ? loops.pixels_f32 : panels_.dtype == DType::U8 ? loops.pixels_small_bytes : loops.pixels_bf16;
+  const auto multiply = panels_.dtype == DType::F32 ? loops.pixels_f32 : panels_.dtype == DType::U8 ? loops.pixels_narrow_bytes : loops.pixels_bf16;
   const int64_t bytes = ffi::ByteWidth(f.y().dtype), run = in_.has_gaps ? in_.width : part.rows, panel = panels_.bytes();
   const bool odd = panels_.dtype == DType::BF16 && panels_.inner % 2 != 0;
   const Limits limits = limits_.value_or(Limits{-kInfinity, kInfinity});

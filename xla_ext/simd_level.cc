@@ -90,7 +90,7 @@ bool has_vnni() {
 
 bool halves_vectors() {
 #ifdef __x86_64__
-  static const bool halves = __builtin_cpu_is("amdfam19h");
+  static const bool halves = __builtin_cpu_is("znver1") || (__builtin_cpu_is("amdfam19h") && __builtin_cpu_supports("avx512f"));
   return halves;
 #else
   return false;

@@ -17,7 +17,7 @@ SimdLevel simd_level();
 // Whether the CPU has, for vectors of that level, one instruction that adds four products of bytes: AVX512-VNNI or AVX-VNNI.
 bool has_vnni();
 
-// Whether the CPU computes with the halves of AVX-512's vectors one after the other, as Zen 4 does.
+// Whether the CPU computes with the halves of its widest vectors one after the other: of AVX-512's, as Zen 4 does, or AVX2's, as Zen 1.
 bool halves_vectors();
 
 // An op's loops for this machine. Throws as simd_level() does.

@@ -15,7 +15,7 @@ from jaxfuse.ops.conv import int8
 from jaxfuse.program.graph import Node
 from jaxfuse.runtime.private import known
 from jaxfuse.tuning.policy import not_in_int8
-from jaxfuse.tuning.rules.int8 import most
+from jaxfuse.tuning.rules.int8 import narrow
 
 # A layer in every program of the function with the same flags: the arguments that are no arrays, the name of its weight, and
 # which of the weight's layers it is.
@@ -66,7 +66,7 @@ class Int8Filter:
     @property
     def names(self) -> list[str]:
         conv, made = self.of.config, self.config
-        layout = f"{self.name} {self.of.shape} {self.of.contracted} {conv.rhs_spec} {conv.rhs_dilation[-1]} {made.range} {made.most}"
+        layout = f"{self.name} {self.of.shape} {self.of.contracted} {conv.rhs_spec} {conv.rhs_dilation[-1]} {made.range} {made.narrow}"
         digest = hashlib.sha256(layout.encode()).hexdigest()
         return [f"int8 {digest}", f"scale {digest}", f"offset {digest}"]
 
@@ -77,11 +77,12 @@ class Int8Filter:
     takes_a_gate = False
 
     def layer(self, node: Node, x, arrays: list, rest: list, factors=None, in_place: bool = False):
-        return self.of.run(lambda x, *rest: int8.OP(self.config, x, *arrays, *rest)[0], node, x, rest)
+        config = dataclasses.replace(self.config, in_place=in_place)
+        return self.of.run(lambda x, *rest: int8.OP(config, x, *arrays, *rest)[0], node, x, rest)
 
 
 def int8_filter(name: str, layer: Layer, range_: int8.Range) -> Int8Filter:
-    return Int8Filter(name, layer, int8.config_of(layer.config, layer.shape, range_, most()))
+    return Int8Filter(name, layer, int8.config_of(layer.config, layer.shape, range_, narrow()))
 
 
 class Layers:

@@ -46,7 +46,8 @@ def isa() -> tuple[str, ...]:
 
 @functools.cache
 def computes_whole_vectors() -> bool:
-    """Whether the CPU takes the vectors of its instruction set at once, as Zen 5 does AVX-512's, and not half by half, as Zen 4."""
+    """Whether the CPU takes the vectors of its instruction set at once, as Zen 5 does AVX-512's and Zen 3 AVX2's, and not half by half, as
+    Zen 4 and Zen 1."""
     return _info().get("vectors") == "whole"
 
 

@@ -1,12 +1,14 @@
 """conv in int8, as `jaxfuse.freeze` has it: products of bytes, whose sums are exact integers and the same on every processor.
 
     x = step·(q - zero)      q in 0..255, one step for all of x; 0 is a q, so that padding is exact
-    w[n] = scale[n]·v[n]     v in -most..most, a scale for each output feature
+    w[n] = scale[n]·v[n]     v in -127..127, a scale for each output feature
     y = act(step·scale[n]·(Σ q·v - zero·Σ v) + bias + residual)
 
-`most` is 127 where the processor adds four products of bytes in 32 bits (VNNI), else 64: AVX2's vpmaddubsw adds two of them in 16 bits,
-saturating, and 2·255·64 = 32640 fits, 2·255·127 = 64770 does not. The filter lies in the panels of packed.py, four of its input features
-to a step. A NaN of x counts as 0 and an infinity as the end of the range: int8 has neither.
+The filter lies in the panels of packed.py, four of its input features to a step. A processor with VNNI adds their products in 32 bits.
+Others add those of two features in 16 bits, and of two steps: four v, of which the positive ones, times 255, must fit, and the negative
+ones. So there the filter is `narrow`: scale[n] is so large that neither are more than 128 in all (255·128 = 32640). Of normal weights such
+steps are two thirds of those that ±64 has, which any two v may be. A NaN of x counts as 0 and an infinity as the end of the range: int8
+has neither.
 """
 
 import dataclasses
@@ -28,7 +30,7 @@ from jaxfuse.runtime import ffi
 from jaxfuse.runtime.settings import ours
 
 LARGEST = 255  # q
-SMALL, WHOLE = 64, 127  # the largest v
+MOST, MOST_OF_FOUR = 127, 128  # v; those of one sign that are added in 16 bits
 MOST_PRODUCTS = 1 << 16  # of a sum: 255·127·2¹⁶ is less than 2³¹
 
 
@@ -50,11 +52,12 @@ class Range(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Int8Config:
-    """`filter`: the convolution and the shape of its filter; `range`: of x; `most`: the largest v."""
+    """`filter`: the convolution and the shape of its filter; `range`: of x; `narrow`: four products may be added in 16 bits."""
 
     filter: PackedConfig
     range: Range
-    most: int
+    narrow: bool
+    in_place: bool = False  # as of a packed filter
     residual_outs: int = 0
 
     @property
@@ -67,9 +70,9 @@ class Int8Config:
         return dataclasses.replace(self.conv, has_scale=True)
 
 
-def config_of(config: ConvConfig, shape: tuple[int, ...], range_: Range, most: int) -> Int8Config:
+def config_of(config: ConvConfig, shape: tuple[int, ...], range_: Range, narrow: bool) -> Int8Config:
     """That of a convolution by a filter of this shape."""
-    return Int8Config(PackedConfig(config, shape, "int8"), range_, most)
+    return Int8Config(PackedConfig(config, shape, "int8"), range_, narrow)
 
 
 def refuse(config: ConvConfig, x, w) -> str | None:
@@ -90,16 +93,34 @@ def pack(config: Int8Config, w) -> list[jax.Array]:
     """The filter in its panels, uint8 of one axis; for each feature the float32 step·scale and the int32 -zero·Σ v."""
     spec, p = config.conv.rhs_spec, panels(config.filter)
     taps = np.transpose(np.asarray(w).astype(np.float64), (*spec[2:], spec[1], spec[0])).reshape(p.taps, p.inner, p.features)
+    steps = np.zeros((p.taps, p.steps * p.per_step, -(-p.features // PANEL) * PANEL))
+    steps[:, : p.inner, : p.features] = taps
     with np.errstate(all="ignore"):  # what is not finite has an error that is not
-        largest = np.abs(taps).max((0, 1))
-        scale = np.where(largest > 0, largest, 1) / config.most
-        v = np.rint(taps / scale).astype(np.int8)
-    steps = np.zeros((p.taps, p.steps * p.per_step, -(-p.features // PANEL) * PANEL), np.int8)
-    steps[:, : p.inner, : p.features] = v
-    lines = steps.reshape(p.taps, p.steps, p.per_step, -1, PANEL).transpose(3, 0, 1, 4, 2)  # panels, taps, steps, features, elements
+        scale = _scale(config, steps)
+        v = np.rint(steps / scale).astype(np.int8)
+    lines = v.reshape(p.taps, p.steps, p.per_step, -1, PANEL).transpose(3, 0, 1, 4, 2)  # panels, taps, steps, features, elements
     offset = -config.range.zero * v.sum((0, 1), dtype=np.int64)
-    return [jnp.asarray(lines.copy().view(np.uint8).reshape(-1)), jnp.asarray(config.range.step * scale, jnp.float32),
-            jnp.asarray(offset, jnp.int32)]
+    scale, offset = (config.range.step * scale)[: p.features], offset[: p.features]
+    return [jnp.asarray(lines.copy().view(np.uint8).reshape(-1)), jnp.asarray(scale, jnp.float32), jnp.asarray(offset, jnp.int32)]
+
+
+def _scale(config: Int8Config, steps: np.ndarray) -> np.ndarray:
+    """That of each feature of such steps (taps, inputs, features)."""
+    largest = np.abs(steps).max((0, 1))
+    scale = np.where(largest > 0, largest, 1) / MOST
+    if not config.narrow:
+        return scale
+    scale = np.maximum(scale, _most_of_four(steps) / MOST_OF_FOUR)
+    while (over := _most_of_four(np.rint(steps / scale)) / MOST_OF_FOUR).max(where=np.isfinite(over), initial=0) > 1:  # rounded up
+        scale *= np.maximum(over, 1)
+    return scale
+
+
+def _most_of_four(steps: np.ndarray) -> np.ndarray:
+    """The largest sum of one sign of four that are added in 16 bits, of each feature: two neighbours in one step, and those in the next."""
+    pairs = steps.reshape(len(steps), -1, 2, 2, steps.shape[-1])  # taps, steps, halves of a step, neighbours, features
+    sums = [np.pad(np.maximum(sign * pairs, 0).sum(3), ((0, 0), (0, 1), (0, 0), (0, 0))) for sign in (1, -1)]
+    return np.max([(one[:, :-1] + one[:, 1:]).max((0, 1, 2)) for one in sums], 0)
 
 
 def centered(config: Int8Config, x):
@@ -146,8 +167,10 @@ def _refuse(config: Int8Config, args) -> str | None:
 def _run(config: Int8Config, args, mesh_axes):
     x, packed, scale, offset, *rest = widened(args)
     y = jax.eval_shape(functools.partial(_reference, config), *args)[0]
-    attrs = forward_attrs(config.scaled) | config.range._asdict() | dict(filter_shape=config.filter.shape, most=config.most)
-    (out,) = ffi.call("jaxfuse_conv_int8", [jax.ShapeDtypeStruct(y.shape, x.dtype)], x, packed, offset, scale, *rest, **attrs)
+    attrs = forward_attrs(config.scaled) | config.range._asdict() | dict(filter_shape=config.filter.shape, most=MOST_OF_FOUR // 4 if config.narrow else MOST)
+    in_place = config.in_place and (rest[-1].shape, rest[-1].dtype) == (y.shape, x.dtype)
+    (out,) = ffi.call("jaxfuse_conv_int8", [jax.ShapeDtypeStruct(y.shape, x.dtype)], x, packed, offset, scale, *rest,
+                      overwritten=3 + len(rest) if in_place else None, **attrs)
     return (out.astype(y.dtype),)
 
 

@@ -1,14 +1,12 @@
 """Where a layer of a frozen network is faster in int8 than in float32, and how large its weights may be."""
 
-import math
-
-from jaxfuse.ops.conv import int8
 from jaxfuse.runtime import ffi
+from jaxfuse.tuning import tuned
 
 # For each way of summing products of bytes, as `form` names them, the products from which on int8 was measured to be faster.
-# Of ResNet-50's and BERT's 25 layers two are faster with AVX2 (Zen 1: 0.8 to 3.4 times as long), and all with AVX512-VNNI (Emerald Rapids:
-# 0.18 to 0.78; the smallest has 2,048,000 products).
-SMALLEST: dict[str, float] = {"avx2": math.inf, "avx512_vnni": 2_000_000}
+# Of ResNet-50's and BERT's 25 layers, of which the smallest has 2,048,000 products, all take less time with AVX512-VNNI (Emerald Rapids:
+# 0.18 to 0.78) and with AVX2 (Zen 3: 0.46 to 0.96). Where vectors are computed half by half (Zen 1) all but two take more, up to 3.4.
+SMALLEST = {"avx2": 2_000_000, "avx512_vnni": 2_000_000}
 
 
 def form() -> str:
@@ -18,9 +16,9 @@ def form() -> str:
     return module.info().get("int8", "") if module else ""
 
 
-def most() -> int:
-    """The largest weight in int8."""
-    return int8.WHOLE if form().endswith("vnni") else int8.SMALL
+def narrow() -> bool:
+    """Whether the processor adds products of bytes in 16 bits, which limits weights (ops/conv/int8.py)."""
+    return not form().endswith("vnni")
 
 
 def expects_no_gain(products: int) -> str:
@@ -29,7 +27,7 @@ def expects_no_gain(products: int) -> str:
         return "the native module has no int8"
     if form() not in SMALLEST:
         return f'int8 was not measured on a CPU like this one ({form()}); policy="always" takes it all the same'
+    if form() == "avx2" and not tuned.computes_whole_vectors():
+        return f"int8 was measured to be slower for most layers on a CPU like this one ({form()}, half by half)"
     smallest = SMALLEST[form()]
-    if smallest == math.inf:
-        return f"int8 was measured to be slower for most layers on a CPU like this one ({form()})"
     return f"too small to gain: {products} products, measured faster from {smallest}" if products < smallest else ""
