@@ -1,16 +1,22 @@
-"""python -m benchmarks.int8 [--repeats N]: layers of frozen networks in int8 beside float32, each with its bias and relu.
+"""python -m benchmarks.int8 [--repeats N] [--networks]: layers of frozen networks in int8 beside float32, each with its bias and relu.
+With --networks ResNet-50 as a whole, and for how many images a network in int8 gives the label that it gives in float32: the demo's
+network of handwritten digits, trained here, and ResNet-50 with random weights for pieces of scikit-learn's photographs.
 
 The products from which on int8 is the faster one, on a quiet machine, go to `SMALLEST` in jaxfuse/tuning/rules/int8.py.
 """
 
 import argparse
+import statistics
 import time
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from sklearn.datasets import load_sample_images
 
 import jaxfuse
+from jaxfuse.commands.demo import digits, network, photo, training
 from jaxfuse.tuning.rules.int8 import form
 
 # images, their size, input features, taps, output features, stride; of ResNet-50, and as 1×1 convolutions of rows BERT's layers
@@ -41,21 +47,18 @@ def layers():
         yield f"dense {rows}×{inner}, {columns}", dense, (rows, inner), (inner, columns), rows * inner * columns
 
 
-def shortest(functions, x, repeats: int) -> list[float]:
-    """Seconds of the shortest call of each, in turns."""
+def times(functions, x, repeats: int) -> list[list[float]]:
+    """Seconds of the calls of each, in turns."""
     found = [[] for _ in functions]
     for _ in range(repeats):
-        for times, function in zip(found, functions):
+        for seconds, function in zip(found, functions):
             start = time.perf_counter()
             jax.block_until_ready(function(x))
-            times.append(time.perf_counter() - start)
-    return list(map(min, found))
+            seconds.append(time.perf_counter() - start)
+    return found
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=30)
-    repeats = parser.parse_args().repeats
+def show_layers(repeats: int):
     print(f"products of bytes by {form()}; microseconds, the shortest of {repeats} calls\n\nproducts | float32 | int8 | error | layer")
     for name, function, x_shape, w_shape, products in sorted(layers(), key=lambda layer: layer[-1]):
         x = jax.nn.relu(jax.random.normal(jax.random.key(0), x_shape))
@@ -66,8 +69,64 @@ def main():
         if site.reason:
             print(f"{products} | in floats: {site.reason} | {name}")
             continue
-        times = shortest([floats, quantised], x, repeats)
-        print(f"{products} | {1e6 * times[0]:.0f} | {1e6 * times[1]:.0f} | {site.error:.2%} | {name}", flush=True)
+        shortest = [1e6 * min(seconds) for seconds in times([floats, quantised], x, repeats)]
+        print(f"{products} | {shortest[0]:.0f} | {shortest[1]:.0f} | {site.error:.2%} | {name}", flush=True)
+
+
+def pieces(size: int, count: int) -> np.ndarray:
+    """Of the photographs, at random places: float32 [count, size, size, 3], normalised."""
+    random, found = np.random.default_rng(0), []
+    for i in range(count):
+        image = load_sample_images().images[i % 2]
+        top, left = (random.integers(n - size) for n in image.shape[:2])
+        found.append((image[top : top + size, left : left + size] / np.float32(255) - photo.PIXEL_MEAN) / photo.PIXEL_STD)
+    return np.stack(found)
+
+
+def trained(given: digits.Digits, steps: int = 150):
+    """The variables of the digits' network."""
+    trainer = training.Trainer(jaxfuse.fuse, given, steps)
+    state = trainer.params, trainer.batch_stats, trainer.optimizer.init(trainer.params)
+    for images, labels in digits.batches(given, training.BATCH, steps):
+        *state, _ = trainer.step(*state, images, labels)
+    return {"params": state[0], "batch_stats": state[1]}
+
+
+def show_agreement(name: str, apply, variables, examples, images):
+    """Of networks with all layers in int8 that can be, and with those that are faster so."""
+    for policy in ("always", "measured"):
+        made = jaxfuse.freeze(apply, variables, policy=policy, int8=[examples], int8_error=1.0)
+        sites = made.int8_sites(examples)
+        errors = [site.error for site in sites if not site.reason]
+        same = np.mean(np.argmax(made(images), -1) == np.argmax(made.in_floats(images), -1))
+        print(f"{name}, policy {policy}: {len(errors)} of {len(sites)} layers in int8, of a mean error of {np.mean(errors):.2%}; "
+              f"{same:.2%} of {len(images)} labels the same", flush=True)
+
+
+def show_networks(repeats: int):
+    given = digits.load()
+    show_agreement("digits", training.MODEL.apply, trained(given), given.train_images[:300], given.test_images)
+    model, photographs = network.ResNet50(), pieces(224, 108)
+    variables = photo.variables(photographs)
+    show_agreement("photographs, ResNet-50", model.apply, variables, photographs[:8], photographs[8:])
+    floats = jaxfuse.freeze(model.apply, variables)
+    quantised = jaxfuse.freeze(model.apply, variables, int8=[photographs[:8]])
+    for images in (1, 8):
+        x = photographs[:images]
+        jax.block_until_ready([floats(x), quantised(x)])
+        seconds = times([floats, quantised], x, repeats)
+        a, b = map(statistics.median, seconds)
+        c, d = map(min, seconds)
+        print(f"ResNet-50, batch {images}, ms, medians and shortest: float32 {1e3 * a:.1f}, {1e3 * c:.1f}; int8 {1e3 * b:.1f}, {1e3 * d:.1f}; "
+              f"speed {a / b:.2f}, {c / d:.2f}", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--networks", action="store_true")
+    arguments = parser.parse_args()
+    (show_networks if arguments.networks else show_layers)(arguments.repeats)
 
 
 if __name__ == "__main__":

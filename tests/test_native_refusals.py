@@ -59,7 +59,7 @@ def test_packed_filters_over_an_image_without_columns(in_int8):
     config = ConvConfig((1, 1), ((2, 2), (2, 2)), (1, 1), 1, *NHWC, (1, 1))
     y = jax.ShapeDtypeStruct((2, 10, 2, 6), jnp.float32)
     if in_int8:
-        made = int8.config_of(config, w.shape, int8.Range.of(-1, 1), int8.SMALL)
+        made = int8.config_of(config, w.shape, int8.Range.of(-1, 1), narrow=True)
         run, filters = functools.partial(int8.OP, made), int8.pack(made, w)
         (found,) = run(x, *filters)
     else:

@@ -12,6 +12,7 @@
 #include "onednn/onednn.h"
 #include "parallel.h"
 #include "scratch.h"
+#include "simd_level.h"
 
 namespace jaxfuse::conv::contracted {
 namespace {
@@ -193,7 +194,7 @@ bool fits(const Geometry& g, const Tensor& w) {
   return is_channels_last(g.lhs_spec) && is_channels_last(g.out_spec) && (strides[0] == 1 || strides[1] == 1);
 }
 
-// Whether oneDNN is slower, as measured on Zen 5 (benchmarks/README.md).
+// Whether oneDNN is slower, as measured on Zen 5 and, with AVX2, on Zen 3 (benchmarks/README.md).
 bool is_large(const Tensor& w, int64_t pixels) {  // few pixels meet each element that it reorders
   constexpr int64_t kElementsForPixel = 600;
   return w.size() >= kElementsForPixel * pixels;
@@ -206,10 +207,15 @@ bool is_read_once(const Tensor& x, int64_t channels, int64_t features) {  // fro
 bool takes(const Geometry& g, const Tensor& x, const Tensor& w, const Tensor& y) {
   if (!fits(g, w) || y.size() == 0) return false;
   if (contraction::always() || !onednn::is_loaded()) return true;
-  if (!contraction::has_bf16() || g.groups > 1) return false;
-  constexpr int64_t kFewestChannels = 16;  // of strides
-  const int64_t channels = x.shape[g.lhs_spec[1]], features = y.shape[g.out_spec[1]];
-  if (is_large(w, y.size() / features)) return true;
+  constexpr int64_t kFewestChannels = 16;  // with AVX-512 of strides
+  const int64_t channels = x.shape[g.lhs_spec[1]], features = y.shape[g.out_spec[1]], pixels = y.size() / features;
+  if (g.groups > 1) return false;
+  if (simd_level() == SimdLevel::avx2) {
+    if (x.dtype != DType::F32 || channels < kFewestChannels) return false;
+    return is_large(w, pixels) || w.size() * std::min(pixels, x.size() / channels) >= kManyProducts;
+  }
+  if (!contraction::has_bf16()) return false;
+  if (is_large(w, pixels)) return true;
   return x.dtype == DType::F32 && ((g.strided() && channels >= kFewestChannels) || is_read_once(x, channels, features));
 }
 

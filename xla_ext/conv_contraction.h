@@ -9,6 +9,9 @@
 
 namespace jaxfuse::conv::contracted {
 
+// From so many products on, with AVX2, oneDNN is slower (benchmarks/README.md).
+constexpr int64_t kManyProducts = 150'000'000;
+
 // Whether the layouts are those that rows and filters can have here.
 bool fits(const Geometry& geometry, const Tensor& w);
 

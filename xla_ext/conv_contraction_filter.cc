@@ -4,10 +4,12 @@
 #include <vector>
 
 #include "contraction.h"
+#include "conv_contraction.h"
 #include "cut.h"
 #include "epilogue.h"
 #include "parallel.h"
 #include "scratch.h"
+#include "simd_level.h"
 
 namespace jaxfuse::conv::contracted {
 namespace {
@@ -239,12 +241,14 @@ bool takes_filter_gradient(const Geometry& geometry, const Tensor& x, const Tens
                     geometry.spatial_rank() <= 2 && !geometry.transposed() && geometry.filter_strides(dw)[0] == 1;
   if (!fits || dw.size() == 0 || x.size() == 0 || g.size() == 0) return false;
   if (contraction::always()) return true;
-  if (!contraction::has_bf16()) return false;
-  // Where oneDNN is slower, as measured on Zen 5 (benchmarks/README.md). Of few features a tile would be all but empty.
+  // Where oneDNN is slower, as measured on Zen 5 and, with AVX2, on Zen 3 (benchmarks/README.md). Of few features a tile would be all but
+  // empty.
   constexpr int64_t kFilterForPixel = 100, kFewestInputs = 14;
   const bool single = geometry.taps(dw) == 1;
   const int64_t channels = x.shape[geometry.lhs_spec[1]], features = g.shape[geometry.out_spec[1]], pixels = g.size() / features;
   if (channels < kFewestInputs) return false;
+  if (simd_level() == SimdLevel::avx2) return x.dtype == DType::F32 && dw.size() * pixels >= kManyProducts;
+  if (!contraction::has_bf16()) return false;
   if (geometry.strided()) {
     constexpr int64_t kManyPixels = 2000, kFilterForStridedPixel = 300;
     const bool large = pixels >= kManyPixels || dw.size() >= kFilterForStridedPixel * pixels;
