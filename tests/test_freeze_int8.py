@@ -12,7 +12,6 @@ import jaxfuse
 from compare import distance, same
 from jaxfuse.commands.demo import digits, training
 from jaxfuse.frozen import int8 as frozen_int8
-from jaxfuse.ops.conv import int8
 from jaxfuse.runtime import platforms
 from jaxfuse.tuning.policy import not_in_int8
 from jaxfuse.tuning.rules import int8 as rule

@@ -61,8 +61,9 @@ def test_programs_that_have_all_of_64():
     packed, scale, offset = int8.pack(made, np.full(case.w, 64.0))
     packed = jnp.full_like(packed, 64)
     attrs = forward_attrs(made.scaled) | made.range._asdict() | dict(filter_shape=case.w, most=64)
-    y = ffi.call("jaxfuse_conv_int8", jax.ShapeDtypeStruct(case.y, F32), jnp.full(case.x, 255.0), packed, offset, jnp.ones_like(scale), **attrs)
-    np.testing.assert_array_equal(y, np.float32(600 * 255 * 64))
+    x, y = jnp.full(case.x, 255.0), jax.ShapeDtypeStruct(case.y, F32)
+    sums = ffi.call("jaxfuse_conv_int8", y, x, packed, offset, jnp.ones_like(scale), **attrs)
+    np.testing.assert_array_equal(sums, np.float32(600 * 255 * 64))
 
 
 def run_all() -> str:

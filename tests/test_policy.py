@@ -166,4 +166,4 @@ def test_a_transposed_convolution_of_few_outputs_is_a_product():
     report = jaxfuse.explain(transposed, jnp.zeros((2, 128, 513)), jnp.zeros((1024, 513, 1)))
     assert [site.kernel for site in report.fused] == ["scattered"]
     report = jaxfuse.explain(transposed, jnp.zeros((2, 128, 513)), jnp.zeros((1024, 513, 64)))
-    assert [site.kernel for site in report.fused] in (["onednn"], [])
+    assert [site.kernel for site in report.fused] in (["onednn"], ["native"], [])

@@ -167,7 +167,8 @@ def _refuse(config: Int8Config, args) -> str | None:
 def _run(config: Int8Config, args, mesh_axes):
     x, packed, scale, offset, *rest = widened(args)
     y = jax.eval_shape(functools.partial(_reference, config), *args)[0]
-    attrs = forward_attrs(config.scaled) | config.range._asdict() | dict(filter_shape=config.filter.shape, most=MOST_OF_FOUR // 4 if config.narrow else MOST)
+    most = MOST_OF_FOUR // 4 if config.narrow else MOST  # in the mean of four
+    attrs = forward_attrs(config.scaled) | config.range._asdict() | dict(filter_shape=config.filter.shape, most=most)
     in_place = config.in_place and (rest[-1].shape, rest[-1].dtype) == (y.shape, x.dtype)
     (out,) = ffi.call("jaxfuse_conv_int8", [jax.ShapeDtypeStruct(y.shape, x.dtype)], x, packed, offset, scale, *rest,
                       overwritten=3 + len(rest) if in_place else None, **attrs)
