@@ -59,12 +59,15 @@ def test_ranges(low, high, zero):
 
 
 @pytest.mark.usefixtures("kernel")
-def test_numbers_are_rounded_to_the_nearest_even_and_kept_within_the_range():
-    case = Case((1, 16, 1), (1, 1, 1))
+@pytest.mark.parametrize("times", [1, 5])
+def test_numbers_are_rounded_to_the_nearest_even_and_kept_within_the_range(times):
+    """Several vectors at once, and what is left."""
+    case = Case((1, 16 * times, 1), (1, 1, 1))
     made = int8.config_of(config_of(case), case.w, int8.Range(0.5, 100), narrow=True)
     given = [0.25, 0.75, -0.25, -0.75, 0.3, 77.4, 77.6, 1e30, -50, -50.6, -1e30, np.inf, -np.inf, np.nan, 0.0, 1e-42]
     want = [0.0, 1, 0, -1, 0.5, 77.5, 77.5, 77.5, -50, -50, -50, 77.5, -50, 0, 0, 0]
-    np.testing.assert_array_equal(computed(made, jnp.array(given, F32).reshape(case.x), np.ones(case.w)).reshape(-1), want)
+    x = jnp.array(given * times, F32).reshape(case.x)
+    np.testing.assert_array_equal(computed(made, x, np.ones(case.w)).reshape(-1), want * times)
 
 
 @pytest.mark.usefixtures("kernel")

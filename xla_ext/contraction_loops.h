@@ -182,18 +182,17 @@ void multiply(const Tile& tile, float* sums, bool first) {
     const char* a[rows];
 #pragma GCC unroll 16
     for (int64_t i = 0; i < rows; ++i) a[i] = tile.rows[tap * tile.row_step + i] + tile.offset;
-    const auto columns = [&](int64_t j) {
-      return load(reinterpret_cast<const float*>(line + j * kLanes / kPanel * tile.layout.panel) + j * kLanes % kPanel);
+    const auto columns = [&](int64_t step, int64_t j) {
+      const char* const panel = line + step * tile.layout.line + j * kLanes / kPanel * tile.layout.panel;
+      return load(reinterpret_cast<const float*>(panel) + j * kLanes % kPanel);
     };
     const auto add_step = [&](auto load_a) {
-      multiply_step<Step>(total, [&](int64_t i) { return load_a(a[i]); }, columns);
+      multiply_step<Step>(total, [&](int64_t i) { return load_a(a[i]); }, [&](int64_t j) { return columns(0, j); });
       line += tile.layout.line;
     };
     const auto add_two = [&](int64_t s) {
       if constexpr (Step::kTogether == 2) {
-        multiply_two<Step>(total, [&](int64_t n, int64_t i) { return Step::load_step(a[i] + (s + n) * kStepBytes); }, [&](int64_t n, int64_t j) {
-          return load(reinterpret_cast<const float*>(line + n * tile.layout.line + j * kLanes / kPanel * tile.layout.panel) + j * kLanes % kPanel);
-        });
+        multiply_two<Step>(total, [&](int64_t n, int64_t i) { return Step::load_step(a[i] + (s + n) * kStepBytes); }, columns);
         line += 2 * tile.layout.line;
       }
     };

@@ -45,14 +45,14 @@ template <class Step, int64_t count, int64_t vectors>
     const int64_t column = p.column + j * kLanes;
     panels[j] = p.panels + column / kPanel * p.panel + column % kPanel * int64_t(sizeof(float)) + tap * p.steps * kLineBytes;
   }
+  const auto columns = [&](int64_t s, int64_t j) { return load(reinterpret_cast<const float*>(panels[j] + s * kLineBytes)); };
   const auto add_step = [&](int64_t s, auto load_x) {
-    multiply_step<Step>(total, [&](int64_t i) { return load_x(x[i] + s * kStepBytes); },
-                        [&](int64_t j) { return load(reinterpret_cast<const float*>(panels[j] + s * kLineBytes)); });
+    multiply_step<Step>(total, [&](int64_t i) { return load_x(x[i] + s * kStepBytes); }, [&](int64_t j) { return columns(s, j); });
   };
   const auto add_two = [&](int64_t s) {
     if constexpr (Step::kTogether == 2) {
       multiply_two<Step>(total, [&](int64_t n, int64_t i) { return Step::load_step(x[i] + (s + n) * kStepBytes); },
-                         [&](int64_t n, int64_t j) { return load(reinterpret_cast<const float*>(panels[j] + (s + n) * kLineBytes)); });
+                         [&](int64_t n, int64_t j) { return columns(s + n, j); });
     }
   };
   const int64_t whole = p.steps - p.odd;
@@ -73,7 +73,7 @@ Floats start(const Pixels& p, Vectors<vectors, Lanes> columns, int64_t j) {
   return p.bias ? columns.load(p.bias, j) : Floats{};
 }
 
-// Numbers of sums of s32.
+// Numbers of sums of s32: scale·sum + bias.
 template <int64_t count, int64_t vectors, class Lanes>
 [[gnu::always_inline]] inline void scale(Floats (&total)[count][vectors], const Pixels& p, Vectors<vectors, Lanes> columns) {
 #pragma GCC unroll 4

@@ -9,7 +9,7 @@ namespace {
 
 struct OfFloats {
   static constexpr int64_t kElements = 1, kTogether = 1;
-  static constexpr bool kIsExact = false;  // sums are of s32
+  static constexpr bool kIsExact = false;  // exact sums are s32
 
   static Floats join(Floats value, Floats) { return value; }
   static Floats load_step(const char* at) { return broadcast(*reinterpret_cast<const float*>(at)); }

@@ -6,9 +6,8 @@
 
 The filter lies in the panels of packed.py, four of its input features to a step. A processor with VNNI adds their products in 32 bits.
 Others add those of two features in 16 bits, and of two steps: four v, of which the positive ones, times 255, must fit, and the negative
-ones. So there the filter is `narrow`: scale[n] is so large that neither are more than 128 in all (255·128 = 32640). Of normal weights such
-steps are two thirds of those that ±64 has, which any two v may be. A NaN of x counts as 0 and an infinity as the end of the range: int8
-has neither.
+ones. So there the filter is `narrow`: scale[n] is so large that neither are more than 128 in all (255·128 = 32640). A NaN of x counts as
+0 and an infinity as the end of the range: int8 has neither.
 """
 
 import dataclasses
