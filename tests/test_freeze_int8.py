@@ -198,6 +198,16 @@ def test_an_architecture_with_no_module_says_so(monkeypatch):
     assert rule.expects_no_gain(1 << 30) == "the native module has no int8" and rule.narrow()
 
 
+@pytest.mark.parametrize("form, whole, words", [
+    ("avx2", True, ""), ("avx2", False, "slower for most layers on a CPU like this one (avx2, half by half)"), ("avx512_vnni", False, "")])
+def test_where_it_was_measured(form, whole, words, monkeypatch):
+    monkeypatch.setattr(rule, "form", lambda: form)
+    monkeypatch.setattr(rule.tuned, "computes_whole_vectors", lambda: whole)
+    reason = rule.expects_no_gain(2_000_000)
+    assert words in reason and bool(words) == bool(reason)
+    assert "too small to gain" in rule.expects_no_gain(1_999_999) or words
+
+
 @pytest.mark.parametrize("examples, words", [
     ([], "int8 has no example"),
     (X, r"int8 is of type \w+, expected a list of examples: int8=\[x\]"),
