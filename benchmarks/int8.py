@@ -75,25 +75,16 @@ def show_layers(repeats: int):
 
 def pieces(size: int, count: int) -> np.ndarray:
     """Of the photographs, at random places: float32 [count, size, size, 3], normalised."""
-    random, found = np.random.default_rng(0), []
+    random, found, images = np.random.default_rng(0), [], load_sample_images().images
     for i in range(count):
-        image = load_sample_images().images[i % 2]
+        image = images[i % len(images)]
         top, left = (random.integers(n - size) for n in image.shape[:2])
         found.append((image[top : top + size, left : left + size] / np.float32(255) - photo.PIXEL_MEAN) / photo.PIXEL_STD)
     return np.stack(found)
 
 
-def trained(given: digits.Digits, steps: int = 150):
-    """The variables of the digits' network."""
-    trainer = training.Trainer(jaxfuse.fuse, given, steps)
-    state = trainer.params, trainer.batch_stats, trainer.optimizer.init(trainer.params)
-    for images, labels in digits.batches(given, training.BATCH, steps):
-        *state, _ = trainer.step(*state, images, labels)
-    return {"params": state[0], "batch_stats": state[1]}
-
-
 def show_agreement(name: str, apply, variables, examples, images):
-    """Of networks with all layers in int8 that can be, and with those that are faster so."""
+    """Of networks with all layers in int8 that can be, and with those that are faster so; returns the latter."""
     for policy in ("always", "measured"):
         made = jaxfuse.freeze(apply, variables, policy=policy, int8=[examples], int8_error=1.0)
         sites = made.int8_sites(examples)
@@ -101,16 +92,18 @@ def show_agreement(name: str, apply, variables, examples, images):
         same = np.mean(np.argmax(made(images), -1) == np.argmax(made.in_floats(images), -1))
         print(f"{name}, policy {policy}: {len(errors)} of {len(sites)} layers in int8, of a mean error of {np.mean(errors):.2%}; "
               f"{same:.2%} of {len(images)} labels the same", flush=True)
+    return made
 
 
 def show_networks(repeats: int):
     given = digits.load()
-    show_agreement("digits", training.MODEL.apply, trained(given), given.train_images[:300], given.test_images)
+    trainer = training.Trainer(jaxfuse.fuse, given, 150)
+    *_, variables = trainer.run(trainer.params)
+    show_agreement("digits", training.MODEL.apply, variables, given.train_images[:300], given.test_images)
     model, photographs = network.ResNet50(), pieces(224, 108)
     variables = photo.variables(photographs)
-    show_agreement("photographs, ResNet-50", model.apply, variables, photographs[:8], photographs[8:])
+    quantised = show_agreement("photographs, ResNet-50", model.apply, variables, photographs[:8], photographs[8:])
     floats = jaxfuse.freeze(model.apply, variables)
-    quantised = jaxfuse.freeze(model.apply, variables, int8=[photographs[:8]])
     for images in (1, 8):
         x = photographs[:images]
         jax.block_until_ready([floats(x), quantised(x)])

@@ -270,11 +270,7 @@ def test_digits():
     """A network that has learned to read them reads them alike."""
     data = digits.load(16)
     trainer = training.Trainer(lambda f: f, data, 60)
-    params, batch_stats = trainer.params, trainer.batch_stats
-    state = params, batch_stats, trainer.optimizer.init(params)
-    for images, labels in digits.batches(data, training.BATCH, 60):
-        *state, _ = trainer.step(*state, images, labels)
-    variables = {"params": state[0], "batch_stats": state[1]}
+    *_, variables = trainer.run(trainer.params)
     examples = [data.train_images[i : i + 32] for i in range(0, 128, 32)]
     made = jaxfuse.freeze(training.MODEL.apply, variables, policy="always", int8=examples)
     assert kinds(made, data.test_images).count("int8") == 11

@@ -14,7 +14,7 @@ namespace jaxfuse::conv {
 class ByPixels {
  public:
   // Whether it is one of those, and faster so than by tiles of sums in memory. `gated`: each channel of each image is times a factor.
-  // Of u8 and a scale.
+  // x may be u8, whose sums have a scale.
   static bool takes(const Forward& f, bool gated);
 
   explicit ByPixels(const Forward& f);

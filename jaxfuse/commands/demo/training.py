@@ -59,7 +59,13 @@ class Trainer:
 
     def train(self, tell, nudge: bool = False) -> Trained:
         """Trains, telling `tell(loss, steps done)`. nudge: from kernels, each one rounding error larger."""
-        params = jax.tree.map(_next_larger, self.params) if nudge else self.params
+        losses, seconds, variables = self.run(jax.tree.map(_next_larger, self.params) if nudge else self.params, tell)
+        logits = self.test(variables, self.digits.test_images)
+        accuracy = float(np.mean(np.argmax(logits, axis=-1) == self.digits.test_labels))
+        return Trained(np.array(losses), 1e3 * float(np.median(seconds)), accuracy)
+
+    def run(self, params, tell=lambda loss, done: None) -> tuple[list[float], list[float], dict]:
+        """Trains from these parameters: the losses, the seconds of each step, and the variables in the end."""
         state = params, self.batch_stats, self.optimizer.init(params)
         losses, seconds = [], []
         for images, labels in batches(self.digits, BATCH, self.steps):
@@ -68,10 +74,7 @@ class Trainer:
             seconds.append(time.perf_counter() - start)
             losses.append(float(loss))
             tell(losses[-1], len(losses))
-        params, batch_stats, _ = state
-        logits = self.test({"params": params, "batch_stats": batch_stats}, self.digits.test_images)
-        accuracy = float(np.mean(np.argmax(logits, axis=-1) == self.digits.test_labels))
-        return Trained(np.array(losses), 1e3 * float(np.median(seconds)), accuracy)
+        return losses, seconds, {"params": state[0], "batch_stats": state[1]}
 
 
 def print_milliseconds(size: int, steps: int) -> None:

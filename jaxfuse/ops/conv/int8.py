@@ -23,7 +23,7 @@ from jax import lax
 from jaxfuse.ops.arrays import beside
 from jaxfuse.ops.conv.config import ConvConfig
 from jaxfuse.ops.conv.conv import OP as CONV, forward_attrs
-from jaxfuse.ops.conv.packed import PANEL, PackedConfig, op_by_packed, panels, refuse_layout, unpack
+from jaxfuse.ops.conv.packed import PANEL, PackedConfig, op_by_packed, overwritten, panels, refuse_layout, unpack
 from jaxfuse.ops.stage import widened
 from jaxfuse.runtime import ffi
 from jaxfuse.runtime.settings import ours
@@ -166,11 +166,11 @@ def _refuse(config: Int8Config, args) -> str | None:
 def _run(config: Int8Config, args, mesh_axes):
     x, packed, scale, offset, *rest = widened(args)
     y = jax.eval_shape(functools.partial(_reference, config), *args)[0]
+    made = jax.ShapeDtypeStruct(y.shape, x.dtype)
     most = MOST_OF_FOUR // 4 if config.narrow else MOST  # in the mean of four
     attrs = forward_attrs(config.scaled) | config.range._asdict() | dict(filter_shape=config.filter.shape, most=most)
-    in_place = config.in_place and (rest[-1].shape, rest[-1].dtype) == (y.shape, x.dtype)
-    (out,) = ffi.call("jaxfuse_conv_int8", [jax.ShapeDtypeStruct(y.shape, x.dtype)], x, packed, offset, scale, *rest,
-                      overwritten=3 + len(rest) if in_place else None, **attrs)
+    operands = (x, packed, offset, scale, *rest)
+    (out,) = ffi.call("jaxfuse_conv_int8", [made], *operands, overwritten=overwritten(config.in_place, operands, made), **attrs)
     return (out.astype(y.dtype),)
 
 

@@ -169,10 +169,14 @@ def _run(config: PackedConfig, args, mesh_axes):
     attrs = forward_attrs(config.conv) | dict(filter_shape=config.shape, winograd=config.winograd)
     target = "jaxfuse_conv_gated" if config.gated else "jaxfuse_conv_packed"
     # By Winograd's algorithm y may be written twice: it is found to be not finite once it is there.
-    in_place = config.in_place and not config.winograd and (rest[-1].shape, rest[-1].dtype) == (y.shape, y.dtype)
-    overwritten = 1 + len(rest) if in_place else None
-    (out,) = ffi.call(target, [jax.ShapeDtypeStruct(y.shape, y.dtype)], x, packed, *rest, overwritten=overwritten, **attrs)
+    over = overwritten(config.in_place and not config.winograd, (x, packed, *rest), y)
+    (out,) = ffi.call(target, [jax.ShapeDtypeStruct(y.shape, y.dtype)], x, packed, *rest, overwritten=over, **attrs)
     return (out.astype(config.conv.out_dtype or args[0].dtype),)
+
+
+def overwritten(in_place: bool, operands: Sequence, y) -> int | None:
+    """Which operand y is written over: the residual, which is the last, where it is like y; None where it is not, or not `in_place`."""
+    return len(operands) - 1 if in_place and (operands[-1].shape, operands[-1].dtype) == (y.shape, y.dtype) else None
 
 
 def _never(*_: Any) -> Any:
