@@ -18,7 +18,9 @@ namespace {
 // A chunk of the panels that a tile meets, kernels().steps long, stays in the cache while rows meet it: in that of the first level, or with
 // AVX-512 of the second. Its sums are then added to the total: that keeps them short. The rows of a task, and their sums, stay in
 // the second-level cache.
-constexpr int64_t kRowBytes = 384 << 10, kFewestRows = 28, kMostRows = 336, kFewestOfThread = 12, kTasksPerThread = 4;
+constexpr int64_t kRowBytes = 384 << 10, kFewestRows = 28, kMostRows = 336, kFewestOfThread = 12;
+// A thread has a few tasks, more of a large problem: who is done first takes those of the others, and waits for the last one.
+constexpr int64_t kFewestTasks = 4, kMostTasks = 8, kTaskProducts = 2 << 20;
 constexpr int64_t kRowsTogether = 26;  // whose sums are finished together, at least: they are in the first-level cache
 constexpr int64_t kRowsAhead = 6;      // behind a tile, whose outputs are expected with its own
 
@@ -102,7 +104,8 @@ class Plan {
         groups_(parts(p_.columns, loops_.columns)) {
     const int64_t row_bytes = std::max<int64_t>(1, p_.inner * int64_t(ffi::ByteWidth(p_.dtype)));
     const int64_t most_rows = std::clamp(kRowBytes / row_bytes, kFewestRows, kMostRows) / loops_.rows * loops_.rows;
-    const int64_t wanted_tasks = kTasksPerThread * max_threads();
+    const int64_t threads = max_threads(), products = p_.rows * p_.columns * p_.inner * panels_.taps;
+    const int64_t wanted_tasks = threads * std::clamp(products / kTaskProducts / threads, kFewestTasks, kMostTasks);
     row_blocks_ = parts(p_.rows, most_rows);
     task_groups_ = parts(groups_, std::min(groups_, parts(wanted_tasks, row_blocks_)));
     column_parts_ = parts(groups_, task_groups_);

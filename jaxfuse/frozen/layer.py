@@ -14,7 +14,8 @@ from jaxfuse.program.graph import Node
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """A convolution, with the shape of its filter; or a dense layer, whose images of one pixel are the rows of x."""
+    """A convolution, with the shape of its filter; or a dense layer, whose rows are the pixels of images. These have x's own axes, where
+    a convolution may have as many: XLA copies an array whose axes are others before a layer is written over it."""
 
     config: ConvConfig
     shape: tuple[int, ...]
@@ -36,7 +37,14 @@ class Layer:
 
     def images(self, shape: tuple) -> tuple:
         """The convolution's input is of this shape where the layer's is of `shape`."""
-        return shape if self.contracted is None else (math.prod(shape[: len(shape) - len(self.contracted)]), 1, self.shape[1])
+        if self.contracted is None:
+            return shape
+        rows = shape[: len(shape) - len(self.contracted)]
+        return (*(rows if _are_images(rows) else (math.prod(rows), 1)), self.shape[-2])
+
+    def keeps_axes(self, x, y) -> bool:
+        """Whether the convolution's output has the axes of the layer's, y."""
+        return (*self.images(x.shape)[:-1], self.shape[self.config.rhs_spec[0]]) == y.shape if self.is_dense else True
 
     def _order(self, contracted: tuple[int, ...]) -> list[int]:
         """The weight's axes as the filter has them."""
@@ -56,8 +64,8 @@ class Layer:
         """The node's output: `convolve` takes x and what is read behind the filter."""
         if self.contracted is None:
             return convolve(x, *rest)
-        images, features = self.images(x.shape), self.shape[2]
-        shapes = [(features,)] * self.config.has_bias + [(*images[:2], features)] * self.config.has_residual
+        images, features = self.images(x.shape), self.shape[-1]
+        shapes = [(features,)] * self.config.has_bias + [(*images[:-1], features)] * self.config.has_residual
         y = convolve(x.reshape(images), *[a.reshape(shape) for a, shape in zip(rest, shapes)])
         return y.reshape(node.out.shape)
 
@@ -77,6 +85,14 @@ def _dense(config: DenseConfig, x, w) -> Layer | str:
     if not str(x.dtype) == str(w.dtype) == config.out_dtype:
         return f"dtypes {x.dtype}, {w.dtype} -> {config.out_dtype}: expected one dtype"
     inner = math.prod(w.shape[d] for d in config.w_contracted)
-    rows = ConvConfig((1,), ((0, 0),), (1,), 1, (0, 2, 1), (2, 1, 0), (0, 2, 1), (1,), has_bias=config.has_bias,
-                      has_residual=config.has_residual, activation=config.activation, precision=config.precision)
-    return Layer(rows, (1, inner, math.prod(w.shape) // max(inner, 1)), tuple(w.shape), tuple(d for _, d in pairs))
+    rows = x.shape[: x.ndim - len(pairs)]
+    n = len(rows) - 1 if _are_images(rows) else 1
+    ones, images = (1,) * n, (0, n + 1, *range(1, n + 1))
+    one_tap = ConvConfig(ones, ((0, 0),) * n, ones, 1, images, (n + 1, n, *range(n)), images, ones, has_bias=config.has_bias,
+                         has_residual=config.has_residual, activation=config.activation, precision=config.precision)
+    return Layer(one_tap, (*ones, inner, math.prod(w.shape) // max(inner, 1)), tuple(w.shape), tuple(d for _, d in pairs))
+
+
+def _are_images(rows: tuple) -> bool:
+    """Whether axes of rows are a batch and as many axes as a convolution's images may have."""
+    return 2 <= len(rows) <= 4

@@ -26,6 +26,9 @@ class PackedWeight(Protocol):
     @property
     def names(self) -> list[str]: ...
 
+    @property
+    def of(self) -> Layer: ...
+
     def packed(self, w: jax.Array) -> list[jax.Array]: ...
 
     @property
@@ -136,7 +139,8 @@ class Packed:
         x, _, *rest = node.inputs
         gate = self._gates.get(node)
         inputs = (x,) if gate is None else gate
-        in_place = node.params["config"].has_residual and self._is_last_read(rest[-1], node, (*inputs, *rest))
+        keeps_axes = weight.of.keeps_axes(node.inputs[0], node.out)
+        in_place = node.params["config"].has_residual and keeps_axes and self._is_last_read(rest[-1], node, (*inputs, *rest))
 
         def run(read):
             given, *behind = map(read, inputs)
@@ -146,10 +150,10 @@ class Packed:
         return Emission((*inputs, *rest), (node.out,), run)
 
     def _is_last_read(self, value: Value, node: Node, inputs: Sequence[Value]) -> bool:
-        """Whether nothing but the program knows the value, and it is read by the node last, as one of these inputs alone. Otherwise XLA
-        would copy what is written over."""
+        """Whether nothing but the program knows the value, and it is read by the node last, as one of these inputs alone, with the axes
+        that it was computed with. Otherwise XLA would copy what is written over."""
         views = views_of(value)
-        own = views[0].producer is not None and not any(map(self.graph.is_returned, views))
+        own = views[0].producer is not None and views[0].shape == value.shape and not any(map(self.graph.is_returned, views))
         last = all(user.index <= node.index for view in views for user in view.users)
         return own and last and sum(inputs.count(view) for view in views) == 1
 

@@ -25,10 +25,10 @@ def fastest(config, x, w, is_dense: bool) -> Packing:
     """The layout with which the convolution of x by w was measured to be fastest. A filter as it is, the kernel lays out again at every
     call."""
     batch, channels, *image = (private.known(x.shape[d]) for d in config.lhs_spec)
-    if is_dense or has_one_place(config, x, w):
-        wins = _has_avx2(x.dtype) or wins_packed(x.dtype, batch)
-        return Packing.direct if wins else Packing.none
     positions, features = batch * math.prod(image), w.shape[config.rhs_spec[0]]
+    if is_dense or has_one_place(config, x, w):
+        wins = _has_avx2(x.dtype) or wins_packed(x.dtype, positions)
+        return Packing.direct if wins else Packing.none
     products, pixels = math.prod(w.shape) // features, positions // math.prod(config.window_strides)
     tiles = batch * math.prod(-(-n // 2) for n in image)
     direct, winograd = _wins(x.dtype, channels, products, features, pixels)
