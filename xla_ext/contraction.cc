@@ -19,8 +19,6 @@ namespace {
 // AVX-512 of the second. Its sums are then added to the total: that keeps them short. The rows of a task, and their sums, stay in
 // the second-level cache.
 constexpr int64_t kRowBytes = 384 << 10, kFewestRows = 28, kMostRows = 336, kFewestOfThread = 12;
-// A thread has a few tasks, more of a large problem: who is done first takes those of the others, and waits for the last one.
-constexpr int64_t kFewestTasks = 4, kMostTasks = 8, kTaskProducts = 2 << 20;
 constexpr int64_t kRowsTogether = 26;  // whose sums are finished together, at least: they are in the first-level cache
 constexpr int64_t kRowsAhead = 6;      // behind a tile, whose outputs are expected with its own
 
@@ -104,14 +102,13 @@ class Plan {
         groups_(parts(p_.columns, loops_.columns)) {
     const int64_t row_bytes = std::max<int64_t>(1, p_.inner * int64_t(ffi::ByteWidth(p_.dtype)));
     const int64_t most_rows = std::clamp(kRowBytes / row_bytes, kFewestRows, kMostRows) / loops_.rows * loops_.rows;
-    const int64_t threads = max_threads(), products = p_.rows * p_.columns * p_.inner * panels_.taps;
-    const int64_t wanted_tasks = threads * std::clamp(products / kTaskProducts / threads, kFewestTasks, kMostTasks);
+    const int64_t wanted = wanted_tasks(p_.rows * p_.columns * p_.inner * panels_.taps);
     row_blocks_ = parts(p_.rows, most_rows);
-    task_groups_ = parts(groups_, std::min(groups_, parts(wanted_tasks, row_blocks_)));
+    task_groups_ = parts(groups_, std::min(groups_, parts(wanted, row_blocks_)));
     column_parts_ = parts(groups_, task_groups_);
     // Panels that are packed already cost other tasks only that they read them.
-    if (p_.filter.panels && tasks() < wanted_tasks) {
-      row_blocks_ = std::max(row_blocks_, std::min(parts(wanted_tasks, column_parts_), parts(p_.rows, kFewestRows)));
+    if (p_.filter.panels && tasks() < wanted) {
+      row_blocks_ = std::max(row_blocks_, std::min(parts(wanted, column_parts_), parts(p_.rows, kFewestRows)));
     }
     if (p_.filter.panels || row_blocks_ > 1) row_blocks_ = as_many_for_each_thread(row_blocks_);
     if (!p_.filter.panels && row_blocks_ > 1) packed_ = std::make_unique<Scratch>(side_by_side_bytes(panels_));
@@ -285,6 +282,12 @@ void quantise(const Tensor& x, float step, int32_t zero, uint8_t* to) {
     const int64_t begin = i * kTogether, count = std::min(kTogether, x.size() - begin);
     quantise(x.as<char>() + begin * int64_t(ffi::ByteWidth(x.dtype)), count, step, zero, to + begin);
   });
+}
+
+int64_t wanted_tasks(int64_t products) {
+  constexpr int64_t kFewest = 4, kMost = 8, kProducts = 2 << 20;
+  const int64_t threads = max_threads();
+  return threads * std::clamp(products / kProducts / threads, kFewest, kMost);
 }
 
 Plans::Plans(const std::vector<Problem>& problems) {

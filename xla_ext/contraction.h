@@ -86,6 +86,10 @@ void for_tiles(Tile tile, int64_t rows, F f) {
   }
 }
 
+// Tasks that so many products are cut into, at least: a few for each thread, of a large problem more. Who is done first takes those of the
+// others, and waits for the last one.
+int64_t wanted_tasks(int64_t products);
+
 class Plan;
 
 // Problems cut into tasks, to be multiplied as often as wanted: they may meet other rows and panels, of the same sizes.

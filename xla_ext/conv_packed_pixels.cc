@@ -14,7 +14,7 @@ namespace jaxfuse::conv {
 namespace {
 
 constexpr int64_t kRowBytes = 384 << 10;  // of x, which stay in the second-level cache while they meet one panel after the other
-constexpr int64_t kTasksPerThread = 4, kFewestRows = 48;
+constexpr int64_t kFewestRows = 48;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // Blocks of whole lines by parts of the groups of columns.
@@ -139,7 +139,7 @@ void ByPixels::run(const Forward& f, const char* panels, const float* factors, c
   const char* const x = in_.has_padding() ? copy.data() : f.x.as<char>();
   const int64_t together = contraction::kernels().pixel_columns, groups = parts(features_, together);
   const int64_t images = factors ? images_ : 1, lines = rows_ / in_.width / images;  // images, each by itself
-  const Cut cut(lines, in_.width, in_.pixel, groups, parts(kTasksPerThread * max_threads(), images));
+  const Cut cut(lines, in_.width, in_.pixel, groups, parts(contraction::wanted_tasks(rows_ * features_ * panels_.taps * panels_.inner), images));
   const int64_t tasks = cut.blocks * cut.column_parts;
   parallel_for(images * tasks, [&](int64_t i) {
     const int64_t image = i / tasks, block = i % tasks / cut.column_parts, column_part = i % cut.column_parts;
