@@ -2,7 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax import lax
 
 import jaxfuse
 from compare import same
@@ -103,3 +105,26 @@ def test_packed_filters_in_a_file_for_any_batch(tmp_path):
     assert made._packed
     for some in (x, x[:1]):
         same(jaxfuse.load(tmp_path / "network")(some), model.apply(variables, some), times=3)
+
+
+@pytest.mark.parametrize("side, channels, features", [(14, 64, 256), (7, 128, 512), (13, 40, 100)])
+def test_panels_of_few_tiles(side, channels, features):
+    """By Winograd's: threads take them as they come, line by line. The same bits each time, with any number of them."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    w = jax.random.normal(keys[0], (3, 3, channels, features)) / (3 * channels**0.5)
+    x, before = jax.random.normal(keys[1], (1, side, side, channels)), jaxfuse.get_num_threads()
+
+    def conv(w, x):
+        return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    made = jaxfuse.freeze(conv, w, policy="always")
+    wanted = made(x)
+    same(wanted, conv(w, x), times=3)
+    try:
+        for threads in (1, 2, 3, 7, 16):
+            jaxfuse.set_num_threads(threads)
+            for _ in range(20):
+                np.testing.assert_array_equal(made(x), wanted)
+    finally:
+        jaxfuse.set_num_threads(before)
+    assert any(name.startswith("transformed") for name in made._constants)

@@ -1,12 +1,12 @@
 // A task takes some tiles and some panels of features. It takes one line of the 4×4 points after the other: for it transforms all channels
 // of its tiles, and for each panel multiplies them by the transformed filter, and adds what the products contribute to the outputs. So a
-// line of points and the outputs stay in the second-level cache. Where there are few tiles each task has all of them, and a part of the
-// panels: the filter is read once.
+// line of points and the outputs stay in the second-level cache. Where there are few tiles each thread has all of them, and takes panels
+// line by line, its own part first: the filter is read once.
 #include "conv_winograd.h"
 
 #include <algorithm>
 #include <atomic>
-#include <utility>
+#include <thread>
 #include <vector>
 
 #include "contraction.h"
@@ -41,16 +41,22 @@ class Winograd {
 
   bool run() const {
     const int64_t panels = parts(s_.features, products_.columns), threads = max_threads();
+    if (panels >= threads && s_.tiles * floats_of_tile(parts(panels, threads)) <= kTaskFloats) return run_by_panels(panels, threads);
     const int64_t most = std::max(kTaskFloats / floats_of_tile(panels), products_.rows);
-    const bool by_panels = panels >= threads && s_.tiles * floats_of_tile(parts(panels, threads)) <= kTaskFloats;
     // As many tasks for each thread.
-    const int64_t tasks = by_panels ? threads : std::min(padded(parts(s_.tiles, most), threads), parts(s_.tiles, products_.rows));
+    const int64_t tasks = std::min(padded(parts(s_.tiles, most), threads), parts(s_.tiles, products_.rows));
     std::atomic<bool> finite{true};
     parallel_for(tasks, [&](int64_t i) {
-      const auto part = [&](int64_t count) { return std::pair(i * count / tasks, (i + 1) * count / tasks); };
-      const auto [first, end] = by_panels ? std::pair(int64_t(0), s_.tiles) : part(s_.tiles);
-      const auto [panel, end_panel] = by_panels ? part(panels) : std::pair(int64_t(0), panels);
-      if (!Part(*this, first, end - first, panel, end_panel - panel).run()) finite = false;
+      const int64_t first = i * s_.tiles / tasks, count = (i + 1) * s_.tiles / tasks - first;
+      const Scratch outputs(panels * output_bytes(count));
+      const Part part(*this, first, count, outputs.as<float>());
+      for (int64_t line = 0; line < kSide; ++line) {
+        part.transform(line);
+        for (int64_t panel = 0; panel < panels; ++panel) {
+          if (!part.add(line, panel)) finite = false;
+        }
+      }
+      for (int64_t panel = 0; panel < panels; ++panel) part.finish(panel);
     });
     return finite;
   }
@@ -71,39 +77,83 @@ class Winograd {
   }
 
   int64_t floats_of_tile(int64_t panels) const { return kSide * (row_ + (1 + panels) * products_.columns); }
+  int64_t output_bytes(int64_t tiles) const { return kSide * tiles * products_.columns * int64_t(sizeof(float)); }
 
-  // Some tiles by some panels.
+  // The lines of a panel that a thread has taken, and those that are done: one after the other, on any thread.
+  struct alignas(64) Lines {
+    std::atomic<int64_t> taken{0}, done{0};
+
+    bool take(int64_t line) { return taken.compare_exchange_strong(line, line + 1, std::memory_order_relaxed); }
+    void wait_for(int64_t line) const {
+      while (done.load(std::memory_order_acquire) < line) std::this_thread::yield();
+    }
+  };
+
+  bool run_by_panels(int64_t panels, int64_t threads) const {
+    const Scratch outputs(panels * output_bytes(s_.tiles));
+    std::vector<Lines> lines(panels);
+    std::atomic<bool> finite{true};
+    on_each_thread([&](int thread) {
+      const Part part(*this, 0, s_.tiles, outputs.as<float>());
+      for (int64_t line = 0; line < kSide; ++line) {
+        part.transform(line);
+        for (int64_t i = 0; i < panels; ++i) {
+          const int64_t panel = (thread * panels / threads + i) % panels;
+          if (!lines[panel].take(line)) continue;
+          lines[panel].wait_for(line);
+          if (!part.add(line, panel)) finite = false;
+          if (line == kSide - 1) part.finish(panel);
+          lines[panel].done.store(line + 1, std::memory_order_release);
+        }
+      }
+    }, int(threads));
+    return finite;
+  }
+
+  // Some tiles by all panels, whose outputs are given.
   class Part {
    public:
-    Part(const Winograd& w, int64_t first, int64_t count, int64_t panel, int64_t panels)
-        : w_(w), s_(w.s_), columns_(w.products_.columns), first_(first), count_(count), panel_(panel), panels_(panels),
-          scratch_(count * w.floats_of_tile(panels) * sizeof(float)), points_(scratch_.as<float>()), sums_(points_ + kSide * count * w.row_),
-          outputs_(sums_ + kSide * count * columns_), rows_(count), pixels_(count * kPoints) {
+    Part(const Winograd& w, int64_t first, int64_t count, float* outputs)
+        : w_(w), s_(w.s_), columns_(w.products_.columns), first_(first), count_(count),
+          scratch_(count * w.floats_of_tile(0) * sizeof(float)), points_(scratch_.as<float>()), sums_(points_ + kSide * count * w.row_),
+          outputs_(outputs), rows_(count), pixels_(count * kPoints) {
       for (int64_t t = 0; t < count; ++t) {
         rows_[t] = reinterpret_cast<const char*>(points_ + t * w.row_);
         Position(s_, first + t).find_inputs(s_, w.f_.x.as<float>(), w.zeros_.data(), &pixels_[t * kPoints]);
       }
     }
 
-    // Whether all results are finite.
-    bool run() {
-      bool finite = true;
-      for (int64_t line = 0; line < kSide; ++line) {
-        for (int64_t t = 0; t < count_; ++t) {
-          w_.loops_.transform_input(&pixels_[t * kPoints], line, s_.channels, points_ + t * w_.row_, count_ * w_.row_);
-        }
-        for (int64_t i = 0; i < panels_; ++i) {
-          for (int64_t j = 0; j < kSide; ++j) multiply(i, line * kSide + j);
-          float* const z = outputs(i);
-          finite &= w_.loops_.add_outputs({sums_, count_ * columns_, columns_, count_, columns(i), {z, z + 2 * count_ * columns_}}, line);
+    // Line `line` of the points of all tiles.
+    void transform(int64_t line) const {
+      for (int64_t t = 0; t < count_; ++t) {
+        w_.loops_.transform_input(&pixels_[t * kPoints], line, s_.channels, points_ + t * w_.row_, count_ * w_.row_);
+      }
+    }
+
+    // What the line adds to a panel's outputs, after those before it; whether what is there now is finite.
+    bool add(int64_t line, int64_t panel) const {
+      for (int64_t j = 0; j < kSide; ++j) multiply(panel, line * kSide + j);
+      float* const z = outputs(panel);
+      return w_.loops_.add_outputs({sums_, count_ * columns_, columns_, count_, columns(panel), {z, z + 2 * count_ * columns_}}, line);
+    }
+
+    // What follows the last line, line by line of tiles.
+    void finish(int64_t panel) const {
+      for (int64_t t = 0, beside; t < count_; t += beside) {
+        const Position at(s_, first_ + t);
+        beside = std::min(count_ - t, s_.per_line - at.column / 2);
+        for (int64_t line = 0; line < std::min<int64_t>(2, s_.out_height - at.line); ++line) {
+          const int64_t pixel = (at.image * s_.out_height + at.line + line) * s_.out_width + at.column;
+          const int64_t pixels = std::min(2 * beside, s_.out_width - at.column);
+          const float* const z = outputs(panel) + (line * count_ + t) * 2 * columns_;
+          epilogue::kernels().apply(
+              w_.epilogue_.tile(z, DType::F32, columns_, pixel * s_.features + feature(panel), feature(panel), columns(panel)), 0, pixels);
         }
       }
-      for (int64_t i = 0; i < panels_; ++i) finish(i);
-      return finite;
     }
 
    private:
-    int64_t feature(int64_t panel) const { return (panel_ + panel) * columns_; }
+    int64_t feature(int64_t panel) const { return panel * columns_; }
     // Of a tile of products; nothing writes the others.
     int64_t columns(int64_t panel) const { return std::min(columns_, s_.features - feature(panel)); }
     float* outputs(int64_t panel) const { return outputs_ + panel * kSide * count_ * columns_; }
@@ -124,24 +174,9 @@ class Winograd {
       }
     }
 
-    // What follows, line by line of tiles.
-    void finish(int64_t panel) const {
-      for (int64_t t = 0, beside; t < count_; t += beside) {
-        const Position at(s_, first_ + t);
-        beside = std::min(count_ - t, s_.per_line - at.column / 2);
-        for (int64_t line = 0; line < std::min<int64_t>(2, s_.out_height - at.line); ++line) {
-          const int64_t pixel = (at.image * s_.out_height + at.line + line) * s_.out_width + at.column;
-          const int64_t pixels = std::min(2 * beside, s_.out_width - at.column);
-          const float* const z = outputs(panel) + (line * count_ + t) * 2 * columns_;
-          epilogue::kernels().apply(
-              w_.epilogue_.tile(z, DType::F32, columns_, pixel * s_.features + feature(panel), feature(panel), columns(panel)), 0, pixels);
-        }
-      }
-    }
-
     const Winograd& w_;
     const Sizes& s_;
-    const int64_t columns_, first_, count_, panel_, panels_;
+    const int64_t columns_, first_, count_;
     const Scratch scratch_;
     float *const points_, *const sums_, *const outputs_;
     std::vector<const char*> rows_;
