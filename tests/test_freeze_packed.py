@@ -107,6 +107,15 @@ def test_packed_filters_in_a_file_for_any_batch(tmp_path):
         same(jaxfuse.load(tmp_path / "network")(some), model.apply(variables, some), times=3)
 
 
+def test_rows_of_any_axes_meet_one_packed_weight():
+    keys = jax.random.split(jax.random.key(5), 2)
+    w, x = jax.random.normal(keys[0], (24, 40)) / 5, jax.random.normal(keys[1], (2, 3, 1, 2, 1, 24))
+    made = jaxfuse.freeze(lambda w, x: jax.nn.relu(x @ w), w, policy="always")
+    for some in (x, x[0], x[0, 0], x[:, :, 0, 0, 0], x[:, 0, 0, 0, 0], x[0, 0, 0, 0, 0]):
+        same(made(some), jax.nn.relu(some @ w), times=3)
+    assert len([name for name in made._constants if name.startswith("packed")]) == 1
+
+
 @pytest.mark.parametrize("side, channels, features", [(14, 64, 256), (7, 128, 512), (13, 40, 100)])
 def test_panels_of_few_tiles(side, channels, features):
     """By Winograd's: threads take them as they come, line by line. The same bits each time, with any number of them."""

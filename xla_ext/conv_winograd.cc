@@ -1,7 +1,7 @@
-// A task takes some tiles and some panels of features. It takes one line of the 4×4 points after the other: for it transforms all channels
-// of its tiles, and for each panel multiplies them by the transformed filter, and adds what the products contribute to the outputs. So a
-// line of points and the outputs stay in the second-level cache. Where there are few tiles each thread has all of them, and takes panels
-// line by line, its own part first: the filter is read once.
+// A task takes some tiles, and one line of the 4×4 points after the other: for it transforms all channels of its tiles, and for each panel
+// of features multiplies them by the transformed filter, and adds what the products contribute to the outputs. So a line of points and
+// the outputs stay in the second-level cache. Where there are few tiles each thread has all of them, and takes panels line by line, its
+// own part first: the filter is read once.
 #include "conv_winograd.h"
 
 #include <algorithm>
@@ -79,7 +79,7 @@ class Winograd {
   int64_t floats_of_tile(int64_t panels) const { return kSide * (row_ + (1 + panels) * products_.columns); }
   int64_t output_bytes(int64_t tiles) const { return kSide * tiles * products_.columns * int64_t(sizeof(float)); }
 
-  // The lines of a panel that a thread has taken, and those that are done: one after the other, on any thread.
+  // The lines of points that threads have taken of a panel, and those that are done: one after the other, since its outputs are sums.
   struct alignas(64) Lines {
     std::atomic<int64_t> taken{0}, done{0};
 

@@ -65,9 +65,7 @@ class Int8Filter:
 
     @property
     def names(self) -> list[str]:
-        conv, made = self.of.config, self.config
-        layout = f"{self.name} {self.of.shape} {self.of.contracted} {conv.rhs_spec} {conv.rhs_dilation[-1]} {made.range} {made.narrow}"
-        digest = hashlib.sha256(layout.encode()).hexdigest()
+        digest = hashlib.sha256(f"{self.name} {self.of.layout} {self.config.range} {self.config.narrow}".encode()).hexdigest()
         return [f"int8 {digest}", f"scale {digest}", f"offset {digest}"]
 
     def packed(self, w: jax.Array) -> list[jax.Array]:

@@ -31,6 +31,13 @@ class Layer:
     def is_dense(self) -> bool:
         return self.contracted is not None
 
+    @property
+    def layout(self) -> str:
+        """What the order of a packed filter depends on: of a dense layer's not the axes of x."""
+        if self.is_dense:
+            return f"{self.shape[-2:]} {self.contracted}"
+        return f"{self.shape} {self.config.rhs_spec} {self.config.rhs_dilation[-1]}"
+
     def types(self, x, w) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         """Of the convolution's input and filter."""
         return jax.ShapeDtypeStruct(self.images(x.shape), x.dtype), jax.ShapeDtypeStruct(self.shape, w.dtype)
@@ -44,7 +51,7 @@ class Layer:
 
     def keeps_axes(self, x, y) -> bool:
         """Whether the convolution's output has the axes of the layer's, y."""
-        return (*self.images(x.shape)[:-1], self.shape[self.config.rhs_spec[0]]) == y.shape if self.is_dense else True
+        return not self.is_dense or (*self.images(x.shape)[:-1], self.shape[-1]) == y.shape
 
     def _order(self, contracted: tuple[int, ...]) -> list[int]:
         """The weight's axes as the filter has them."""

@@ -51,9 +51,7 @@ class Filter:
     @property
     def names(self) -> list[str]:
         """By what they are made of."""
-        conv, shape = self.config.conv, self.config.shape
-        layout = f"{self.name} {shape} {self.of.contracted} {conv.rhs_spec} {conv.rhs_dilation[-1]} {self.config.dtype}"
-        digest = hashlib.sha256(layout.encode()).hexdigest()
+        digest = hashlib.sha256(f"{self.name} {self.of.layout} {self.config.dtype}".encode()).hexdigest()
         return [f"packed {digest}", f"transformed {digest}"][: 1 + self.config.winograd]
 
     def packed(self, w: jax.Array) -> list[jax.Array]:
