@@ -46,8 +46,7 @@ class Layer:
         """The convolution's input is of this shape where the layer's is of `shape`."""
         if self.contracted is None:
             return shape
-        rows = shape[: len(shape) - len(self.contracted)]
-        return (*(rows if _are_images(rows) else (math.prod(rows), 1)), self.shape[-2])
+        return (*_pixels(shape[: len(shape) - len(self.contracted)]), self.shape[-2])
 
     def keeps_axes(self, x, y) -> bool:
         """Whether the convolution's output has the axes of the layer's, y."""
@@ -92,14 +91,13 @@ def _dense(config: DenseConfig, x, w) -> Layer | str:
     if not str(x.dtype) == str(w.dtype) == config.out_dtype:
         return f"dtypes {x.dtype}, {w.dtype} -> {config.out_dtype}: expected one dtype"
     inner = math.prod(w.shape[d] for d in config.w_contracted)
-    rows = x.shape[: x.ndim - len(pairs)]
-    n = len(rows) - 1 if _are_images(rows) else 1
+    n = len(_pixels(x.shape[: x.ndim - len(pairs)])) - 1
     ones, images = (1,) * n, (0, n + 1, *range(1, n + 1))
     one_tap = ConvConfig(ones, ((0, 0),) * n, ones, 1, images, (n + 1, n, *range(n)), images, ones, has_bias=config.has_bias,
                          has_residual=config.has_residual, activation=config.activation, precision=config.precision)
     return Layer(one_tap, (*ones, inner, math.prod(w.shape) // max(inner, 1)), tuple(w.shape), tuple(d for _, d in pairs))
 
 
-def _are_images(rows: tuple) -> bool:
-    """Whether axes of rows are a batch and as many axes as a convolution's images may have."""
-    return 2 <= len(rows) <= 4
+def _pixels(rows: tuple) -> tuple:
+    """Axes of rows as those of images, a batch and one to three others: as they are, or all rows in the batch."""
+    return rows if 2 <= len(rows) <= 4 else (math.prod(rows), 1)
