@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import jaxfuse
+from jaxfuse.frozen import constants
+from jaxfuse.runtime import dispatch
 
 X = jnp.arange(4.0) - 1
 BATCH = jnp.linspace(-2, 2, 16).reshape(2, 8)
@@ -245,3 +247,41 @@ def test_what_freeze_is_given_in_error():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert jaxfuse.freeze(lambda w, x: x @ w, W)(np.ones((2, 8))).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("of", [np.asarray, jnp.asarray, lambda x: jax.device_put(x, jax.devices()[0])], ids=["numpy", "jax", "on a device"])
+def test_arrays_that_are_given_again(of):
+    """A call that is found without types is that of these types, shapes and settings alone."""
+    frozen = jaxfuse.freeze(lambda w, x: x * w + (1 if x.dtype == jnp.float32 else 2), jnp.full((), 3.0))
+    for _ in range(2):
+        for x in (X, X[:2], X.astype(jnp.int16), X.astype(jnp.bfloat16)):
+            given, expected = of(x), np.asarray(3 * x + (1 if x.dtype == jnp.float32 else 2))
+            np.testing.assert_array_equal(frozen(given), expected)
+            np.testing.assert_array_equal(frozen(x=given), expected)
+        with jax.enable_x64(True):
+            assert frozen(np.asarray(X, np.float64)).dtype == np.float64
+        assert frozen(np.asarray(X, np.float64)).dtype == np.float32
+
+
+def test_which_constants_are_written_into_the_program(monkeypatch):
+    sizes = (7, 1000, 300, 50, 400)
+    made = [jnp.ones(n) for n in sizes] + [jax.device_put(jnp.ones(9), jax.devices()[0]), jax.random.key(0)]
+    monkeypatch.setattr(constants, "LARGE", 4 * 400)
+    for most, written in ((1 << 20, [7, 50, 300, 400]), (4 * 357, [7, 50, 300]), (4 * 356, [7, 50]), (0, [])):
+        monkeypatch.setattr(constants, "WRITTEN", most)
+        assert [made[i].size for i in constants._written(made)] == written
+        run = constants.bind(lambda values, x: x + sum(v.sum() for v in values[:-1]) + jax.random.key_data(values[-1]).sum(), made)
+        assert run(X).tolist() == (X + sum(sizes) + 9).tolist()
+    assert constants._written([]) == []
+
+
+@pytest.mark.usefixtures("some_kernel")
+def test_a_loaded_function_runs_on_the_thread_that_calls_it(tmp_path, monkeypatch):
+    """As the frozen one: XLA sees no operations of its custom calls, and it is not asked to."""
+    monkeypatch.setattr(dispatch, "WORTH_A_THREAD", 1)
+    w = 0.1 * jax.random.normal(jax.random.key(0), (64, 64))
+    frozen = jaxfuse.freeze(lambda w, x: jax.nn.relu(x @ w), w, policy="always")
+    frozen.save(tmp_path / "f.jaxfuse", jnp.ones((8, 64)))
+    loaded = jaxfuse.load(tmp_path / "f.jaxfuse")
+    counted = [jax.jit(f).lower(jnp.ones((8, 64))).compile().cost_analysis().get("flops", 0) for f in (loaded, jaxfuse.fuse(frozen))]
+    assert counted[0] < 1000 < counted[1], counted

@@ -20,8 +20,9 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfuse.frozen.constants import bind
 from jaxfuse.frozen.leaves import as_array, is_array
-from jaxfuse.runtime import near
+from jaxfuse.runtime import dispatch, near
 
 MAGIC, FORMAT, ALIGNED = b"JAXFUSE\n", 2, 64
 
@@ -34,7 +35,7 @@ def save(run: Callable, constants: list, path: str | os.PathLike, name: str, arg
     """Writes `run(constants, args, kwargs)` for arguments of these types."""
     (args, kwargs), fixed = _parted((args, kwargs))
     types = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), constants)
-    program = jax.export.export(jax.jit(run))(types, args, kwargs).serialize()
+    program = dispatch.waiting(jax.export.export(jax.jit(run)), types, args, kwargs).serialize()
     parts, offset = [bytes(program)], _aligned(len(program))
     rows = []
     for constant in constants:
@@ -70,16 +71,14 @@ def load(path: str | os.PathLike):
     constants = [jax.random.wrap_key_data(constant, impl=row["key"]) if row.get("key") else constant
                  for constant, row in zip(constants, header["constants"])]
 
-    @jax.jit
-    def run(constants, args, kwargs):
-        return program.call(constants, args, kwargs)
+    run = bind(program.call, constants)
 
     def loaded(*args, **kwargs):
         (args, kwargs), fixed = _parted((args, kwargs))
         if fixed != header["fixed"]:
             raise ArtefactError(f"{os.fspath(path)} was saved for {header['fixed']}, and is called with {fixed}; save it for these too")
         try:
-            return run(constants, args, kwargs)
+            return run(args, kwargs)
         except ValueError as error:
             types = ", ".join(f"{aval.dtype}{list(aval.shape)}" for aval in program.in_avals[len(constants) :])
             error.add_note(f"jaxfuse: {os.fspath(path)} was saved for {types}; save it for a jax.export.symbolic_shape to take any batch")

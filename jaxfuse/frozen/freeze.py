@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jaxfuse.frozen import artefact, calibration
 from jaxfuse.frozen.constants import bind
@@ -24,6 +25,7 @@ from jaxfuse.ops.errors import OpError, check_callable
 from jaxfuse.program.signature import as_a_program_of_its_own, is_part_of_a_program, trace
 from jaxfuse.runtime import near, platforms, private
 
+PLAIN = (private.ARRAY, np.ndarray)  # classes of arrays that have values
 FREED = ("jaxfuse.freeze: a weight is not there any more: its only use was to be folded into a layer, and these arguments need it in "
          "another way. Freeze the function again, and call it with these arguments first")
 
@@ -58,7 +60,7 @@ class Frozen:
         self._leaves = list(map(unshared, self._leaves))
         self._types = list(map(type_of, self._leaves))
         self._made: dict[Any, Made] = {}
-        self._called: dict[Any, Made] = {}  # the same for arguments that are arrays of JAX, found without making their types
+        self._called: dict[Any, Made] = {}  # the same for arguments that are arrays with values, found without making their types
         self._layers: Callable[[tuple], Layers] = functools.partial(Choice, policy, None, 0)
         self._constants: dict[str, jax.Array] = {}
         self._packed: dict[str, Filter] = {}  # by the names of the constants in whose place they stand
@@ -145,12 +147,16 @@ class Frozen:
             return filter_.unpacked(self._constants[filter_.names[0]])
 
     def _of(self, args: tuple, kwargs: dict) -> tuple[Made, list]:
-        leaves, tree = jax.tree.flatten((args, kwargs))
         quick = None
-        if all(isinstance(leaf, jax.Array) for leaf in leaves):
-            quick = private.trace_context(), tree, *map(jax.typeof, leaves)
+        flat = not kwargs and all([type(arg) in PLAIN for arg in args])  # nothing else is asked of them: the caches hold none of this
+        leaves, tree = (list(args), None) if flat else jax.tree.flatten((args, kwargs))
+        if flat or all([type(leaf) in PLAIN for leaf in leaves]):
+            types = [(a.shape, a.dtype, getattr(a, "weak_type", False), getattr(a, "sharding", None)) for a in leaves]
+            quick = private.trace_context(), tree, *types
             if made := self._called.get(quick):
                 return made, leaves
+        if tree is None:
+            leaves, tree = jax.tree.flatten((args, kwargs))
         leaves = list(map(as_array, leaves))
         types = [type_of(leaf) if is_array(leaf) else (type(leaf), leaf) for leaf in leaves]
         signature = private.trace_context(), tree, *types

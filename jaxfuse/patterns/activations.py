@@ -1,6 +1,7 @@
 """Which of the known activations an elementwise region is, decided by what it computes."""
 
-from typing import NamedTuple
+import re
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,20 +36,32 @@ _tables: dict = {}
 
 
 def _cached(region: Region):
-    """(the table, its name, *mask_tables) by what the nodes say, and the derivative rule of a custom_jvp."""
+    """(the table, its name, *mask_tables) by what the nodes say, whatever the shape, and the derivative rule of a custom_jvp."""
     numbers = {region.start: 0}
     text = []
     for node in region.nodes:
         wiring = [("value", numbers[v]) if v in numbers else constant(v) for v in node.inputs]
         numbers[node.out] = len(numbers)
-        text.append((node.primitive, derivative(node.eqn) if node.primitive == "custom_jvp_call" else "", str(wiring),
-                     str({k: v for k, v in node.params.items() if k != "jvp_jaxpr_fun"})))
-    key = tuple(text), tuple(numbers[mask] for mask in region.masks), region.start.shape, str(region.start.dtype)
+        rule = derivative(node.eqn) if node.primitive == "custom_jvp_call" else ""
+        params = str({k: v for k, v in node.params.items() if k != "jvp_jaxpr_fun"})
+        text.append((node.primitive, *(_of_any_shape(t, region.start.shape) for t in (rule, params)), str(wiring)))
+    key = tuple(text), tuple(numbers[mask] for mask in region.masks), region.start.ndim > 0, str(region.start.dtype)
     if key not in _tables:
         if len(_tables) > 4096:
             _tables.clear()
         _tables[key] = *_tabled(region), *(region.mask_tables() if region.masks else (None, None))
     return _tables[key]
+
+
+def _of_any_shape(text: Any, shape: tuple) -> Any:
+    """The text of an elementwise program without the shape of its arrays, nor the lines that its length was cut into: layers of many
+    sizes share a table. What is no text stays."""
+    if not isinstance(text, str):
+        return text
+    if shape:
+        of_type, of_parameter = re.escape(f"[{','.join(map(str, shape))}]"), re.escape(str(tuple(shape)))
+        text = re.sub(rf"(?<=\w){of_type}|(?<=shape=){of_parameter}|(?<='shape': ){of_parameter}", "[shape]", text)
+    return " ".join(text.split())
 
 
 def _tabled(region: Region) -> tuple[np.ndarray | None, Activation | None]:

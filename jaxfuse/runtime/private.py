@@ -26,6 +26,7 @@ def _named(module: str, name: str, otherwise: Any) -> Any:
 
 
 JITTED = type(jax.jit(lambda: None))
+ARRAY: type = _named("array", "ArrayImpl", jax.Array)  # the class of arrays that have values; none has it where JAX does not say
 ShardingTypeError: type[Exception] = _named("core", "ShardingTypeError", TypeError)
 
 # Since JAX 0.12 an equation may hold an object in place of parameters. The classes that stand for equations of old.
