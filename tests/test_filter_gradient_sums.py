@@ -89,6 +89,28 @@ def test_other_parameters(name):
         assert error(got, np.asarray(exact)) <= UNITS
 
 
+ALIKE = {
+    "dense": (lambda x, w, b: x @ w + b, (60000, 6), (6, 10), (10,)),
+    "layer norm": OTHERS["layer norm"],
+    "batch norm": OTHERS["batch norm"],
+    "instance norm": (functools.partial(layer_norm, of=centered, axes=(1, 2)), (2, 56, 56, 24), (24,), (24,)),
+    "batch norm of images": (functools.partial(layer_norm, of=centered, axes=(0, 1, 2)), (2, 56, 56, 24), (24,), (24,)),
+    "convolution": (lambda x, w, b: conv(x, w) + b, (2, 56, 56, 24), (1, 1, 24, 24), (24,)),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_the_same_gradient_everywhere(name):
+    """As behind a mean over the pixels: all additions may err to one side. The last parameter's gradient is the sum of it."""
+    function, *shapes = ALIKE[name]
+    args = [positive(shapes[0]), *(random(shape, seed=i) for i, shape in enumerate(shapes[1:], 1))]
+    y = jax.eval_shape(function, *args)
+    each = np.asarray(random(y.shape[-1:], seed=9))
+    fused = jaxfuse.fuse(function, policy="always")
+    found = jax.jit(lambda args, g: jax.vjp(fused, *args)[1](g)[-1])(args, jnp.broadcast_to(each, y.shape))
+    assert error(found, np.float64(each) * (np.prod(y.shape) / y.shape[-1])) <= UNITS
+
+
 @pytest.mark.parametrize("activation", ["relu", "sigmoid", "silu"])
 @pytest.mark.parametrize("dtype, most", [("bfloat16", 2e-2), ("float16", 2.5e-3)])
 def test_scale_of_16_bits(dtype, most, activation):

@@ -2,6 +2,7 @@
 
 import flax.linen as nn
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -64,6 +65,17 @@ def test_a_gate_in_a_file(tmp_path):
     variables = variables_of(model, x)
     jaxfuse.freeze(model.apply, variables, policy="always").save(tmp_path / "net.jaxfuse", x)
     same(jaxfuse.load(tmp_path / "net.jaxfuse")(x), model.apply(variables, x), times=3)
+
+
+@pytest.mark.parametrize("policy", ["always", "measured"])
+def test_a_gate_in_a_file_for_any_batch(policy, gates, tmp_path):
+    model, x = Excited(), jax.random.normal(jax.random.key(0), (3, 7, 7, 32))
+    variables = variables_of(model, x)
+    any_batch = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("b"), *x.shape[1:]), x.dtype)
+    jaxfuse.freeze(model.apply, variables, policy=policy).save(tmp_path / "net.jaxfuse", any_batch)
+    assert len(gates) == 1 or policy == "measured"
+    for images in (x, x[:1]):
+        same(jaxfuse.load(tmp_path / "net.jaxfuse")(images), model.apply(variables, images), times=3)
 
 
 @pytest.mark.parametrize("size", [4, 9])

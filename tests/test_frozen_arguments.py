@@ -1,9 +1,12 @@
 """`jaxfuse.freeze`: what a frozen function depends on beside its arrays, whose arrays it keeps, and what its file says of them."""
 
+import copy
 import enum
+import pickle
 import warnings
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -249,7 +252,10 @@ def test_what_freeze_is_given_in_error():
         assert jaxfuse.freeze(lambda w, x: x @ w, W)(np.ones((2, 8))).dtype == jnp.float32
 
 
-@pytest.mark.parametrize("of", [np.asarray, jnp.asarray, lambda x: jax.device_put(x, jax.devices()[0])], ids=["numpy", "jax", "on a device"])
+GIVEN = {"numpy": np.asarray, "jax": jnp.asarray, "on a device": lambda x: jax.device_put(x, jax.devices()[0])}
+
+
+@pytest.mark.parametrize("of", GIVEN.values(), ids=GIVEN)
 def test_arrays_that_are_given_again(of):
     """A call that is found without types is that of these types, shapes and settings alone."""
     frozen = jaxfuse.freeze(lambda w, x: x * w + (1 if x.dtype == jnp.float32 else 2), jnp.full((), 3.0))
@@ -285,3 +291,60 @@ def test_a_loaded_function_runs_on_the_thread_that_calls_it(tmp_path, monkeypatc
     loaded = jaxfuse.load(tmp_path / "f.jaxfuse")
     counted = [jax.jit(f).lower(jnp.ones((8, 64))).compile().cost_analysis().get("flops", 0) for f in (loaded, jaxfuse.fuse(frozen))]
     assert counted[0] < 1000 < counted[1], counted
+
+
+@pytest.mark.parametrize("function", [
+    lambda w, x: (x @ w).mean((1, 2)),
+    lambda w, x: (x @ w)[:, -1] / x.shape[1],
+    lambda w, x: jnp.where(jnp.arange(x.shape[1])[:, None, None] < x.shape[1] // 2, x @ w, 0),
+    lambda w, x: x @ (w * x.shape[0]),
+    lambda w, x: jax.image.resize(x, (*x.shape[:1], 8, 8, 3), "bilinear") @ w,
+], ids=["a mean", "the last", "a mask", "a weight", "a new size"])
+def test_a_size_that_is_not_known_as_a_number(function, tmp_path):
+    """It is no constant, though it is computed from nothing."""
+    w = jax.random.normal(jax.random.key(0), (3, 5))
+    frozen = jaxfuse.freeze(function, w)
+    b, h = jax.export.symbolic_shape("b, h")
+    frozen.save(tmp_path / "f.jaxfuse", jax.ShapeDtypeStruct((b, h, h, 3), jnp.float32))
+    for shape in ((2, 4, 4, 3), (1, 7, 7, 3)):
+        x = jax.random.normal(jax.random.key(1), shape)
+        np.testing.assert_allclose(jaxfuse.load(tmp_path / "f.jaxfuse")(x), function(w, x), rtol=1e-5, atol=1e-5)
+
+
+def test_numpys_arrays_share_the_program_of_jaxs():
+    frozen = jaxfuse.freeze(lambda w, x: x * w, jnp.ones(4))
+    for x in (X, np.asarray(X), np.asarray(X, np.float64)):
+        np.testing.assert_array_equal(frozen(x), X)
+        np.testing.assert_array_equal(frozen(x=x), X)
+    assert "2 programs" in repr(frozen)
+
+
+@pytest.mark.usefixtures("some_kernel")
+@pytest.mark.parametrize("int8", [False, True])
+def test_where_nothing_is_moved_unasked(int8, tmp_path):
+    """The arguments are on the device, and so is what freeze computes."""
+    w, x, scale = jnp.ones((3, 3, 32, 32)), jnp.ones((1, 16, 16, 32)), jnp.full(32, 2.0)
+    conv = lambda p, x: jax.lax.conv_general_dilated(x, p[0], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")) * p[1]
+    jaxfuse.freeze(conv, (w, scale), policy="always")(x)  # so that nothing is compiled below that has constants
+    with jax.transfer_guard("disallow"):
+        frozen = jaxfuse.freeze(conv, (w, scale), policy="always", int8=[x] if int8 else None)
+        y = frozen(x)
+        frozen.save(tmp_path / "f.jaxfuse", x)
+        assert (jaxfuse.load(tmp_path / "f.jaxfuse")(x) == y).all()
+
+
+def test_copies_and_pickles():
+    frozen = jaxfuse.freeze(lambda w, x: x * w, jnp.ones(4))
+    for _ in range(2):
+        assert copy.copy(frozen) is copy.deepcopy([frozen])[0] is frozen
+        with pytest.raises(TypeError, match="freeze of <lambda>.* cannot be pickled; .*frozen.save"):
+            pickle.dumps(frozen)
+        frozen(X)
+
+
+def test_a_file_of_64_bits(tmp_path):
+    with jax.enable_x64(True):
+        jaxfuse.freeze(lambda w, x: x * w, jnp.ones(4, jnp.float64)).save(tmp_path / "f.jaxfuse", X)
+        assert jaxfuse.load(tmp_path / "f.jaxfuse")(X).dtype == jnp.float64
+    with pytest.raises(ValueError, match=r"f.jaxfuse has constants of float64, .*jax.enable_x64\(True\)"):
+        jaxfuse.load(tmp_path / "f.jaxfuse")

@@ -11,9 +11,10 @@ import pytest
 from jax import lax
 
 from compare import same
-from conv_oracle import BF16, F32, Case, convolve
+from conv_oracle import BF16, F32, Case, convolve, random_filter
 from int8_oracle import CASES, NARROW, RANGES, check_extremes, check_sums, computed, config_of, integers, quantised
 from jaxfuse.ops import conv
+from jaxfuse.ops.activations import named
 from jaxfuse.ops.conv import int8
 from jaxfuse.ops.conv.packed import unpack
 
@@ -46,6 +47,24 @@ def test_what_follows_the_sums(activation, dtype):
     exact = sums * np.float64(scale) + np.float64(bias) + np.float64(residual)
     assert y.dtype == dtype
     same(y, made.conv.activation.value(jnp.float32(exact)).astype(dtype))
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("name", ["1x1, odd", "3x3", "few features, no padding", "one pixel", "line", "volume", "long"])
+def test_the_mean_error_of_a_rounded_filter_is_taken_away(name):
+    """Where each input is its mean, sums are those of the exact filter but for half a unit; those of the kernel and of the reference are
+    the same, and so are those with derivatives."""
+    case = Case(CASES[name].x, CASES[name].w)  # without padding, whose pixels are 0
+    mean = [float(3 * i % 7) - 2 for i in range(case.x[-1])]
+    made = int8.config_of(config_of(case, activation=named("silu")), case.w, RANGES["uneven"], narrow=True)
+    x, w = jnp.broadcast_to(jnp.array(mean), case.x), np.array(random_filter(case, F32))
+    filters = int8.pack(made, w, mean)
+    y = jax.jit(lambda x: int8.OP(made, x, *filters)[0])(x)
+    exact = convolve(case, np.float64(x), np.float64(w))
+    half = 0.51 * np.float64(filters[1])
+    assert (np.abs(y - exact / (1 + np.exp(-exact))) <= 1.1 * half + 1e-5 * np.abs(exact)).all()  # silu's slope is at most 1.1
+    same(y, int8.OP.forward.reference(made, x, *filters)[0])
+    same(jax.vjp(lambda x: int8.OP(made, x, *filters)[0], x)[0], y, times=2)
 
 
 @pytest.mark.parametrize("low, high, zero", [(0, 5, 0), (2, 5, 0), (-5, 0, 255), (-5, -1, 255), (-1, 1, 127), (-1, 3, 64), (0, 0, 0),

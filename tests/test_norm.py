@@ -9,6 +9,7 @@ import pytest
 
 from attributes import attributes
 from compare import distance, jit, pairs, value_and_gradients
+from exact import in_float64
 from jaxfuse import ops
 from jaxfuse.ops.activations import TABLE as ACTIVATIONS, named
 from jaxfuse.ops.norm import normalised
@@ -98,3 +99,33 @@ def test_a_large_mean_cancels_nothing(kernel):
     assert distance(made, exact) < 2e-4
     assert distance(jax.jit(lambda x: ops.group_norm(x.reshape(1, 8, 768), jnp.ones(768), jnp.zeros(768), groups=1))(x)[0],
                     (np.asarray(x, np.float64) - np.mean(x, dtype=np.float64)) / np.std(np.asarray(x, np.float64))) < 2e-4
+
+
+NORMS = {
+    "layer": lambda x, gamma: ops.layer_norm(x, gamma, 0 * gamma),
+    "group": lambda x, gamma: ops.group_norm(x, gamma, 0 * gamma, groups=4),
+    "instance": lambda x, gamma: ops.group_norm(x, gamma, 0 * gamma, groups=32),
+}
+
+
+@pytest.mark.parametrize("mean", [0, 10, 1000])
+@pytest.mark.parametrize("name", NORMS)
+def test_gradients_where_the_mean_is_large(name, mean, kernel):
+    """x itself has no more digits: its rounded mean makes the errors, and they are no larger than the reference's."""
+    rng = np.random.default_rng(0)
+    x, t = (jnp.float32(rng.standard_normal((8, 7, 7, 32)) + m) for m in (mean, 0))
+    gamma = jnp.float32(1 + 0.1 * rng.standard_normal(32))
+    groups = dict(layer=None, group=4, instance=32)[name]
+
+    def plain(x, gamma):
+        y = x if groups is None else x.reshape(8, 7, 7, groups, -1)
+        axes = -1 if groups is None else (1, 2, 4)
+        center = y.mean(axes, keepdims=True)
+        return ((y - center) * jax.lax.rsqrt(jnp.square(y - center).mean(axes, keepdims=True) + 1e-6)).reshape(x.shape) * gamma
+
+    def of(norm):
+        return jax.jit(lambda x, gamma: (norm(x, gamma), *jax.grad(lambda *a: ((norm(*a) - t) ** 2).sum(), (0, 1))(x, gamma)))
+
+    exact = in_float64(of(plain), x, gamma)
+    for made, unfused, true in zip(of(NORMS[name])(x, gamma), of(plain)(x, gamma), exact):
+        assert distance(made, true) <= 3 * distance(unfused, true) + 3e-7

@@ -84,7 +84,7 @@ void backward_stats(const BackwardArgs& args, const Tile& tile, const Act& act, 
   const int64_t width = tile.channel_end - tile.channel_begin, ahead = prefetch_distance<T>(tile, args.channels);
   for (int64_t c = 0; c < width; ++c) sum_g[c] = sum_gx[c] = 0;
   BlockSums block;
-  for_blocks(tile, [&](int64_t begin, int64_t end) {
+  for_blocks<kGradientRows>(tile, [&](int64_t begin, int64_t end) {
     block.g.clear(width);
     block.gx.clear(width);
     for (int64_t row = begin; row < end; ++row) add_gradient_row<T, by_mask>(block, args, tile, row, ahead, act);

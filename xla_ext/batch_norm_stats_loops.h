@@ -7,8 +7,9 @@
 namespace jaxfuse::batch_norm {
 namespace {
 
-// Rows summed in f32 before the sums go to f64.
-constexpr int64_t kBlockRows = 256;
+// Rows summed in f32, of values eight at a time, before the sums go to f64. Gradients may all be the same, as behind a mean over the
+// pixels: then each addition may err to the same side.
+constexpr int64_t kBlockRows = 256, kGradientRows = 32;
 
 // What is held per channel, in the L1 cache, while a tile's rows go by.
 struct ChannelSums {
@@ -28,10 +29,10 @@ int64_t prefetch_distance(const Tile& tile, int64_t channels, int64_t bytes = 40
 }
 
 // f(begin, end) for the tile's rows in blocks.
-template <class F>
+template <int64_t kRows, class F>
 void for_blocks(const Tile& tile, F f) {
-  for (int64_t row = tile.row_begin; row < tile.row_end; row += kBlockRows) {
-    f(row, row + kBlockRows < tile.row_end ? row + kBlockRows : tile.row_end);
+  for (int64_t row = tile.row_begin; row < tile.row_end; row += kRows) {
+    f(row, row + kRows < tile.row_end ? row + kRows : tile.row_end);
   }
 }
 
@@ -120,7 +121,7 @@ void stats(const StatsArgs& args, const Tile& tile, double* sum, double* m2) {
   const int64_t ahead = kGroup * width * sizeof(T) <= kAhead ? prefetch_distance<T>(tile, stride, kAhead) : 0;
   for (int64_t c = 0; c < width; ++c) sum[c] = m2[c] = 0;
   BlockMoments block;
-  for_blocks(tile, [&](int64_t begin, int64_t end) {
+  for_blocks<kBlockRows>(tile, [&](int64_t begin, int64_t end) {
     const T* x = static_cast<const T*>(args.x) + begin * stride + tile.channel_begin;
     begin_block(block, x, stride, end - begin, width);
     int64_t row = begin;

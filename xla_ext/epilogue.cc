@@ -23,7 +23,7 @@ void for_rows(int64_t rows, int64_t columns, F f) {
 // Rows of a part of Σ g. The cut depends on the shape alone, so sums repeat bit for bit on any number of threads. In f32 are sums of
 // kLongestSum rows at most.
 int64_t rows_of_part(const Rows& r) {
-  constexpr int64_t kPartElements = 1 << 15, kMostParts = 256, kLongestSum = 1024;
+  constexpr int64_t kPartElements = 1 << 15, kMostParts = 256, kLongestSum = 256;
   const int64_t wanted = std::clamp<int64_t>(r.rows * r.columns / kPartElements, 1, std::min(kMostParts, r.rows));
   return parts(r.rows, r.row_features ? wanted : std::max(wanted, parts(r.rows, kLongestSum)));
 }

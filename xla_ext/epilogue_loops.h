@@ -106,7 +106,7 @@ void gradient_of_columns(const GradientTile& given, Act act, int64_t begin, int6
   }
 }
 
-constexpr int64_t kLongestSum = 1024;  // of f32; sums of those are in double
+constexpr int64_t kLongestSum = 256;  // of f32; sums of those are in double
 
 template <class T, class Act>
 void gradient_of_rows(const GradientTile& given, Act act, int64_t begin, int64_t end, float* sums) {

@@ -21,10 +21,10 @@ struct Block {
         group(columns.entry * extent.groups + columns.begin) {}
 };
 
-// f(first, last) for positions a few at a time: their sums are f32.
+// f(first, last) for at most `most` positions at a time: their sums are f32.
 template <class F>
-void for_positions(const Block& block, F f) {
-  const int64_t fit = 65536 / block.width, step = fit < 1 ? 1 : fit > 256 ? 256 : fit;
+void for_positions(const Block& block, int64_t most, F f) {
+  const int64_t fit = 65536 / block.width, step = fit < 1 ? 1 : fit > most ? most : fit;
   for (int64_t first = 0; first < block.positions; first += step) {
     f(first, block.positions - first < step ? block.positions : first + step);
   }
@@ -48,6 +48,11 @@ Floats summed(const Forward& f, int64_t at, Lanes lanes) {
   return f.residual ? round_to<T>(x + load(static_cast<const T*>(f.residual) + at, lanes)) : x;
 }
 
+constexpr int64_t kMomentPositions = 256;
+
+// Gradients may all be the same, as behind a mean over the positions: then each addition may err to the same side.
+constexpr int64_t kGradientPositions = 32;
+
 // sums[channel] = Σ (s - centers[channel])^power over positions [first, last)
 template <class T, int power>
 void add_positions(const Forward& f, const Block& block, int64_t first, int64_t last, const float* centers, float* sums) {
@@ -55,14 +60,20 @@ void add_positions(const Forward& f, const Block& block, int64_t first, int64_t 
   for (int64_t position = first; position < last; ++position) {
     const int64_t row = block.start + position * block.stride;
     for_vectors(0, block.width, [&](int64_t i, auto lanes) {
-      Floats v = summed<T>(f, row + i, lanes);
-      if constexpr (power == 2) {
-        v -= load(centers + i, lanes);
-        v *= v;
-      }
+      Floats v = summed<T>(f, row + i, lanes) - load(centers + i, lanes);
+      if constexpr (power == 2) v *= v;
       store(sums + i, load(sums + i, lanes) + v, lanes);
     });
   }
+}
+
+// centers[channel] = s at the position, 0 where that is not finite: a shift by which sums are as small as the deviations are.
+template <class T>
+void shift_by(const Forward& f, const Block& block, int64_t position, float* centers) {
+  for_vectors(0, block.width, [&](int64_t i, auto lanes) {
+    const Floats s = summed<T>(f, block.start + position * block.stride + i, lanes);
+    store(centers + i, s - s == 0.0f ? s : Floats{}, lanes);
+  });
 }
 
 // doubles: the means of the groups, then Σ (s - mean)². Parts are put together as Chan, Golub & LeVeque (1979) do.
@@ -70,12 +81,15 @@ template <class T>
 void column_moments(const Forward& f, const Block& block, float* centers, float* sums, double* means, double* squares) {
   for (int64_t g = 0; g < block.groups; ++g) means[g] = squares[g] = 0;
   fill(centers, block.width, 0);
-  for_positions(block, [&](int64_t first, int64_t last) {
+  for_positions(block, kMomentPositions, [&](int64_t first, int64_t last) {
     const double before = double(first) * block.length, here = double(last - first) * block.length;
     if (f.options.centered) {
-      add_positions<T, 1>(f, block, first, last, nullptr, sums);
+      shift_by<T>(f, block, first, centers);
+      add_positions<T, 1>(f, block, first, last, centers, sums);
       for (int64_t g = 0; g < block.groups; ++g) {
-        fill(centers + g * block.length, block.length, float(sum_of_group(sums + g * block.length, block.length) / here));
+        float* shifts = centers + g * block.length;
+        const double sum = sum_of_group(shifts, block.length) * double(last - first);
+        fill(shifts, block.length, float((sum + sum_of_group(sums + g * block.length, block.length)) / here));
       }
     }
     add_positions<T, 2>(f, block, first, last, centers, sums);
@@ -157,7 +171,7 @@ struct Gradients {
 template <class T>
 void gradient_sums(const Gradients<T>& gradients, const Block& block, float* part_g, float* part_gx, double* sum_g, double* sum_gx) {
   for (int64_t c = 0; c < block.width; ++c) sum_g[c] = sum_gx[c] = 0;
-  for_positions(block, [&](int64_t first, int64_t last) {
+  for_positions(block, kGradientPositions, [&](int64_t first, int64_t last) {
     fill(part_g, block.width, 0);
     fill(part_gx, block.width, 0);
     for (int64_t position = first; position < last; ++position) {
@@ -177,7 +191,7 @@ double squares_of_group(const Backward& b, const Block& block, int64_t group, co
   Block one = block;
   one.start += group * block.length, one.width = block.length;
   double sum = 0;
-  for_positions(one, [&](int64_t first, int64_t last) {
+  for_positions(one, kMomentPositions, [&](int64_t first, int64_t last) {
     add_positions<T, 2>(f, one, first, last, centers + group * block.length, sums);
     sum += sum_of_group(sums, block.length);
   });

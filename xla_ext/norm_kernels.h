@@ -68,7 +68,7 @@ constexpr int64_t kRowsAtOnce = 8;
   return length * kRowsAtOnce <= kFloats ? kRowsAtOnce : length * 2 <= kFloats ? 2 : 1;
 }
 [[gnu::always_inline]] inline int64_t scratch_for(const Extent& extent) {
-  const int64_t rows = (rows_at_once(extent.length) + 1) * extent.length;
+  const int64_t rows = (rows_at_once(extent.length) + 1) * extent.length + 2 * extent.channels();
   return rows > 6 * extent.channels() ? rows : 6 * extent.channels();
 }
 

@@ -119,7 +119,8 @@ void forward_rows(const Forward& f, Rows rows, Scratch scratch) {
 
 // ---- backward
 //
-// x̂ = (s - mean)·rstd, g' = g·gamma:  ds = rstd·(g' - mean(g')) - slope·x̂·mean(g'·x̂)
+// x̂ = (s - mean)·rstd, g' = g·gamma:  ds = rstd·(g' - mean(g')) - slope·(x̂ - mean(x̂))·mean(g'·x̂)
+// mean(x̂) is what rounding the mean left, much where that is large beside the deviation.
 
 // A few rows: first the sums of all, then dx. `pulled` has room for these rows, `given` for one.
 template <class T>
@@ -142,20 +143,20 @@ void backward_block(const Backward& b, Rows rows, float* dgamma, float* dbeta, P
       });
       pull_back(pulled + start, given, n, options.parameters);
     }
-    double sum_g = 0, sum_gx = 0;
+    double sum_g = 0, sum_gx = 0, sum_x = 0;
     for (int64_t begin = 0; begin < n; begin += kLongestSum) {
-      Floats part_g{}, part_gx{};
+      Floats part_g{}, part_gx{}, part_x{};
       for_vectors(begin, n - begin < kLongestSum ? n : begin + kLongestSum, [&](int64_t i, auto lanes) {
         const Floats g = pull_back ? load(pulled + start + i, lanes) : load(dy + start + i, lanes);
-        const Floats gx = g * normalised(i, lanes), scale = load(gamma + i, lanes);
+        const Floats x = normalised(i, lanes), gx = g * x, scale = load(gamma + i, lanes);
         if (dbeta) store(dbeta + channel + i, load(dbeta + channel + i, lanes) + g, lanes);
         if (dgamma) store(dgamma + channel + i, load(dgamma + channel + i, lanes) + gx, lanes);
         part_g += only(g * scale, lanes);
         part_gx += only(gx * scale, lanes);
+        part_x += only(x, lanes);
       });
-      sum_g += total(part_g), sum_gx += total(part_gx);
+      sum_g += total(part_g), sum_gx += total(part_gx), sum_x += total(part_x);
     }
-    shifts[k] = options.centered ? rstd * float(sum_g / n) : 0;
     const auto variance = [&] {
       return sum_over(n, [&](int64_t i, auto lanes) {
         const Floats centered = load(s + start + i, lanes) - mean;
@@ -163,6 +164,7 @@ void backward_block(const Backward& b, Rows rows, float* dgamma, float* dbeta, P
       }) / n;
     };
     factors[k] = slope(options, rstd, variance) * float(sum_gx / n);
+    shifts[k] = options.centered ? rstd * float(sum_g / n) - factors[k] * float(sum_x / n) : 0;
   }
   for (int64_t k = 0; k < count; ++k) {
     const int64_t row = rows.begin + k, channel = row % options.extent.groups * n, start = k * n;
@@ -177,19 +179,47 @@ void backward_block(const Backward& b, Rows rows, float* dgamma, float* dbeta, P
   }
 }
 
+// dgamma and dbeta of a task: of a few rows in f32, then of all. Gradients may all be the same, and each addition err to the same side.
+class ParameterSums {
+ public:
+  ParameterSums(int64_t channels, float* dgamma, float* dbeta, float* memory)
+      : channels_(dgamma ? channels : 0), totals_{dgamma, dbeta}, parts_{dgamma ? memory : nullptr, dbeta ? memory + channels : nullptr} {
+    for (int i = 0; i < 2; ++i) fill(totals_[i], 0), fill(parts_[i], 0);
+  }
+  float* dgamma() const { return parts_[0]; }
+  float* dbeta() const { return parts_[1]; }
+  void add_up() const {
+    for (int i = 0; i < 2; ++i) {
+      for_vectors(0, channels_, [&](int64_t c, auto lanes) {
+        store(totals_[i] + c, load(totals_[i] + c, lanes) + load(parts_[i] + c, lanes), lanes);
+      });
+      fill(parts_[i], 0);
+    }
+  }
+
+ private:
+  void fill(float* sums, float value) const {
+    for (int64_t c = 0; c < channels_; ++c) sums[c] = value;
+  }
+
+  const int64_t channels_;
+  float *const totals_[2], *const parts_[2];
+};
+
 template <class T>
 void backward_rows(const Backward& b, Rows rows, float* dgamma, float* dbeta, Scratch scratch) {
-  const int64_t n = b.options.extent.length, step = rows_at_once(n);
+  constexpr int64_t kGradientRows = 32;  // of each group
+  const Extent& extent = b.options.extent;
+  const int64_t n = extent.length, step = rows_at_once(n);
   const bool plain = b.options.activation == Activation::none;
   const PullBack pull_back = plain ? nullptr : pull_back_by(b.options.activation);
-  for (int64_t c = 0; c < b.options.extent.channels(); ++c) {
-    if (dgamma) dgamma[c] = 0;
-    if (dbeta) dbeta[c] = 0;
-  }
-  float *pulled = scratch.floats, *given = scratch.floats + step * n;
+  float *pulled = scratch.floats, *given = pulled + step * n;
+  const ParameterSums sums(extent.channels(), dgamma, dbeta, given + n);
+  int64_t added_up = rows.begin;
   for (int64_t begin = rows.begin; begin < rows.end; begin += step) {
     const Rows block{begin, rows.end - begin < step ? rows.end : begin + step};
-    backward_block<T>(b, block, dgamma, dbeta, pull_back, pulled, given);
+    backward_block<T>(b, block, sums.dgamma(), sums.dbeta(), pull_back, pulled, given);
+    if (block.end - added_up >= kGradientRows * extent.groups || block.end == rows.end) sums.add_up(), added_up = block.end;
   }
   finish_streaming();
 }

@@ -66,11 +66,7 @@ def load(path: str | os.PathLike):
     data = Path(path).read_bytes()
     header, body = _opened(data, os.fspath(path))
     program = jax.export.deserialize(bytearray(body[: header["program"]]))
-    constants = [jnp.asarray(np.frombuffer(body, jnp.dtype(row["dtype"]), _count(row), row["offset"]).reshape(row["shape"]))
-                 for row in header["constants"]]
-    constants = [jax.random.wrap_key_data(constant, impl=row["key"]) if row.get("key") else constant
-                 for constant, row in zip(constants, header["constants"])]
-
+    constants = [_constant(body, row, os.fspath(path)) for row in header["constants"]]
     run = bind(program.call, constants)
 
     def loaded(*args, **kwargs):
@@ -105,6 +101,14 @@ def _opened(data: bytes, path: str) -> tuple[dict, memoryview]:
     if _digest(header, body) != digest:
         raise ArtefactError(f"{path} is truncated or altered: its SHA-256 is another than its header says; copy or save it again")
     return header, body
+
+
+def _constant(body: memoryview, row: dict, path: str) -> jax.Array:
+    dtype = jnp.dtype(row["dtype"])
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise ArtefactError(f"{path} has constants of {dtype}, which JAX has only with 64 bits; load it in jax.enable_x64(True)")
+    array = jax.device_put(np.frombuffer(body, dtype, _count(row), row["offset"]).reshape(row["shape"]))
+    return jax.random.wrap_key_data(array, impl=row["key"]) if row.get("key") else array
 
 
 def _parted(tree) -> tuple:

@@ -1,4 +1,4 @@
-"""What examples say of the layers of a frozen function: the range of what each reads, and how far its output is off in int8."""
+"""What examples say of the layers of a frozen function: the range and the means of what each reads, how far its output is off in int8."""
 
 import functools
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfuse.frozen.int8 import Key, Layers, Measured, described, int8_filter
+from jaxfuse.frozen.int8 import Inputs, Key, Layers, Measured, described, int8_filter
 from jaxfuse.frozen.layer import Layer
 from jaxfuse.frozen.packing import Packed
 from jaxfuse.ops.conv.int8 import Range
@@ -49,8 +49,16 @@ def examples(given: Any) -> list[tuple]:
 
 def calibrated(runs: list[Run]) -> dict[Key, Measured]:
     """What all runs say of every layer that could be int8. Raises OpError where a layer reads what is not finite."""
-    ranges = {key: _range(key, bounds, runs) for key, bounds in _of_all(runs, _bounds, {}).items()}
-    filters = {key: int8_filter(key[1], layer, ranges[key]) for run in runs for key, (_, layer) in run.candidates.items() if key in ranges}
+    layers = {key: layer for run in runs for key, (_, layer) in run.candidates.items()}
+
+    def read(key: Key, node: Node, x, *_):
+        """The smallest and the largest number, the mean of each feature, and of how many pixels that is."""
+        images, features = x.reshape(layers[key].images(x.shape)).astype(jnp.float32), layers[key].config.lhs_spec[1]
+        pixels = [d for d in range(images.ndim) if d != features]
+        return x.min(), x.max(), images.mean(pixels), images.size // images.shape[features]
+
+    inputs = {key: _inputs(key, found, runs) for key, found in _of_all(runs, read, {}).items()}
+    filters = {key: int8_filter(key[1], layers[key], of) for key, of in inputs.items()}
     weights = {name: w for run in runs for name, w in zip(run.program.names, run.constants)}
     packed = {key: filter_.packed(weights[key[1]]) for key, filter_ in filters.items()}
 
@@ -62,38 +70,34 @@ def calibrated(runs: list[Run]) -> dict[Key, Measured]:
 
     squares = {key: np.sum(parts, 0) for key, parts in _of_all(runs, squared, packed).items()}
     with np.errstate(all="ignore"):
-        return {key: Measured(ranges[key], float(np.sqrt(of / total)) if of else 0.0) for key, (of, total) in squares.items()}
+        return {key: Measured(inputs[key], float(np.sqrt(of / total)) if of else 0.0) for key, (of, total) in squares.items()}
 
 
-def _bounds(key: Key, node: Node, x, w, rest, y, arrays):
-    x = x.astype(jnp.float32)
-    return jnp.stack([x.min(), x.max()])
-
-
-def _range(key: Key, bounds: list, runs: list[Run]) -> Range:
-    low, high = np.min(bounds, 0)[0], np.max(bounds, 0)[1]
+def _inputs(key: Key, found: list[tuple], runs: list[Run]) -> Inputs:
+    lows, highs, means, pixels = zip(*found)
+    low, high = np.min(lows), np.max(highs)
     if not np.isfinite([low, high]).all():
         node = next(run.candidates[key][0] for run in runs if key in run.candidates)
         raise OpError(f"jaxfuse.freeze: in the examples of int8 a layer reads a NaN or an infinity: {described(node)}; leave "
                       "out the examples for which the function in floats overflows")
-    return Range.of(float(low), float(high))
+    return Inputs(Range.of(float(low), float(high)), tuple(np.average(means, 0, pixels).tolist()))
 
 
-def _of_all(runs: list[Run], observe, packed: dict[Key, list]) -> dict[Key, list[np.ndarray]]:
+def _of_all(runs: list[Run], observe, packed: dict[Key, list]) -> dict[Key, list[Any]]:
     """What `observe(key, node, x, w, rest, y, arrays)` gives for every layer that is computed, in every run; `arrays` are those that the
     layer's weight is `packed` as."""
-    found: dict[Key, list[np.ndarray]] = {}
+    found: dict[Key, list[Any]] = {}
     compiled: dict[Packed, Any] = {}
     for run in runs:
         if run.program not in compiled:
             compiled[run.program] = jax.jit(functools.partial(_observed, run, observe))
         for key, value in compiled[run.program](run.constants, run.arguments, packed).items():
-            found.setdefault(key, []).append(np.asarray(value, np.float64))
+            found.setdefault(key, []).append(jax.tree.map(lambda array: np.asarray(array, np.float64), value))
     return found
 
 
-def _observed(run: Run, observe, constants: list, arguments: list, packed: dict[Key, list]) -> dict[Key, jax.Array]:
-    found: dict[Key, jax.Array] = {}
+def _observed(run: Run, observe, constants: list, arguments: list, packed: dict[Key, list]) -> dict[Key, Any]:
+    found: dict[Key, Any] = {}
 
     def emission(key: Key, node: Node) -> Emission:
         def observed(read):

@@ -77,6 +77,16 @@ class Frozen:
     def __repr__(self):
         return f"<jaxfuse.freeze of {self.__name__}, {len(self._made)} programs, {self.nbytes / 1e6:.1f} MB of constants>"
 
+    def __deepcopy__(self, memo: dict | None = None) -> "Frozen":
+        """Itself: it does not change."""
+        return self
+
+    __copy__ = __deepcopy__
+
+    def __reduce__(self):
+        raise TypeError(f"jaxfuse.freeze: {self!r} cannot be pickled; write it to a file, frozen.save(path, *args), and read that by "
+                        "jaxfuse.load")
+
     @property
     def nbytes(self) -> int:
         """Bytes of the constants that its programs need, once for all of them."""
@@ -151,8 +161,8 @@ class Frozen:
         flat = not kwargs and all([type(arg) in PLAIN for arg in args])  # nothing else is asked of them: the caches hold none of this
         leaves, tree = (list(args), None) if flat else jax.tree.flatten((args, kwargs))
         if flat or all([type(leaf) in PLAIN for leaf in leaves]):
-            types = [(a.shape, a.dtype, getattr(a, "weak_type", False), getattr(a, "sharding", None)) for a in leaves]
-            quick = private.trace_context(), tree, *types
+            given = [(a.shape, a.dtype, getattr(a, "weak_type", False), getattr(a, "sharding", None)) for a in leaves]
+            quick = private.trace_context(), tree, *given
             if made := self._called.get(quick):
                 return made, leaves
         if tree is None:

@@ -40,10 +40,17 @@ class Int8Site(NamedTuple):
         return f"{self.layer} at {self.source}: {f'in floats: {self.reason}' if self.reason else 'int8'}{error}"
 
 
-class Measured(NamedTuple):
-    """What the examples say of a layer: the range of its input, and the relative root mean square error of its output in int8."""
+class Inputs(NamedTuple):
+    """What the examples say of a layer's inputs: their range, and the mean of each feature."""
 
     range: int8.Range
+    mean: tuple[float, ...]
+
+
+class Measured(NamedTuple):
+    """What the examples say of a layer: of its inputs, and the relative root mean square error of its output in int8."""
+
+    inputs: Inputs
     error: float
 
 
@@ -62,15 +69,17 @@ class Int8Filter:
     name: str
     of: Layer
     config: int8.Int8Config
+    mean: tuple[float, ...]  # of each input feature
 
     @property
     def names(self) -> list[str]:
-        digest = hashlib.sha256(f"{self.name} {self.of.layout} {self.config.range} {self.config.narrow}".encode()).hexdigest()
+        made_of = f"{self.name} {self.of.layout} {self.config.range} {self.config.narrow} {self.mean}"
+        digest = hashlib.sha256(made_of.encode()).hexdigest()
         return [f"int8 {digest}", f"scale {digest}", f"offset {digest}"]
 
     def packed(self, w: jax.Array) -> list[jax.Array]:
         with jax.ensure_compile_time_eval():
-            return int8.pack(self.config, self.of.filter(np.asarray(w)))
+            return int8.pack(self.config, self.of.filter(np.asarray(w)), self.mean)
 
     takes_a_gate = False
 
@@ -79,8 +88,8 @@ class Int8Filter:
         return self.of.run(lambda x, *rest: int8.OP(config, x, *arrays, *rest)[0], node, x, rest)
 
 
-def int8_filter(name: str, layer: Layer, range_: int8.Range) -> Int8Filter:
-    return Int8Filter(name, layer, int8.config_of(layer.config, layer.shape, range_, narrow()))
+def int8_filter(name: str, layer: Layer, inputs: Inputs) -> Int8Filter:
+    return Int8Filter(name, layer, int8.config_of(layer.config, layer.shape, inputs.range, narrow()), inputs.mean)
 
 
 class Layers:
@@ -124,7 +133,7 @@ class Choice(Layers):
         self.sites[key] = Int8Site(described(node), "unknown", measured.error if measured else None, reason)
         if measured is None or isinstance(layer, str) or reason:
             return filter_of(self._policy, node, name)
-        return int8_filter(name, layer, measured.range)
+        return int8_filter(name, layer, measured.inputs)
 
     def expansion(self, node: Node, name: str, depthwise: Node, chosen: PackedWeight | None) -> Filter | None:
         return None if isinstance(chosen, Int8Filter) else filter_of_expansion(self._policy, node, name, depthwise)

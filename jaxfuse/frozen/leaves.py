@@ -26,12 +26,11 @@ def unshared(leaf):
 
 def type_of(leaf):
     """Of an array, with what meshes add to it; anything else itself."""
-    if isinstance(leaf, jax.Array):
+    if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
         return weakly(jax.typeof(leaf))
     if not is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
-    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype) if isinstance(leaf, (np.ndarray, np.generic)) else leaf.dtype
-    return jax.ShapeDtypeStruct(leaf.shape, dtype, weak_type=getattr(leaf, "weak_type", False))
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
 
 
 def weakly(aval) -> jax.ShapeDtypeStruct:

@@ -17,7 +17,7 @@ from jaxfuse.ops.arrays import beside, wide
 from jaxfuse.patterns.walk import Chain, Walk, WalkEnd
 from jaxfuse.program.equations import closed_over
 from jaxfuse.program.graph import Emission, Graph, Node, Value, compute, evaluate
-from jaxfuse.runtime.private import is_symbolic
+from jaxfuse.runtime.private import is_symbolic, is_symbolic_size
 from jaxfuse.runtime.settings import unwatched
 
 SMALL = 1 << 16  # bytes; of the constants themselves a value that is larger than they are is no constant: a broadcast
@@ -150,7 +150,7 @@ class Program:
         """Those that depend on the constants alone. Random numbers of a constant key are; what is broadcast is not."""
         fixed = {*self.graph.inputs[: self.bound], *self.graph.constants}
         for node in self.graph.nodes:
-            unknown = is_symbolic([v.aval for v in node.outputs])
+            unknown = is_symbolic([v.aval for v in node.outputs]) or any(map(is_symbolic_size, node.params.values()))
             drawn = node.primitive == "rng_uniform"  # anew at each call
             differs = any(v.aval.manual_axis_type.varying for v in node.outputs)  # from device to device
             if not (node.eqn.effects or drawn or differs or unknown) and all(v.literal is not None or v in fixed for v in node.inputs):
@@ -276,7 +276,7 @@ def _folded(fold: Fold, arrays: Sequence) -> tuple[jax.Array, jax.Array]:
         shape = [channels if d == fold.features else 1 for d in range(weight.ndim)]
         weight = weight * np.reshape(scale, shape)
     weight_type, shift_type = fold.types
-    return jnp.asarray(weight, weight_type.dtype), jnp.asarray(shift, shift_type.dtype)
+    return jax.device_put(weight.astype(weight_type.dtype)), jax.device_put(shift.astype(shift_type.dtype))
 
 
 def _holds_a_scale(weight: Value, out: Value) -> bool:

@@ -46,11 +46,12 @@ def _cached(region: Region):
         params = str({k: v for k, v in node.params.items() if k != "jvp_jaxpr_fun"})
         text.append((node.primitive, *(_of_any_shape(t, region.start.shape) for t in (rule, params)), str(wiring)))
     key = tuple(text), tuple(numbers[mask] for mask in region.masks), region.start.ndim > 0, str(region.start.dtype)
-    if key not in _tables:
+    found = _tables.get(key)
+    if found is None:
         if len(_tables) > 4096:
             _tables.clear()
-        _tables[key] = *_tabled(region), *(region.mask_tables() if region.masks else (None, None))
-    return _tables[key]
+        found = _tables[key] = *_tabled(region), *(region.mask_tables() if region.masks else (None, None))
+    return found
 
 
 def _of_any_shape(text: Any, shape: tuple) -> Any:

@@ -2,7 +2,11 @@
 
     x = step·(q - zero)      q in 0..255, one step for all of x; 0 is a q, so that padding is exact
     w[n] = scale[n]·v[n]     v in -127..127, a scale for each output feature
-    y = act(step·scale[n]·(Σ q·v - zero·Σ v) + bias + residual)
+    y = act(step·scale[n]·(Σ q·v + offset[n]) + bias + residual)
+    offset[n] = -zero·Σ v - Σ (v - w/scale[n])·mean/step
+
+The second part of the offset is what rounding the filter adds to the sum on average: inputs behind a relu are positive, and their mean is
+much of them (bias correction: Nagel and others, arXiv 1906.04721).
 
 The filter lies in the panels of packed.py, four of its input features to a step. A processor with VNNI adds their products in 32 bits.
 Others add those of two features in 16 bits, and of two steps: four v, of which the positive ones, times 255, must fit, and the negative
@@ -13,6 +17,7 @@ ones. So there the filter is `narrow`: scale[n] is so large that neither are mor
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -88,19 +93,24 @@ def refuse(config: ConvConfig, x, w) -> str | None:
 
 
 @ours
-def pack(config: Int8Config, w) -> list[jax.Array]:
-    """The filter in its panels, uint8 of one axis; for each feature the float32 step·scale and the int32 -zero·Σ v."""
+def pack(config: Int8Config, w, mean: Sequence[float] = (0.0,)) -> list[jax.Array]:
+    """The filter in its panels, uint8 of one axis; for each feature the float32 step·scale and the int32 offset. `mean` is that of each
+    input feature, or of all."""
     spec, p = config.conv.rhs_spec, panels(config.filter)
     taps = np.transpose(np.asarray(w).astype(np.float64), (*spec[2:], spec[1], spec[0])).reshape(p.taps, p.inner, p.features)
     steps = np.zeros((p.taps, p.steps * p.per_step, -(-p.features // PANEL) * PANEL))
     steps[:, : p.inner, : p.features] = taps
     with np.errstate(all="ignore"):  # what is not finite has an error that is not
         scale = _scale(config, steps)
-        v = np.rint(steps / scale).astype(np.int8)
+        exact = steps / scale
+        v = np.rint(exact).astype(np.int8)
+        means = np.tile(mean, p.inner // len(mean))  # a step may have inputs of several taps
+        added = np.nan_to_num(means @ (v - exact)[:, : p.inner].sum(0) / config.range.step)
     lines = v.reshape(p.taps, p.steps, p.per_step, -1, PANEL).transpose(3, 0, 1, 4, 2)  # panels, taps, steps, features, elements
-    offset = -config.range.zero * v.sum((0, 1), dtype=np.int64)
+    offset = -config.range.zero * v.sum((0, 1), dtype=np.int64) - np.rint(added).astype(np.int64)
     scale, offset = (config.range.step * scale)[: p.features], offset[: p.features]
-    return [jnp.asarray(lines.copy().view(np.uint8).reshape(-1)), jnp.asarray(scale, jnp.float32), jnp.asarray(offset, jnp.int32)]
+    arrays = lines.copy().view(np.uint8).reshape(-1), scale.astype(np.float32), offset.astype(np.int32)
+    return list(map(jax.device_put, arrays))
 
 
 def _scale(config: Int8Config, steps: np.ndarray) -> np.ndarray:
@@ -136,13 +146,19 @@ def sums(config: ConvConfig, q, v):
     return lax.conv_general_dilated(q, v, config.window_strides, config.padding, rhs_dilation=config.rhs_dilation, dimension_numbers=dn)
 
 
+def _correction(config: Int8Config, v, offset):
+    """The offset's second part, int32."""
+    return offset + config.range.zero * v.sum([d for d in range(v.ndim) if d != config.conv.rhs_spec[0]])
+
+
 def _reference(config: Int8Config, *args):
-    x, packed, scale, _, *rest = args
+    x, packed, scale, offset, *rest = args
+    v = unpack(config.filter, packed).astype(jnp.int32)
 
     def convolve(conv, q, v):
-        return sums(conv, q, v).astype(jnp.float32)
+        found = sums(conv, q, v)
+        return (found + beside(found, conv.out_spec[1], _correction(config, v, offset))).astype(jnp.float32)
 
-    v = unpack(config.filter, packed).astype(jnp.int32)
     (y,) = CONV.forward.reference(config.scaled, centered(config, x), v, scale, *rest, convolve=convolve)
     return (y.astype(x.dtype),)
 
@@ -150,11 +166,14 @@ def _reference(config: Int8Config, *args):
 def _straight_through(config: Int8Config, *args):
     """The same value by ops that are differentiable. The derivative is that of the convolution by the rounded filter; rounding x
     counts as nothing done to it (Bengio and others, arXiv 1308.3432)."""
-    x, packed, scale, _, *rest = args
-    w = unpack(config.filter, packed)
-    w = w * beside(w, config.conv.rhs_spec[0], scale / config.range.step)
+    x, packed, scale, offset, *rest = args
+    v = unpack(config.filter, packed)
+    w = v * beside(v, config.conv.rhs_spec[0], scale / config.range.step)
+    shift = scale * _correction(config, v.astype(jnp.int32), offset)
+    bias, rest = (rest[0], rest[1:]) if config.conv.has_bias else (jnp.zeros((), x.dtype), rest)
     rounded = (centered(config, x) * np.float32(config.range.step)).astype(x.dtype)
-    return tuple(CONV(config.conv, x + lax.stop_gradient(rounded - x), w.astype(x.dtype), *rest))
+    shifted = dataclasses.replace(config.conv, has_bias=True)
+    return tuple(CONV(shifted, x + lax.stop_gradient(rounded - x), w.astype(x.dtype), (bias + shift).astype(x.dtype), *rest))
 
 
 def _refuse(config: Int8Config, args) -> str | None:

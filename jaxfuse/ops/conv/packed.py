@@ -46,7 +46,7 @@ class PackedConfig:
         rest = rest[self.winograd :]
         if self.gated:
             factors, *rest = rest
-            x = x * factors.astype(x.dtype).reshape(len(x), *[1] * (x.ndim - 2), -1)
+            x = x * factors.astype(x.dtype).reshape(x.shape[0], *[1] * (x.ndim - 2), -1)
         return x, unpack(self, packed).astype(x.dtype), *rest
 
 
@@ -100,7 +100,7 @@ def pack(config: PackedConfig, w: jax.Array) -> list[jax.Array]:
     if config.winograd:
         spec = config.conv.rhs_spec
         taps = np.transpose(np.asarray(w, np.float64), (*spec[2:], spec[1], spec[0]))
-        transformed = jnp.asarray(np.einsum("ai,bj,ijcf->abcf", WINOGRAD, WINOGRAD, taps), jnp.float32)
+        transformed = jax.device_put(np.einsum("ai,bj,ijcf->abcf", WINOGRAD, WINOGRAD, taps).astype(np.float32))
         found.append(_packed(dataclasses.replace(config, shape=transformed.shape, conv=_of_transformed(config.conv)), transformed))
     return found
 
