@@ -100,7 +100,7 @@ def trained_resnet50(pieces: Pieces, steps: int = 160):
     variables = model.init(jax.random.key(0), pieces(1)[0])
     params, statistics = variables["params"], variables["batch_stats"]
     state = models.TrainState(params, statistics, jax.tree.map(jnp.zeros_like, params))
-    step = jax.jit(models.make_train_step(model, jaxfuse.fuse, learning_rate=1e-2))
+    step = jax.jit(models.make_train_step(model, jaxfuse.fuse, learning_rate=2e-3))
     for _ in track(range(steps), "ResNet-50 learns the photographs"):
         state, _ = step(state, *pieces(8))
     return model, {"params": state.params, "batch_stats": state.batch_stats}
