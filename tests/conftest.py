@@ -22,8 +22,8 @@ from jaxfuse.tuning import tuned
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=1 " + os.environ.get("XLA_FLAGS", "")
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
-SHARES = {24: 30, 12: 15, 6: 8, 1: 3}  # of a test with more cases than these, one in so many is taken; the first that fits
-COSTLY = 8  # and of all that are marked so
+SHARES = {24: 36, 12: 18, 6: 9, 1: 3}  # of a test with more cases than these, one in so many is taken; the first that fits
+COSTLY = 10  # and of all that are marked so
 # How a skip says what pip would not bring, or not within CI's time.
 ALLOWED_SKIPS = re.compile(r"this (CPU|machine|system|jax) (has|is)|is not installed, of gigabytes")
 

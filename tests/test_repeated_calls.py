@@ -63,10 +63,10 @@ def test_after_the_number_of_threads_changed():
 
 def test_small_constants_are_part_of_the_program():
     """And large ones are arguments; so is one for which a device was chosen."""
-    large = jax.random.normal(jax.random.key(0), (200, 400))
+    large = jax.random.normal(jax.random.key(0), (700, 400))  # 1.1 MB
     small, placed = jnp.arange(400.0), jax.device_put(jnp.arange(400.0) / 7, jax.devices("cpu")[0])
     made = jaxfuse.freeze(lambda weights, x: jnp.tanh(x @ weights[0] + weights[1]) * weights[2], (large, small, placed), policy="never")
-    x = jnp.ones((3, 200))
+    x = jnp.ones((3, 700))
     same(made(x), jnp.tanh(x @ large + small) * placed)
     arguments = made._of((x,), {})[0].run.args[1]
-    assert [(a.shape, a.committed) for a in arguments] == [((1, 400), True), ((200, 400), False)]
+    assert [(a.shape, a.committed) for a in arguments] == [((1, 400), True), ((700, 400), False)]

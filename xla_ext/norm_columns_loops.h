@@ -67,12 +67,13 @@ void add_positions(const Forward& f, const Block& block, int64_t first, int64_t 
   }
 }
 
-// centers[channel] = s at the position, 0 where that is not finite: a shift by which sums are as small as the deviations are.
+// centers[channel] = s at the position: a shift by which sums are as small as the deviations are. 0 where that is not finite, or so large
+// that a difference might overflow.
 template <class T>
 void shift_by(const Forward& f, const Block& block, int64_t position, float* centers) {
   for_vectors(0, block.width, [&](int64_t i, auto lanes) {
     const Floats s = summed<T>(f, block.start + position * block.stride + i, lanes);
-    store(centers + i, s - s == 0.0f ? s : Floats{}, lanes);
+    store(centers + i, absolute(s) < 1e37f ? s : Floats{}, lanes);
   });
 }
 

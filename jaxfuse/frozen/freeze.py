@@ -158,7 +158,7 @@ class Frozen:
 
     def _of(self, args: tuple, kwargs: dict) -> tuple[Made, list]:
         quick = None
-        flat = not kwargs and all([type(arg) in PLAIN for arg in args])  # nothing else is asked of them: the caches hold none of this
+        flat = not kwargs and all([type(arg) in PLAIN for arg in args])  # then there is no tree: each step here runs from cold caches
         leaves, tree = (list(args), None) if flat else jax.tree.flatten((args, kwargs))
         if flat or all([type(leaf) in PLAIN for leaf in leaves]):
             given = [(a.shape, a.dtype, getattr(a, "weak_type", False), getattr(a, "sharding", None)) for a in leaves]
