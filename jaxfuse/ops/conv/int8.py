@@ -105,7 +105,8 @@ def pack(config: Int8Config, w, mean: Sequence[float] = (0.0,)) -> list[jax.Arra
         exact = steps / scale
         v = np.rint(exact).astype(np.int8)
         means = np.tile(mean, p.inner // len(mean))  # a step may have inputs of several taps
-        added = np.nan_to_num(means @ (v - exact)[:, : p.inner].sum(0) / config.range.step)
+        added = means @ (v - exact)[:, : p.inner].sum(0) / config.range.step
+        added = np.where(np.isfinite(added), added, 0)
     lines = v.reshape(p.taps, p.steps, p.per_step, -1, PANEL).transpose(3, 0, 1, 4, 2)  # panels, taps, steps, features, elements
     offset = -config.range.zero * v.sum((0, 1), dtype=np.int64) - np.rint(added).astype(np.int64)
     scale, offset = (config.range.step * scale)[: p.features], offset[: p.features]
