@@ -115,7 +115,7 @@ def show_agreement(name: str, apply, variables, examples, images, labels):
         given = np.argmax(made.in_floats(images), -1)
         same, right = np.mean(np.argmax(made(images), -1) == given), np.mean(given == labels)
         print(f"{name}, policy {policy}: {len(errors)} of {len(sites)} layers in int8, of a mean error of {np.mean(errors):.2%}; "
-              f"{same:.2%} of {len(images)} labels the same as in float32, of which {right:.2%} are right", flush=True)
+              f"{same:.2%} of {len(images)} labels the same as in float32, which has {right:.2%} right", flush=True)
     return made
 
 

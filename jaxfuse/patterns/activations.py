@@ -44,7 +44,7 @@ def _cached(region: Region):
         numbers[node.out] = len(numbers)
         rule = derivative(node.eqn) if node.primitive == "custom_jvp_call" else ""
         params = str({k: v for k, v in node.params.items() if k != "jvp_jaxpr_fun"})
-        text.append((node.primitive, *(_of_any_shape(t, region.start.shape) for t in (rule, params)), str(wiring)))
+        text.append((node.primitive, _of_any_shape(rule, region.start.shape), _of_any_shape(params, region.start.shape), str(wiring)))
     key = tuple(text), tuple(numbers[mask] for mask in region.masks), region.start.ndim > 0, str(region.start.dtype)
     found = _tables.get(key)
     if found is None:
