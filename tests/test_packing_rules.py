@@ -34,10 +34,11 @@ def layout(size, inputs, outputs, kernel=1, stride=1, batch=1, dtype=jnp.float32
     (dict(size=28, inputs=512, outputs=128), Packing.direct),
     (dict(size=56, inputs=256, outputs=64), Packing.direct),
     (dict(size=56, inputs=144, outputs=24), Packing.direct),
-    (dict(size=56, inputs=144, outputs=16), Packing.none),  # half a tile of features
+    (dict(size=56, inputs=144, outputs=16), Packing.direct),
+    (dict(size=56, inputs=144, outputs=12), Packing.none),  # less than half a tile of features
     (dict(size=14, inputs=40, outputs=240), Packing.none),  # a short sum
     (dict(size=56, inputs=64, outputs=256), Packing.direct),
-    (dict(size=56, inputs=64, outputs=256, batch=8), Packing.none),  # short sums of many pixels
+    (dict(size=56, inputs=64, outputs=256, batch=8), Packing.direct),
     (dict(size=224, inputs=3, outputs=64, kernel=7, stride=2), Packing.none),
     (dict(size=7, inputs=512, outputs=2048, batch=8), Packing.direct),
     (dict(size=14, inputs=256, outputs=1024, batch=8), Packing.direct),

@@ -46,7 +46,8 @@ struct Tile {
 constexpr int64_t kMostPixelSteps = 256;  // of a sum that is not added in parts
 
 // Neighbouring pixels, `pixel` bytes apart, each a row of `steps` for every tap, `tap` bytes apart: they meet columns
-// [column, column + columns) of the panels. `columns` is at most the table's `pixel_columns`, and `column` a multiple of half of them.
+// [column, column + columns) of the panels. `columns` is at most the table's `pixel_columns`, and `column` a multiple of half of them: of
+// all, if `columns` is more than half.
 struct Pixels {
   const char* x;
   int64_t pixel, count, taps, tap, steps;
@@ -63,7 +64,7 @@ struct Pixels {
   const char* fetch;  // what is wanted soon, to be fetched into the second-level cache
   int64_t fetched;    // lines of it
   const int32_t* offsets = nullptr;  // of u8, of these columns: (Σ + offset)·scale + bias + residual
-  const float* scale = nullptr;
+  const float* scale = nullptr;      // or null; of sums that are not added in parts
 };
 
 struct Kernels {
@@ -90,7 +91,7 @@ struct Kernels {
   void (*quantise_bf16)(const void* x, int64_t count, float step, int32_t zero, uint8_t* to);
   void (*to_floats)(float* sums, int64_t rows, int64_t stride, int64_t columns, const int32_t* offsets);
 
-  // to[i·stride + n] = Σ + bias + residual, within the limits.
+  // to[i·stride + n] = scale·Σ + bias + residual, within the limits.
   void (*pixels_f32)(const Pixels&);
   void (*pixels_bf16)(const Pixels&);
   void (*pixels_narrow_bytes)(const Pixels&);

@@ -8,10 +8,15 @@
 namespace jaxfuse::contraction {
 namespace {
 
-// Sums of twelve pixels by two vectors of columns, or of three by four: each factor is loaded once for two products, or four.
-constexpr int64_t kPixels = kLanes == 16 ? 12 : kLanes == 8 ? 3 : 6, kPixelVectors = kLanes == 8 ? 4 : 2;
+// Sums of twelve pixels by two vectors of columns, or of three by four: each factor is loaded once for two products, or four. Of fewer
+// vectors with AVX2 as many pixels more, for a product takes as long as eight begin.
+constexpr int64_t kPixelVectors = kLanes == 8 ? 4 : 2;
+constexpr int64_t pixels_of(int64_t vectors) { return kLanes == 16 ? 12 : kLanes == 4 ? 6 : vectors == 1 ? 8 : 12 / vectors; }
 
-inline int64_t bytes_of(Element element) { return element == Element::f32 ? sizeof(float) : sizeof(bf16); }
+template <class Step>
+int64_t bytes_of(Element element) {
+  return Step::kElements == 1 || element == Element::f32 ? sizeof(float) : sizeof(bf16);
+}
 
 // Elements of the columns; of the last vector of them only some lanes.
 template <int64_t vectors, class Lanes>
@@ -42,8 +47,7 @@ template <class Step, int64_t count, int64_t vectors>
   const char* panels[vectors];
 #pragma GCC unroll 4
   for (int64_t j = 0; j < vectors; ++j) {
-    const int64_t column = p.column + j * kLanes;
-    panels[j] = p.panels + column / kPanel * p.panel + column % kPanel * int64_t(sizeof(float)) + tap * p.steps * kLineBytes;
+    panels[j] = p.panels + tap * p.steps * kLineBytes + j * kLanes / kPanel * p.panel + j * kLanes % kPanel * int64_t(sizeof(float));
   }
   const auto columns = [&](int64_t s, int64_t j) { return load(reinterpret_cast<const float*>(panels[j] + s * kLineBytes)); };
   const auto add_step = [&](int64_t s, auto load_x) {
@@ -55,32 +59,36 @@ template <class Step, int64_t count, int64_t vectors>
                          [&](int64_t n, int64_t j) { return columns(s + n, j); });
     }
   };
-  const int64_t whole = p.steps - p.odd;
+  const bool odd = Step::kElements > 1 && p.odd;
+  const int64_t whole = p.steps - odd;
   for (int64_t begin = 0; begin < whole; begin += kStepsOfFetch) {
     for (int64_t i = 0; i < together; ++i, fetch += kLineBytes) __builtin_prefetch(fetch, 0, 2);
     const int64_t end = begin + kStepsOfFetch < whole ? begin + kStepsOfFetch : whole;
-    for_steps<Step, count + 1 >= kPixels ? kStepsOfFetch : 1>(begin, end, [&](int64_t s) {
+    for_steps<Step, count + 1 >= pixels_of(vectors) ? kStepsOfFetch : 1>(begin, end, [&](int64_t s) {
       add_step(s, [](const char* at) { return Step::load_step(at); });
     }, add_two);
   }
-  if (p.odd) add_step(whole, [](const char* at) { return Step::load_last(at); });
+  if (odd) add_step(whole, [](const char* at) { return Step::load_last(at); });
 }
 
 // What the sums of a vector of columns begin with.
 template <class Step, int64_t vectors, class Lanes>
 Floats start(const Pixels& p, Vectors<vectors, Lanes> columns, int64_t j) {
   if constexpr (Step::kIsExact) return columns.load(reinterpret_cast<const float*>(p.offsets), j);
-  return p.bias ? columns.load(p.bias, j) : Floats{};
+  return p.bias && !p.scale ? columns.load(p.bias, j) : Floats{};
 }
 
-// Numbers of sums of s32: scale·sum + bias.
-template <int64_t count, int64_t vectors, class Lanes>
+// scale·sum + bias.
+template <class Step, int64_t count, int64_t vectors, class Lanes>
 [[gnu::always_inline]] inline void scale(Floats (&total)[count][vectors], const Pixels& p, Vectors<vectors, Lanes> columns) {
 #pragma GCC unroll 4
   for (int64_t j = 0; j < vectors; ++j) {
     const Floats scale = columns.load(p.scale, j), bias = p.bias ? columns.load(p.bias, j) : Floats{} - 0.0f;
 #pragma GCC unroll 16
-    for (int64_t i = 0; i < count; ++i) total[i][j] = __builtin_convertvector(Ints(total[i][j]), Floats) * scale + bias;
+    for (int64_t i = 0; i < count; ++i) {
+      const Floats sum = Step::kIsExact ? __builtin_convertvector(Ints(total[i][j]), Floats) : total[i][j];
+      total[i][j] = sum * scale + bias;
+    }
   }
 }
 
@@ -104,9 +112,9 @@ template <class T, int64_t count, int64_t vectors, class Lanes>
 }
 
 template <class Step, int64_t count, int64_t vectors, class Lanes>
-void multiply_pixels(const Pixels& p, Lanes last) {
+[[gnu::always_inline]] inline void multiply_pixels(const Pixels& p, Lanes last) {
   const Vectors<vectors, Lanes> columns{last};
-  const int64_t bytes = bytes_of(p.element);
+  const int64_t bytes = bytes_of<Step>(p.element);
   if (p.residual) {
     const char* const residual = static_cast<const char*>(p.residual);
 #pragma GCC unroll 16
@@ -123,52 +131,67 @@ void multiply_pixels(const Pixels& p, Lanes last) {
     for (int64_t i = 0; i < count; ++i) total[i][j] = first;
   }
   for (int64_t tap = 0; tap < p.taps; ++tap) add_products<Step>(total, p, tap, p.fetch, tap == 0 ? p.fetched : 0);
-  if constexpr (Step::kIsExact) scale(total, p, columns);
-  p.element == Element::f32 ? finish<float>(total, p, columns) : finish<bf16>(total, p, columns);
+  if (Step::kIsExact || p.scale) scale<Step>(total, p, columns);
+  Step::kElements == 1 || p.element == Element::f32 ? finish<float>(total, p, columns) : finish<bf16>(total, p, columns);
 }
 
-// The same of `given` pixels, at most `count`.
+// Tiles of `count` pixels, the first `n` ones of p: what they share is looked up once. Each fetches its share of the lines.
 template <class Step, int64_t count, int64_t vectors, class Lanes>
-void multiply_pixels(int64_t given, const Pixels& p, Lanes last) {
-  if constexpr (count > 1) {
-    if (given < count) return multiply_pixels<Step, count - 1, vectors>(given, p, last);
+[[gnu::noinline]] Pixels multiply_tiles(Pixels p, int64_t n, Shares& fetched, Lanes last) {
+  const int64_t row = p.stride * bytes_of<Step>(p.element);
+  for (; n > 0; --n) {
+    multiply_pixels<Step, count, vectors>(p, last);
+    p.x += count * p.pixel, p.to = static_cast<char*>(p.to) + count * row;
+    if (p.residual) p.residual = static_cast<const char*>(p.residual) + count * row;
+    p.fetch += fetched.next() * kLineBytes;
   }
-  multiply_pixels<Step, count, vectors>(p, last);
+  return p;
+}
+
+// The same of tiles of `given` pixels, at most `count`.
+template <class Step, int64_t vectors, class Lanes, int64_t count = pixels_of(vectors)>
+Pixels multiply_tiles(int64_t given, const Pixels& p, int64_t n, Shares& fetched, Lanes last) {
+  if constexpr (count > 1) {
+    if (given < count) return multiply_tiles<Step, vectors, Lanes, count - 1>(given, p, n, fetched, last);
+  }
+  return multiply_tiles<Step, count, vectors>(p, n, fetched, last);
 }
 
 // Sums of more steps than are added one after the other: what the sums of the steps before became is the residual of the next. They are
-// of one tap, and of f32. `p` is a tile of `all`, and is used up.
+// of one tap, and of f32. Tile by tile, what the parts of one give stays in the first-level cache.
 template <class Step, int64_t vectors, class Lanes>
-void multiply_in_parts(int64_t count, Pixels& p, const Pixels& all, Lanes last) {
-  const char* const x = p.x;
-  for (int64_t begin = 0; begin < all.steps; begin += kMostPixelSteps) {
-    p.steps = all.steps - begin < kMostPixelSteps ? all.steps - begin : kMostPixelSteps;
-    p.x = x + begin * kStepBytes, p.panels = all.panels + begin * kLineBytes;
-    p.bias = begin == 0 ? all.bias : nullptr;
-    if (begin > 0) p.residual = p.to, p.fetched = 0;
-    const bool is_last = begin + p.steps == all.steps;
-    p.low = is_last ? all.low : -__builtin_inff(), p.high = is_last ? all.high : __builtin_inff();
-    multiply_pixels<Step, kPixels, vectors>(count, p, last);
+Pixels multiply_in_parts(int64_t count, const Pixels& first, int64_t n, Shares& fetched, Lanes last) {
+  Shares none(0, 1);
+  Pixels all = first;
+  for (; n > 0; --n) {
+    Pixels next = all, p = all;
+    for (int64_t begin = 0; begin < all.steps; begin += kMostPixelSteps) {
+      p.steps = all.steps - begin < kMostPixelSteps ? all.steps - begin : kMostPixelSteps;
+      p.x = all.x + begin * kStepBytes, p.panels = all.panels + begin * kLineBytes;
+      if (begin > 0) p.bias = nullptr, p.residual = p.to, p.fetched = 0;
+      const bool is_last = begin + p.steps == all.steps;
+      p.low = is_last ? all.low : -__builtin_inff(), p.high = is_last ? all.high : __builtin_inff();
+      next = multiply_tiles<Step, vectors>(count, p, 1, none, last);
+    }
+    all.x += count * all.pixel, all.to = next.to, all.fetch += fetched.next() * kLineBytes;
+    if (all.residual) all.residual = static_cast<const char*>(all.residual) + count * all.stride * bytes_of<Step>(all.element);
   }
+  return all;
 }
 
 template <class Step, int64_t vectors, class Lanes>
-void multiply_all_pixels(const Pixels& all, Lanes last) {
-  Pixels p = all;
-  const int64_t tiles = (all.count + kPixels - 1) / kPixels, row = all.stride * bytes_of(all.element);
-  const bool is_long = !Step::kIsExact && all.steps > kMostPixelSteps;
-  Shares counts(all.count, tiles), fetched(all.fetched, tiles);
-  const int64_t steps = is_long ? kMostPixelSteps : all.steps, together = (fetched.most() * kStepsOfFetch + steps - 1) / steps;
-  for (int64_t begin = 0, end; begin < all.count; begin = end) {
-    end = begin + counts.next(), p.fetched = together;  // of a tile: lines with kStepsOfFetch steps
-    p.x = all.x + begin * all.pixel, p.to = static_cast<char*>(all.to) + begin * row;
-    p.residual = all.residual ? static_cast<const char*>(all.residual) + begin * row : nullptr;
-    if constexpr (!Step::kIsExact) {
-      if (is_long) multiply_in_parts<Step, vectors>(end - begin, p, all, last);
-    }
-    if (!is_long) multiply_pixels<Step, kPixels, vectors>(end - begin, p, last);
-    p.fetch += fetched.next() * kLineBytes;
-  }
+void multiply_all_pixels(Pixels p, Lanes last) {
+  if (p.count == 0) return;
+  constexpr int64_t kPixels = pixels_of(vectors);
+  const int64_t tiles = (p.count + kPixels - 1) / kPixels, least = p.count / tiles, larger = p.count % tiles;  // tiles of one pixel more
+  const bool is_long = !Step::kIsExact && p.steps > kMostPixelSteps;
+  const int64_t steps = is_long ? kMostPixelSteps : p.steps;
+  Shares fetched(p.fetched, tiles);
+  p.fetched = (fetched.most() * kStepsOfFetch + steps - 1) / steps;  // of a tile: lines with kStepsOfFetch steps
+  p.panels += p.column / kPanel * p.panel + p.column % kPanel * int64_t(sizeof(float));
+  const auto multiply = is_long ? multiply_in_parts<Step, vectors, Lanes> : multiply_tiles<Step, vectors, Lanes>;
+  p = multiply(least + 1, p, larger, fetched, last);
+  multiply(least, p, tiles - larger, fetched, last);
 }
 
 // Of as many vectors as have the columns.

@@ -24,7 +24,7 @@ enum class Way { none, pointwise, depthwise, winograd, contraction, onednn };
 
 Way way(const Forward& f) {
   if (f.x.size() == 0 || f.w.size() == 0 || f.y().size() == 0) return Way::none;
-  const bool contracts = contracted::takes(f.geometry, f.x, f.w, f.y());
+  const bool contracts = contracted::takes(f);
   if (f.y().dtype != f.x.dtype) return contracts ? Way::contraction : Way::onednn;
   if (pointwise::takes(f.geometry, f.x, f.w)) return Way::pointwise;
   if (depthwise::takes(f)) return Way::depthwise;

@@ -85,8 +85,8 @@ bool is_trivial_data_gradient(const Tensor& dx, const Tensor& w, const Tensor& g
 // A transposed convolution's is its adjoint's own forward pass.
 void transposed_data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g) {
   if (is_trivial_data_gradient(dx, w, g)) return;
-  const Geometry adjoint = geometry.adjoint(w);
-  contracted::takes(adjoint, g, w, dx) ? contracted::forward({adjoint, g, w, {dx}}) : onednn::convolve(adjoint, g, w, dx);
+  const Forward f{geometry.adjoint(w), g, w, {dx}};
+  contracted::takes(f) ? contracted::forward(f) : onednn::convolve(f.geometry, g, w, dx);
 }
 
 void data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g) {
@@ -179,7 +179,7 @@ bool is_fast_dx(const Backward& b) {
 }
 
 bool contracted_dx(const Backward& b) {
-  return b.geometry.transposed() ? contracted::takes(b.geometry.adjoint(*b.w), b.dy, *b.w, *b.dx)
+  return b.geometry.transposed() ? contracted::takes({b.geometry.adjoint(*b.w), b.dy, *b.w, {*b.dx}})
                                  : contracted::takes_gradient(b.geometry, *b.dx, *b.w, b.dy);
 }
 

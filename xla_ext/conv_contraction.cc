@@ -7,6 +7,7 @@
 
 #include "contraction.h"
 #include "conv_merged_lines.h"
+#include "conv_pixels.h"
 #include "conv_phases.h"
 #include "epilogue.h"
 #include "onednn/onednn.h"
@@ -204,9 +205,11 @@ bool is_read_once(const Tensor& x, int64_t channels, int64_t features) {  // fro
   return int64_t(x.bytes()) >= kFewestBytes && channels >= kFewestChannels && 2 * features <= channels;
 }
 
-bool takes(const Geometry& g, const Tensor& x, const Tensor& w, const Tensor& y) {
+bool takes(const Forward& f) {
+  const Geometry& g = f.geometry;
+  const Tensor &x = f.x, &w = f.w, &y = f.y();
   if (!fits(g, w) || y.size() == 0) return false;
-  if (contraction::always() || !onednn::is_loaded()) return true;
+  if (contraction::always() || !onednn::is_loaded() || ByPixels::takes_unpacked(f)) return true;
   constexpr int64_t kFewestChannels = 16;  // with AVX-512 of strides
   const int64_t channels = x.shape[g.lhs_spec[1]], features = y.shape[g.out_spec[1]], pixels = y.size() / features;
   if (g.groups > 1) return false;
@@ -238,6 +241,7 @@ bool convolve(Forward f, const char* panels, const Int8* int8) {
 }
 
 void forward(const Forward& f) {
+  if (ByPixels::takes_unpacked(f)) return ByPixels::forward(f);
   if (!convolve(f, nullptr, nullptr)) Convolution(f, f.geometry.transposed(), nullptr, nullptr, false).run();
 }
 
@@ -267,13 +271,13 @@ void ByPanels::run(const Forward& f, const char* panels, const Int8* int8) {
 
 contraction::Panels panels(const Geometry& g, const Tensor& w, DType dtype) {
   const Tensor merged = with_merged_lines(g, w);
-  return {merged.shape[g.rhs_spec[1]], merged.shape[g.rhs_spec[0]], g.taps(merged), dtype};
+  return {g.inputs_per_group(merged), merged.shape[g.rhs_spec[g.filter_swapped]], g.taps(merged), dtype};
 }
 
 contraction::Filter filter(const Geometry& g, const Tensor& w) {
   const Tensor merged = with_merged_lines(g, w);
   const Shape strides = g.filter_strides(merged);
-  contraction::Filter f{w.data, w.dtype, {0}, strides[1], strides[0]};
+  contraction::Filter f{w.data, w.dtype, {0}, strides[!g.filter_swapped], strides[g.filter_swapped]};
   for (size_t i = 0; i < g.spatial_rank(); ++i) {
     std::vector<int64_t> taps;
     for (const int64_t before : f.taps) {
@@ -285,11 +289,12 @@ contraction::Filter filter(const Geometry& g, const Tensor& w) {
 }
 
 bool takes_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g) {
-  return takes(geometry.adjoint(w), g, w, dx);
+  return takes({geometry.adjoint(w), g, w, {dx}});
 }
 
 void data_gradient(const Geometry& geometry, const Tensor& dx, const Tensor& w, const Tensor& g) {
   const Forward f{geometry.adjoint(w), g, w, {dx}};
+  if (ByPixels::takes_unpacked(f)) return ByPixels::forward(f);
   if (!Convolution(f, true).run()) Convolution(f, true, nullptr, nullptr, false).run();
 }
 

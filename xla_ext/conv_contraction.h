@@ -16,7 +16,7 @@ constexpr int64_t kManyProducts = 150'000'000;
 bool fits(const Geometry& geometry, const Tensor& w);
 
 // Whether the convolution is computed here: where that was measured to be the fastest way, or is the only one.
-bool takes(const Geometry& geometry, const Tensor& x, const Tensor& w, const Tensor& y);
+bool takes(const Forward& f);
 
 // Over padding a tap contributes nothing, be it infinite or NaN. Such a filter is met again, without padding.
 void forward(const Forward& f);

@@ -9,12 +9,12 @@ namespace {
 
 constexpr int64_t kLineStep = kLanes == 4 ? 8 : 32;  // as many channels as the contraction multiplies pixels by together
 
-// All outputs for the channels of one vector, `count` together. Tap by tap: the sums of one do not wait for each other. Numbers by value: no
-// store changes them.
+// Outputs [begin, end) for the channels of one vector, `count` together. Tap by tap: the sums of one do not wait for each other. Numbers by
+// value: no store changes them.
 template <int n, int stride, int count, class Lanes>
-[[gnu::noinline]] void convolve_outputs(const Row* rows, int64_t n_rows, const float* w, Floats start, int64_t outputs, float* y, int64_t step,
-                                        float low, float high, int64_t c, Lanes lanes) {
-  for (int64_t o = 0; o < outputs; o += count) {
+[[gnu::noinline]] void convolve_outputs(const Row* rows, int64_t n_rows, const float* w, Floats start, int64_t begin, int64_t end, float* y,
+                                        int64_t step, float low, float high, int64_t c, Lanes lanes) {
+  for (int64_t o = begin; o < end; o += count) {
     Floats sum[count];
     for (Floats& s : sum) s = start;
     for (int64_t r = 0; r < n_rows; ++r) {
@@ -27,35 +27,41 @@ template <int n, int stride, int count, class Lanes>
       }
     }
     const auto write = [&](int i) { store(y + (o + i) * step, at_most(high, at_least(low, sum[i])), lanes); };
-    if (o + count <= outputs) {
+    if (o + count <= end) {
 #pragma GCC unroll 16
       for (int i = 0; i < count; ++i) write(i);
     } else {
 #pragma GCC unroll 16
       for (int i = 0; i < count; ++i) {
-        if (o + i < outputs) write(i);
+        if (o + i < end) write(i);
       }
     }
   }
 }
 
-template <int n, int stride, class Lanes>
-void convolve_channels(const Line& line, int64_t c, Lanes lanes) {
-  const auto convolve = [&](auto count) {
-    const Floats start = line.bias ? load(line.bias + c, lanes) : Floats{};
-    convolve_outputs<n, stride, count.value>(line.rows, line.n_rows, line.w + c, start, line.outputs, line.y + c, line.out_step, line.low,
-                                             line.high, c, lanes);
-  };
+// Some outputs for all channels before the next: two vectors share a line of the cache, which does not hold three lines of a large image.
+template <int n, int stride, int count>
+void convolve_blocks(const Line& line) {
+  constexpr int64_t kBlock = 28 / count * count;
+  for (int64_t begin = 0; begin < line.outputs; begin += kBlock) {
+    const int64_t end = begin + kBlock < line.outputs ? begin + kBlock : line.outputs;
+    for_vectors(0, line.channels, [&](int64_t c, auto lanes) {
+      const Floats start = line.bias ? load(line.bias + c, lanes) : Floats{};
+      convolve_outputs<n, stride, count>(line.rows, line.n_rows, line.w + c, start, begin, end, line.y + c, line.out_step, line.low, line.high, c, lanes);
+    });
+  }
+}
+
+template <int n, int stride>
+void convolve_line(const Line& line) {
   // Of a long filter the sums wait for their own products: more of them are under way together.
-  if (n > 3 && line.outputs % 14 == 0) return convolve(Constant<14>{});
-  line.outputs % 7 == 0 ? convolve(Constant<7>{}) : convolve(Constant<kTogether>{});
+  if (n > 3 && line.outputs % 14 == 0) return convolve_blocks<n, stride, 14>(line);
+  line.outputs % 7 == 0 ? convolve_blocks<n, stride, 7>(line) : convolve_blocks<n, stride, kTogether>(line);
 }
 
 template <int n>
 void convolve_line(const Line& line) {
-  for_vectors(0, line.channels, [&](int64_t c, auto lanes) {
-    line.stride == 1 ? convolve_channels<n, 1>(line, c, lanes) : convolve_channels<n, 2>(line, c, lanes);
-  });
+  line.stride == 1 ? convolve_line<n, 1>(line) : convolve_line<n, 2>(line);
 }
 
 bool copy_tap(const float* from, int64_t channels, float* to) {

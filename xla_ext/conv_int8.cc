@@ -4,7 +4,7 @@
 #include <cmath>
 
 #include "conv_contraction.h"
-#include "conv_packed_pixels.h"
+#include "conv_pixels.h"
 #include "scratch.h"
 
 namespace jaxfuse::conv {

@@ -2,7 +2,7 @@
 // filter. With `winograd` the latter has the transformed filter too, packed as one of 4×4 taps. The filter is finite.
 // jaxfuse_conv_gated: the same of x times a factor of each channel of each image, an operand of shape (images, channels) behind the filter.
 #include "conv_contraction.h"
-#include "conv_packed_pixels.h"
+#include "conv_pixels.h"
 #include "conv_winograd.h"
 #include "scratch.h"
 

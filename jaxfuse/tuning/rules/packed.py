@@ -80,12 +80,12 @@ def _has_avx2(dtype) -> bool:
 def _wins(dtype, channels: int, products: int, features: int, pixels: int) -> tuple[bool, bool]:
     """Whether a packed filter is faster, directly and by Winograd. `products` of a sum: outputs of short ones oneDNN writes faster.
     `pixels` of the output: with many of them its layout of the filter costs little. Of few `channels` its kernels are slower with
-    AVX-512; with AVX2 ours are, and those of fewer `features` than most of a tile."""
+    AVX-512; with AVX2 ours are, and those of few `features`, which leave most of a tile empty."""
     if has_avx512():
         wins = products >= 64 and (dtype != jnp.bfloat16 or pixels <= 800 or channels < FEW_CHANNELS)
         return wins, wins
     if _has_avx2(dtype):
-        return min(channels, products / 4) >= FEW_CHANNELS and features >= 24 and (products >= 128 or pixels <= 8000), True
+        return min(channels, features, products / 4) >= FEW_CHANNELS, True
     return False, False
 
 

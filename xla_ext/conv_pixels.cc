@@ -1,4 +1,4 @@
-#include "conv_packed_pixels.h"
+#include "conv_pixels.h"
 
 #include <algorithm>
 #include <cstring>
@@ -56,18 +56,35 @@ bool ByPixels::takes(const Forward& f, bool gated) {
   const int64_t features = e.y.shape.back();
   const bool is_int8 = f.x.dtype == DType::U8;  // whose sums are f32 or bf16 by a scale
   if (simd_level() == SimdLevel::portable || e.z || e.residual_last || f.x.size() == 0) return false;
-  if (is_int8 ? simd_level() != SimdLevel::avx2 : e.scale || e.y.dtype != f.x.dtype) return false;
+  if (is_int8 ? simd_level() != SimdLevel::avx2 : e.y.dtype != f.x.dtype) return false;
   if (e.y.dtype != DType::F32 && !limits_of(e.activation, e.parameters)) return false;
   const contraction::Panels panels = contracted::panels(g, f.w, f.x.dtype);
   if (e.y.size() < kFewestRows * features) return false;
-  if (gated && takes_factors(f)) return true;  // x is not copied
-  if (panels.taps * panels.steps() > contraction::kMostPixelSteps) return false;
+  const bool is_long = panels.taps * panels.steps() > contraction::kMostPixelSteps;
+  if (gated && takes_factors(f)) return !(is_long && e.scale);  // x is not copied
+  if (is_long) return false;
   if (!g.is_pointwise(f.w)) return g.spatial_rank() == 2 && contracted::merges_lines(g, f.w);
-  // Of a large x rows should not be read again for a few columns more; a y that the caches do not hold is written sooner by wider tiles,
-  // unless they are of s32.
+  // Of a large x rows should not be read again for a few columns more; with AVX-512 a y that the caches do not hold is
+  // written sooner by wider tiles.
   constexpr int64_t kMostOfX = 1 << 20, kMostOfY = 4 << 20;
   const bool reads_little = features <= contraction::kernels().pixel_columns || (f.x.dtype != DType::BF16 && int64_t(f.x.bytes()) <= kMostOfX);
-  return (reads_little || features >= f.x.shape.back()) && (is_int8 || int64_t(e.y.bytes()) <= kMostOfY);
+  const bool writes_much = simd_level() != SimdLevel::avx2 && int64_t(e.y.bytes()) > kMostOfY;
+  return (reads_little || features >= f.x.shape.back()) && !writes_much;
+}
+
+// Measured with AVX2 (benchmarks/README.md).
+bool ByPixels::takes_unpacked(const Forward& f) {
+  constexpr int64_t kFewest = 16;  // channels, and features, of which fewer leave most of a tile empty
+  const Geometry& g = f.geometry;
+  if (simd_level() != SimdLevel::avx2 || f.x.dtype != DType::F32 || f.adds || g.groups > 1 || !g.is_pointwise(f.w)) return false;
+  return std::min(f.x.shape.back(), f.y().shape.back()) >= kFewest && takes(f, false);
+}
+
+void ByPixels::forward(const Forward& f) {
+  const contraction::Panels panels = contracted::panels(f.geometry, f.w, f.x.dtype);
+  const Scratch packed(panels.all_bytes());
+  contraction::pack(contracted::filter(f.geometry, f.w), panels, packed.data());
+  ByPixels(f).run(f, packed.data());
 }
 
 ByPixels::Rows ByPixels::rows_of(const Forward& f) {

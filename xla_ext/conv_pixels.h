@@ -1,5 +1,4 @@
-// Convolutions by a packed filter whose rows are neighbouring pixels, dense layers among them: bias, residual and limits meet their sums in
-// registers. They have one tap, or few channels: then the taps of a line are one (conv_merged_lines.h), and the pixels overlap.
+// Convolutions whose rows are neighbouring pixels, dense layers among them: scale, bias, residual and limits meet their sums in registers. They have one tap, or few channels: then the taps of a line are one (conv_merged_lines.h), and the pixels overlap.
 #pragma once
 
 #include <optional>
@@ -18,6 +17,10 @@ class ByPixels {
   static bool takes(const Forward& f, bool gated);
 
   explicit ByPixels(const Forward& f);
+
+  // With a filter that is packed for one call: whether it is faster so than by oneDNN, and the convolution.
+  static bool takes_unpacked(const Forward& f);
+  static void forward(const Forward& f);
 
   // Whether the filter's elements may be times the factors: there are fewer than of x.
   static bool takes_factors(const Forward& f);
