@@ -135,15 +135,20 @@ template <class Step, int64_t count, int64_t vectors, class Lanes>
   Step::kElements == 1 || p.element == Element::f32 ? finish<float>(total, p, columns) : finish<bf16>(total, p, columns);
 }
 
+// From a tile of `count` pixels, which fetched so many lines, to the next.
+template <class Step>
+[[gnu::always_inline]] inline void move_on(Pixels& p, int64_t count, int64_t lines) {
+  const int64_t bytes = count * p.stride * bytes_of<Step>(p.element);
+  p.x += count * p.pixel, p.to = static_cast<char*>(p.to) + bytes, p.fetch += lines * kLineBytes;
+  if (p.residual) p.residual = static_cast<const char*>(p.residual) + bytes;
+}
+
 // Tiles of `count` pixels, the first `n` ones of p: what they share is looked up once. Each fetches its share of the lines.
 template <class Step, int64_t count, int64_t vectors, class Lanes>
 [[gnu::noinline]] Pixels multiply_tiles(Pixels p, int64_t n, Shares& fetched, Lanes last) {
-  const int64_t row = p.stride * bytes_of<Step>(p.element);
   for (; n > 0; --n) {
     multiply_pixels<Step, count, vectors>(p, last);
-    p.x += count * p.pixel, p.to = static_cast<char*>(p.to) + count * row;
-    if (p.residual) p.residual = static_cast<const char*>(p.residual) + count * row;
-    p.fetch += fetched.next() * kLineBytes;
+    move_on<Step>(p, count, fetched.next());
   }
   return p;
 }
@@ -164,17 +169,16 @@ Pixels multiply_in_parts(int64_t count, const Pixels& first, int64_t n, Shares& 
   Shares none(0, 1);
   Pixels all = first;
   for (; n > 0; --n) {
-    Pixels next = all, p = all;
+    Pixels p = all;
     for (int64_t begin = 0; begin < all.steps; begin += kMostPixelSteps) {
       p.steps = all.steps - begin < kMostPixelSteps ? all.steps - begin : kMostPixelSteps;
       p.x = all.x + begin * kStepBytes, p.panels = all.panels + begin * kLineBytes;
       if (begin > 0) p.bias = nullptr, p.residual = p.to, p.fetched = 0;
       const bool is_last = begin + p.steps == all.steps;
       p.low = is_last ? all.low : -__builtin_inff(), p.high = is_last ? all.high : __builtin_inff();
-      next = multiply_tiles<Step, vectors>(count, p, 1, none, last);
+      multiply_tiles<Step, vectors>(count, p, 1, none, last);
     }
-    all.x += count * all.pixel, all.to = next.to, all.fetch += fetched.next() * kLineBytes;
-    if (all.residual) all.residual = static_cast<const char*>(all.residual) + count * all.stride * bytes_of<Step>(all.element);
+    move_on<Step>(all, count, fetched.next());
   }
   return all;
 }

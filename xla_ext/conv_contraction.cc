@@ -7,8 +7,8 @@
 
 #include "contraction.h"
 #include "conv_merged_lines.h"
-#include "conv_pixels.h"
 #include "conv_phases.h"
+#include "conv_pixels.h"
 #include "epilogue.h"
 #include "onednn/onednn.h"
 #include "parallel.h"

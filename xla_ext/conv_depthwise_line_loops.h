@@ -47,7 +47,8 @@ void convolve_blocks(const Line& line) {
     const int64_t end = begin + kBlock < line.outputs ? begin + kBlock : line.outputs;
     for_vectors(0, line.channels, [&](int64_t c, auto lanes) {
       const Floats start = line.bias ? load(line.bias + c, lanes) : Floats{};
-      convolve_outputs<n, stride, count>(line.rows, line.n_rows, line.w + c, start, begin, end, line.y + c, line.out_step, line.low, line.high, c, lanes);
+      convolve_outputs<n, stride, count>(line.rows, line.n_rows, line.w + c, start, begin, end, line.y + c, line.out_step, line.low,
+                                         line.high, c, lanes);
     });
   }
 }

@@ -64,8 +64,8 @@ bool ByPixels::takes(const Forward& f, bool gated) {
   if (gated && takes_factors(f)) return !(is_long && e.scale);  // x is not copied
   if (is_long) return false;
   if (!g.is_pointwise(f.w)) return g.spatial_rank() == 2 && contracted::merges_lines(g, f.w);
-  // Of a large x rows should not be read again for a few columns more; with AVX-512 a y that the caches do not hold is
-  // written sooner by wider tiles.
+  // Of a large x rows should not be read again for a few columns more; with AVX-512 a y that the caches do not hold is written sooner by
+  // wider tiles.
   constexpr int64_t kMostOfX = 1 << 20, kMostOfY = 4 << 20;
   const bool reads_little = features <= contraction::kernels().pixel_columns || (f.x.dtype != DType::BF16 && int64_t(f.x.bytes()) <= kMostOfX);
   const bool writes_much = simd_level() != SimdLevel::avx2 && int64_t(e.y.bytes()) > kMostOfY;

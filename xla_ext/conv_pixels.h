@@ -1,4 +1,5 @@
-// Convolutions whose rows are neighbouring pixels, dense layers among them: scale, bias, residual and limits meet their sums in registers. They have one tap, or few channels: then the taps of a line are one (conv_merged_lines.h), and the pixels overlap.
+// Convolutions whose rows are neighbouring pixels, dense layers among them: scale, bias, residual and limits meet their sums in registers.
+// They have one tap, or few channels: then the taps of a line are one (conv_merged_lines.h), and the pixels overlap.
 #pragma once
 
 #include <optional>
