@@ -13,6 +13,7 @@ from jaxfuse.tuning.rules.packed import Packing
 pytestmark = pytest.mark.whole
 NHWC = (0, 3, 1, 2), (3, 2, 0, 1), (0, 3, 1, 2)
 AVX2, ZEN5, OTHER = ("avx2", "avx2"), ("avx512", "avx512_core_bf16"), ("portable", "sse41")
+AMX = "avx512", "avx512_core_amx"
 RELU, SILU = Activation("relu"), Activation("silu")
 
 
@@ -50,6 +51,16 @@ def test_convolutions_with_avx2(with_isa, layer, wanted):
     assert layout(**layer) is wanted
 
 
+@pytest.mark.parametrize("layer, wanted", [
+    (dict(size=7, inputs=512, outputs=512), Packing.direct),
+    (dict(size=7, inputs=512, outputs=512, dtype=jnp.bfloat16), Packing.none),
+    (dict(size=1, inputs=48, outputs=8, dtype=jnp.bfloat16), Packing.none)])
+def test_convolutions_with_amx(with_isa, layer, wanted):
+    """In bf16 nothing of ours is as fast as oneDNN there."""
+    with_isa(AMX)
+    assert layout(**layer) is wanted
+
+
 @pytest.mark.parametrize("isa, activation, widths", [
     (AVX2, RELU, {7: False, 14: False, 28: True}), (AVX2, SILU, {6: False, 7: True}), (ZEN5, RELU, {7: True}),
     (OTHER, SILU, {56: False})])
@@ -59,16 +70,23 @@ def test_expansions(with_isa, isa, activation, widths):
     assert {width: policy.expands("measured", x, activation) for width, x in images.items()} == widths
 
 
+@pytest.mark.parametrize("isa, expands", [(ZEN5, True), (AMX, False)])
+def test_expansions_in_bf16(with_isa, isa, expands):
+    with_isa(isa)
+    assert policy.expands("measured", jax.ShapeDtypeStruct((1, 14, 14, 32), jnp.bfloat16), SILU) == expands
+
+
 @pytest.mark.parametrize("isa, dtype, rows", [
     (AVX2, jnp.float32, {1: True, 8: True, 9: False}), (AVX2, jnp.bfloat16, {1: False}), (ZEN5, jnp.float32, {2000: True}),
-    (OTHER, jnp.float32, {1: False})])
+    (AMX, jnp.float32, {2000: True}), (AMX, jnp.bfloat16, {1: False}), (OTHER, jnp.float32, {1: False})])
 def test_dense_layers_that_inference_leaves_to_xla_elsewhere(with_isa, isa, dtype, rows):
     with_isa(isa)
     assert {n: packed.wins_packed(dtype, n) for n in rows} == rows
 
 
 @pytest.mark.parametrize("isa, dtype, takes", [
-    (AVX2, jnp.float32, True), (AVX2, jnp.bfloat16, False), (ZEN5, jnp.bfloat16, True), (OTHER, jnp.float32, False)])
+    (AVX2, jnp.float32, True), (AVX2, jnp.bfloat16, False), (ZEN5, jnp.bfloat16, True), (AMX, jnp.float32, True),
+    (AMX, jnp.bfloat16, False), (OTHER, jnp.float32, False)])
 def test_gates(with_isa, isa, dtype, takes):
     with_isa(isa)
     assert policy.takes_gates("measured", dtype) == takes

@@ -109,6 +109,8 @@ def test_each_instruction_set_has_its_own_measurements(op, shape):
     for dtype in ("float32", "bfloat16"):
         assert "AVX2" in deciding(dtype, "avx2", "avx2").machine
         assert "AVX-512" in deciding(dtype, "avx512", "avx512_core_bf16").machine
+    if op in ("conv", "dense") and shape not in ("one channel", "scattered"):
+        assert "AMX" in deciding("bfloat16", "avx512", "avx512_core_amx").machine
 
 
 def test_directions_that_are_judged_apart():
@@ -129,10 +131,9 @@ PLAIN_JAX = {"conv one channel", "conv scattered"}  # written as other programs,
     (("portable", "sse41"), ("float32", "bfloat16", "float16"), set()),
     (("avx2",), ("float32", "bfloat16", "float16"), OWN_LOOPS | PLAIN_JAX | {"dense"}),  # no oneDNN
     (("avx512",), ("float32", "bfloat16"), OWN_LOOPS | PLAIN_JAX),
-    (("avx512", "avx512_core"), ("bfloat16",), OWN_LOOPS | PLAIN_JAX),
-    (("avx512", "avx512_core_amx"), ("bfloat16",), OWN_LOOPS | PLAIN_JAX)])
+    (("avx512", "avx512_core"), ("bfloat16",), OWN_LOOPS | PLAIN_JAX)])
 def test_what_nobody_measured_has_no_rule(isa, dtypes, expected):
-    """AVX-512 without bf16, or with AMX, differs where oneDNN computes in bf16: convolutions and dense layers. So does a machine
+    """AVX-512 without bf16 differs where oneDNN computes in bf16: convolutions and dense layers. So does a machine
     without oneDNN, but for dense layers on AVX2, which are our own loops'."""
     found = {name for op, table in TABLE.items() for shape in table.size_sweeps for dtype in dtypes for rule in measured.rules(op)
              if rule.fits("forward", dtype, shape, isa) for name in (op, f"{op} {shape}")}

@@ -16,7 +16,7 @@ namespace jaxfuse::contraction {
 namespace {
 
 // A chunk of the panels that a tile meets, kernels().steps long, stays in the cache while rows meet it: in that of the first level, or with
-// AVX-512 of the second. Its sums are then added to the total: that keeps them short. The rows of a task, and their sums, stay in
+// AVX-512 on AMD's CPUs of the second. Its sums are then added to the total: that keeps them short. The rows of a task, and their sums, stay in
 // the second-level cache.
 constexpr int64_t kRowBytes = 384 << 10, kFewestRows = 28, kMostRows = 336, kFewestOfThread = 12;
 constexpr int64_t kRowsTogether = 26;  // whose sums are finished together, at least: they are in the first-level cache
@@ -245,6 +245,8 @@ const Kernels& kernels() {
     // Of seven rows the registers hold sums and panels alone, and each product loads its factor: 32 loads for 28 products. A CPU that
     // multiplies as often as it loads is faster by six.
     if (simd_level() == SimdLevel::avx512 && !halves_vectors()) all.rows = 6;
+    // Intel's bring hardly more from the second-level cache than a tile reads: panels that fit into the first.
+    if (simd_level() == SimdLevel::avx512 && is_intel()) all.steps = 128;
     if (has_vnni()) {
       const Kernels& better = choose(portable_kernels, avx2_vnni_kernels, avx512_vnni_kernels);
       all.multiply_bytes = better.multiply_bytes, all.multiply_narrow_bytes = better.multiply_narrow_bytes;

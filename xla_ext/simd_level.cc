@@ -97,4 +97,13 @@ bool halves_vectors() {
 #endif
 }
 
+bool is_intel() {
+#ifdef __x86_64__
+  static const bool is = __builtin_cpu_is("intel");
+  return is;
+#else
+  return false;
+#endif
+}
+
 }  // namespace jaxfuse

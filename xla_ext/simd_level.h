@@ -20,6 +20,8 @@ bool has_vnni();
 // Whether the CPU computes with the halves of its widest vectors one after the other: of AVX-512's, as Zen 4 does, or AVX2's, as Zen 1.
 bool halves_vectors();
 
+bool is_intel();
+
 // An op's loops for this machine. Throws as simd_level() does.
 template <class Kernels>
 const Kernels& choose(const Kernels& portable, const Kernels& avx2, const Kernels& avx512) {

@@ -1,5 +1,5 @@
-"""How `freeze` lays out the filter of a convolution, or the weight of a dense layer. Measured on Zen 4 and Zen 5 with AVX-512 and on
-Zen 3 with AVX2 (benchmarks/README.md); elsewhere it stays as it is."""
+"""How `freeze` lays out the filter of a convolution, or the weight of a dense layer. Measured with AVX-512 on Zen 4, Zen 5 and an Intel
+Xeon, and with AVX2 on Zen 3 (benchmarks/README.md); elsewhere it stays as it is."""
 
 import enum
 import math
@@ -39,28 +39,31 @@ def fastest(config, x, w, is_dense: bool) -> Packing:
 
 def packs(dtype) -> bool:
     """Whether packed weights of this dtype were measured here, and found faster for some layers."""
-    return has_avx512() or _has_avx2(dtype)
+    if has_avx512():
+        return dtype != jnp.bfloat16 or not _has_amx()
+    return _has_avx2(dtype)
 
 
 def wins_expanded(x, activation) -> bool:
     """Whether an expansion of x, of channels last, is fastest together with the depthwise convolution behind it. Of bf16 oneDNN has
-    faster ones, unless the activation is more than a clip. With AVX2 short lines cost more than they save."""
+    faster ones, unless the activation is more than a clip; with AMX all of them. With AVX2 short lines cost more than they save."""
     is_clip = activation.kind in ("none", "relu", "piecewise_linear")
     if has_avx512():
-        return x.dtype != jnp.bfloat16 or not is_clip
+        return packs(x.dtype) and (x.dtype != jnp.bfloat16 or not is_clip)
     return _has_avx2(x.dtype) and private.known(x.shape[2]) >= (28 if is_clip else 7)
 
 
 def wins_packed(dtype, rows: int) -> bool:
     """Whether a dense layer of so many rows, with a packed weight, is faster than what it would be otherwise. Of bf16 all are where the
-    CPU multiplies that, but has no matrices of it, else the fewest; of f32 those that XLA's product, which packs the weight at each call,
-    was slower for: on Zen 5 all. With AVX2 few rows are as fast, and leave no operation to XLA, whose threads are others."""
+    CPU multiplies that, none where it has matrices of it (AMX), else the fewest; of f32 those that XLA's product, which packs the weight at
+    each call, was slower for: on Zen 5 and Intel's CPUs with AMX all. With AVX2 few rows are as fast, and leave no operation to XLA, whose
+    threads are others."""
     if not has_avx512():
         return _has_avx2(dtype) and rows <= 8
     multiplies_bf16 = "avx512_core_bf16" in tuned.isa()
     if dtype == jnp.bfloat16:
-        return rows <= 64 or multiplies_bf16
-    return rows <= 512 or multiplies_bf16 and tuned.computes_whole_vectors()
+        return packs(dtype) and (rows <= 64 or multiplies_bf16)
+    return rows <= 512 or _has_amx() or multiplies_bf16 and tuned.computes_whole_vectors()
 
 
 def has_one_place(config, x, w) -> bool:
@@ -73,6 +76,11 @@ def has_avx512() -> bool:
     return any(isa.startswith("avx512") for isa in tuned.isa())
 
 
+def _has_amx() -> bool:
+    """Whether oneDNN multiplies matrices of bf16 by one instruction, many times as fast as our loops multiply vectors."""
+    return "avx512_core_amx" in tuned.isa()
+
+
 def _has_avx2(dtype) -> bool:
     return "avx2" in tuned.isa() and dtype == jnp.float32
 
@@ -82,7 +90,7 @@ def _wins(dtype, channels: int, products: int, features: int, pixels: int) -> tu
     `pixels` of the output: with many of them its layout of the filter costs little. Of few `channels` its kernels are slower with
     AVX-512; with AVX2 ours are, and those of few `features`, which leave most of a tile empty."""
     if has_avx512():
-        wins = products >= 64 and (dtype != jnp.bfloat16 or pixels <= 800 or channels < FEW_CHANNELS)
+        wins = products >= 64 and packs(dtype) and (dtype != jnp.bfloat16 or pixels <= 800 or channels < FEW_CHANNELS)
         return wins, wins
     if _has_avx2(dtype):
         return min(channels, features, products / 4) >= FEW_CHANNELS, True
