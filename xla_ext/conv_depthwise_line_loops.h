@@ -10,8 +10,8 @@ namespace {
 constexpr int64_t kLineStep = kLanes == 4 ? 8 : 32;  // as many channels as the contraction multiplies pixels by together
 
 // Outputs [begin, end) for the channels of one vector, `count` together. Tap by tap: the sums of one do not wait for each other. Numbers by
-// value: no store changes them. No vectors by value: where they are, GCC leaves their registers in use at the end, and Intel's CPUs take
-// hundreds of cycles for the next instruction of SSE.
+// value: no store changes them. No vectors by value: where they are, GCC leaves their registers in use at the end, and on Intel's CPUs
+// the next instruction of SSE waits (benchmarks/README.md).
 template <int n, int stride, int count, class Lanes>
 [[gnu::noinline]] void convolve_outputs(const Row* rows, int64_t n_rows, const float* w, const float* bias, int64_t begin, int64_t end, float* y,
                                         int64_t step, float low, float high, int64_t c, Lanes lanes) {
