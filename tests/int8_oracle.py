@@ -21,6 +21,7 @@ CASES = {
     "3x3, strided, uneven padding": Case((1, 15, 14, 33), (3, 3, 33, 17), strides=(2, 1), padding=[(0, 1), (2, 0)]),
     "stem": Case((2, 23, 24, 3), (7, 7, 3, 24), strides=2, padding=(3, 3)),
     "few features, no padding": Case((1, 8, 9, 5), (2, 3, 5, 7)),
+    "whole lines of the cache": Case((3, 9, 7, 64), (3, 3, 64, 40), padding=(1, 1)),
     "dilated": Case((2, 11, 12, 18), (3, 2, 18, 16), padding=[(2, 2), (3, 0)], dilation=(2, 3)),
     "one pixel": Case((1, 1, 1, 70), (1, 1, 70, 33)),
     "padding only": Case((1, 2, 2, 5), (3, 3, 5, 8), strides=3, padding=(4, 4)),

@@ -126,7 +126,7 @@ def test_doctor_says_it_in_words(monkeypatch, missing, no_onednn, words):
 @pytest.mark.skipif(doctor.ffi.native() is None, reason="the native module is not built")
 def test_doctor_says_that_no_kernel_runs_with_an_unknown_instruction_set():
     said = printed_by("-m", "jaxfuse", "doctor", JAXFUSE_SIMD="avx9")
-    assert said.startswith('BROKEN: the environment variable JAXFUSE_SIMD is "avx9", expected portable, avx2 or avx512')
+    assert said.startswith('BROKEN: the environment variable JAXFUSE_SIMD is "avx9", expected portable, avx2, avx512 or avx512_amx')
     assert "unset JAXFUSE_SIMD" in said
 
 

@@ -282,7 +282,7 @@ def test_bits_do_not_depend_on_isa_or_threads(own_digest, simd, threads):
 def test_unknown_simd_level_is_refused():
     done = python(__file__, JAXFUSE_SIMD="mmx")
     assert done.returncode != 0
-    assert 'JAXFUSE_SIMD is "mmx", expected portable, avx2 or avx512' in done.stderr
+    assert 'JAXFUSE_SIMD is "mmx", expected portable, avx2, avx512 or avx512_amx' in done.stderr
 
 
 def test_concurrent_calls_repeat_to_the_bit(own_digest):

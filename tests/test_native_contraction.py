@@ -30,6 +30,11 @@ MORE = {  # tiles that are not full, in rows, in columns, in steps of a pair; mo
     "grouped, strided": Case((2, 9, 8, 24), (3, 3, 8, 60), strides=2, padding=(1, 1), groups=3),
     "volume": Case((2, 4, 5, 6, 7), (2, 3, 2, 7, 19), strides=(1, 2, 2), padding=(1, 1)),
     "line": Case((3, 31, 16), (5, 16, 24), strides=3, padding=(2, 1)),
+    "whole lines of the cache": Case((3, 9, 7, 64), (3, 3, 64, 40), padding=(1, 1)),
+    "padded more on one side": Case((2, 8, 11, 32), (2, 3, 32, 70), padding=[(0, 1), (2, 0)]),
+    "holes, as large": Case((2, 12, 10, 64), (3, 3, 64, 33), padding=(2, 2), dilation=2),
+    "line as long": Case((3, 31, 32), (5, 32, 24), padding=(2, 2)),
+    "fewer rows than a register": Case((1, 3, 5, 34), (1, 1, 34, 18)),
     "few channels, features first": Case((2, 12, 12, 3), (32, 7, 7, 3), strides=2, padding=(3, 3), layout=("NHWC", "OHWI", "NHWC")),
 }
 TRANSPOSED = [((2, 7, 6, 16), (4, 4, 16, 24), (2, 2)), ((1, 9, 5, 7), (3, 3, 7, 40), (3, 2)), ((2, 8, 12), (5, 12, 17), (3,))]
@@ -88,8 +93,8 @@ def check_filters_that_are_not_finite():
         meetings, pullback = jax.vjp(functools.partial(convolved, case, which), jnp.ones_like(x))  # XLA's own are with padding too
         np.testing.assert_array_equal(np.isfinite(forward(case, x, w)), meetings == 0)
         np.testing.assert_array_equal(np.isfinite(backward(case, x, w, dy, dy, "none")["dx"]), pullback(dy)[0] == 0)
-    case = Case((1, 3, 3, 16), (3, 3, 16, 16), padding=(1, 1))
-    for dtype in (F32, BF16):
+    for dtype, channels in itertools.product((F32, BF16), (16, 32)):
+        case = Case((1, 3, 3, channels), (3, 3, channels, 16), padding=(1, 1))
         x = random(case.x, dtype)
         w = random_filter(case, dtype).at[0, 0, 0, 0].set(jnp.inf)
         y = np.float64(forward(case, x, w))
@@ -141,7 +146,7 @@ def run_all() -> int:
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("level", ["avx512", "avx2", "portable"])
+@pytest.mark.parametrize("level", ["avx512_amx", "avx512", "avx2", "portable"])
 def test_every_geometry(level):
     count = json.loads(printed_at(level, __file__, JAXFUSE_CONTRACTION="always"))
     assert count == 2 * len(COMPUTED)

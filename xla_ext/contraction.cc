@@ -7,6 +7,8 @@
 #include <numeric>
 #include <string>
 
+#include "contraction_packing.h"
+#include "contraction_task_rows.h"
 #include "cut.h"
 #include "parallel.h"
 #include "scratch.h"
@@ -15,81 +17,12 @@
 namespace jaxfuse::contraction {
 namespace {
 
-// A chunk of the panels that a tile meets, kernels().steps long, stays in the cache while rows meet it: in that of the first level, or with
-// AVX-512 on AMD's CPUs of the second. Its sums are then added to the total: that keeps them short. The rows of a task, and their sums, stay in
-// the second-level cache.
-constexpr int64_t kRowBytes = 384 << 10, kFewestRows = 28, kMostRows = 336, kFewestOfThread = 12;
+// A chunk of the panels that a tile meets, as long as its products' `steps`, stays in the cache while rows meet it: in that of the first
+// level, or with AVX-512 on AMD's CPUs, and with AMX, of the second. Its sums are then added to the total: that keeps them short. The rows
+// of a task, and their sums, stay in the second-level cache.
+constexpr int64_t kFewestRows = 28, kMostRows = 336, kFewestOfThread = 12;
 constexpr int64_t kRowsTogether = 26;  // whose sums are finished together, at least: they are in the first-level cache
 constexpr int64_t kRowsAhead = 6;      // behind a tile, whose outputs are expected with its own
-
-// Numbers of a step.
-int64_t per_step(DType dtype) { return kStepBytes / int64_t(ffi::ByteWidth(dtype)); }
-
-// Lines of a panel that a tile meets at once: some taps whole, or a part of one.
-struct Chunk {
-  int64_t tap, taps, first, inner;  // elements [first, first + inner) of each of the taps
-};
-
-std::vector<Chunk> chunks_of(const Panels& p, int64_t per) {
-  std::vector<Chunk> chunks;
-  const int64_t steps = p.steps(), together = p.taps ? even(p.taps, std::max<int64_t>(1, kernels().steps / steps)) : 1;
-  const int64_t inner = together > 1 ? p.inner : even(steps, kernels().steps) * per;
-  for (int64_t tap = 0; tap < p.taps; tap += together) {
-    for (int64_t first = 0; first < p.inner; first += inner) {
-      chunks.push_back({tap, std::min(together, p.taps - tap), first, std::min(inner, p.inner - first)});
-    }
-  }
-  return chunks;
-}
-
-// A filter that is packed, chunk by chunk of a panel.
-class Packing {
- public:
-  Packing(const Filter& filter, const Panels& panels, Layout layout)
-      : f_(filter), panels_(panels), layout_(layout), per_(per_step(panels.dtype)), chunks_(chunks_of(panels, per_)) {}
-
-  const std::vector<Chunk>& chunks() const { return chunks_; }
-  int64_t lines(const Chunk& chunk) const { return chunk.taps * parts(chunk.inner, per_); }
-  const Layout& layout() const { return layout_; }
-  // Bytes from the beginning of the panels that a tile meets; and from the beginning of all.
-  int64_t place(const Chunk& chunk) const { return (chunk.tap * panels_.steps() + chunk.first / per_) * layout_.line; }
-  int64_t place(int64_t group) const { return group * (kernels().columns / kPanel) * panels_.bytes(); }
-  int64_t count() const { return parts(panels_.columns, kernels().columns) * int64_t(chunks_.size()); }
-
-  // One of `count` parts of all panels.
-  bool pack(int64_t i, char* to) const {
-    const int64_t group = i / int64_t(chunks_.size());
-    const Chunk& chunk = chunks_[i % chunks_.size()];
-    return pack(group, chunk, to + place(group) + place(chunk));
-  }
-
-  // The panels that a tile meets.
-  bool pack(int64_t group, const Chunk& chunk, char* to) const {
-    const int64_t column = group * kernels().columns, columns = std::min(kernels().columns, panels_.columns - column);
-    const auto pack = panels_.dtype == DType::F32 ? kernels().pack_f32 : kernels().pack_bf16;
-    bool finite = true;
-    for (int64_t tap = chunk.tap; tap < chunk.tap + chunk.taps; ++tap, to += parts(chunk.inner, per_) * layout_.line) {
-      const int64_t offset = f_.taps[tap] + chunk.first * f_.inner_step + column * f_.column_step;
-      const void* from = static_cast<const char*>(f_.data) + offset * int64_t(ffi::ByteWidth(f_.dtype));
-      finite &= pack({element_of(f_.dtype), from, f_.inner_step, f_.column_step}, columns, chunk.inner, to, layout_);
-    }
-    return finite;
-  }
-
- private:
-  const Filter& f_;
-  const Panels panels_;
-  const Layout layout_;
-  const int64_t per_;
-  const std::vector<Chunk> chunks_;
-};
-
-using Multiply = void (*)(const Tile&, int64_t, float*, bool);
-
-Multiply multiply_of(const Problem& p) {
-  if (p.dtype == DType::U8) return p.filter.narrow ? kernels().multiply_narrow_bytes : kernels().multiply_bytes;
-  return p.dtype == DType::F32 ? kernels().multiply_f32 : kernels().multiply_bf16;
-}
 
 }  // namespace
 
@@ -97,11 +30,13 @@ Multiply multiply_of(const Problem& p) {
 class Plan {
  public:
   Plan(const Problem& problem, size_t number)
-      : p_(problem), number_(number), loops_(kernels()), multiply_(multiply_of(problem)),
+      : p_(problem), number_(number), columns_(kernels().columns), products_(products_of(problem.dtype, problem.filter.narrow)),
         panels_{p_.inner, p_.columns, int64_t(p_.filter.taps.size()), p_.dtype}, packing_(p_.filter, panels_, p_.filter.panels ? panels_.layout() : side_by_side()),
-        groups_(parts(p_.columns, loops_.columns)) {
-    const int64_t row_bytes = std::max<int64_t>(1, p_.inner * int64_t(ffi::ByteWidth(p_.dtype)));
-    const int64_t most_rows = std::clamp(kRowBytes / row_bytes, kFewestRows, kMostRows) / loops_.rows * loops_.rows;
+        groups_(parts(p_.columns, columns_)) {
+    const int64_t taps_apart = products_.copy ? std::max<int64_t>(1, panels_.taps) : 1;  // else they meet the same inputs
+    const int64_t row_bytes = std::max<int64_t>(1, p_.inner * int64_t(ffi::ByteWidth(p_.dtype))) * taps_apart;
+    const int64_t rows = std::clamp(products_.task_bytes / row_bytes, kFewestRows, kMostRows);
+    const int64_t most_rows = std::max(rows / products_.rows * products_.rows, products_.rows);
     const int64_t wanted = wanted_tasks(p_.rows * p_.columns * p_.inner * panels_.taps);
     row_blocks_ = parts(p_.rows, most_rows);
     task_groups_ = parts(groups_, std::min(groups_, parts(wanted, row_blocks_)));
@@ -123,18 +58,20 @@ class Plan {
   bool run(int64_t task, const OfBlock& finish, const OfBlock& expect) const {
     const int64_t row_block = task / column_parts_, row = row_block * p_.rows / row_blocks_;
     const int64_t rows = (row_block + 1) * p_.rows / row_blocks_ - row;
-    const int64_t pointers = panels_.taps * rows * sizeof(char*), sums_bytes = rows * loops_.columns * sizeof(float);
+    const int64_t pointers = panels_.taps * rows * sizeof(char*), sums_bytes = std::max(rows, products_.fewest) * columns_ * sizeof(float);
     const int64_t own_panels = whole() ? 0 : chunk_bytes();
     const Scratch scratch(own_panels + sums_bytes + pointers);
     float* const sums = reinterpret_cast<float*>(scratch.data() + own_panels);
     const char** const at = reinterpret_cast<const char**>(scratch.data() + own_panels + sums_bytes);
     p_.point(row, rows, at, rows);
     bool finite = true;
-    const int64_t first = task % column_parts_ * task_groups_;
-    for (int64_t group = first; group < std::min(groups_, first + task_groups_); ++group) {
-      const int64_t column = group * loops_.columns, columns = std::min(loops_.columns, p_.columns - column);
+    const Multiplying multiplying(products_);
+    const int64_t first = task % column_parts_ * task_groups_, end = std::min(groups_, first + task_groups_);
+    const TaskRows task_rows(products_, packing_, at, rows, end - first);
+    for (int64_t group = first; group < end; ++group) {
+      const int64_t column = group * columns_, columns = std::min(columns_, p_.columns - column);
       const auto block = [&](int64_t begin, int64_t end) {
-        return Block{number_, row + begin, end - begin, column, columns, sums + begin * loops_.columns, loops_.columns};
+        return Block{number_, row + begin, end - begin, column, columns, sums + begin * columns_, columns_};
       };
       for (const Chunk& chunk : packing_.chunks()) {
         Tile tile = tile_of(chunk, columns);
@@ -144,12 +81,13 @@ class Plan {
           finite &= packing_.pack(group, chunk, scratch.data());
           tile.panels = scratch.data();
         }
+        tile.rows = task_rows.at(chunk), tile.row_step = rows;
         const bool last = &chunk == &packing_.chunks().back();
-        multiply(tile, chunk, at, rows, sums, group == first,
+        multiply(tile, chunk, task_rows, rows, sums, group == first,
                  [&](int64_t begin, int64_t end) { if (last) expect(block(begin, end)); },
                  [&](int64_t begin, int64_t end) { if (last) finish(block(begin, end)); });
       }
-      if (packing_.chunks().empty()) std::fill_n(sums, rows * loops_.columns, 0.0f), finish(block(0, rows));
+      if (packing_.chunks().empty()) std::fill_n(sums, rows * columns_, 0.0f), finish(block(0, rows));
     }
     return finite;
   }
@@ -182,26 +120,26 @@ class Plan {
 
   // Rows by the chunk, tile by tile. `expect` and `finish` are told which rows are next, and which are done.
   template <class Expect, class Finish>
-  void multiply(Tile& tile, const Chunk& chunk, const char* const* at, int64_t rows, float* sums, bool fetch_rows, Expect expect,
+  void multiply(const Tile& tile, const Chunk& chunk, const TaskRows& task_rows, int64_t rows, float* sums, bool first_group, Expect expect,
                 Finish finish) const {
     const bool first = chunk.tap == 0 && chunk.first == 0;
-    tile.rows = at + chunk.tap * rows, tile.row_step = rows;
     int64_t expected = 0, finished = 0;
-    for_tiles(tile, rows, [&](Tile& own, int64_t begin, int64_t end) {
-      own.next = fetch_rows && end < rows ? tile.rows + std::min(end, rows - loops_.rows) : nullptr;
+    for_tiles(products_, tile, rows, [&](Tile& own, int64_t begin, int64_t end) {
+      own.next = first_group && end < rows ? tile.rows + std::min(end, rows - products_.rows) : nullptr;
       if (end > expected) {
         const int64_t next = std::min(rows, end + kRowsAhead);
         expect(expected, next), expected = next;
       }
-      multiply_(own, end - begin, sums + begin * loops_.columns, first);
+      const auto multiply = [&](const Tile& even) { products_.multiply(even, end - begin, sums + begin * columns_, first); };
+      task_rows.are_copied() ? multiply(task_rows.copied(own, chunk, begin, end - begin, first_group)) : multiply(own);
       if (end - finished >= kRowsTogether || end == rows) finish(finished, end), finished = end;
     });
   }
 
   const Problem& p_;
   const size_t number_;
-  const Kernels& loops_;
-  const Multiply multiply_;
+  const int64_t columns_;  // of a tile
+  const Products& products_;
   const Panels panels_;
   const Packing packing_;
   const int64_t groups_;  // of panels that a tile meets
@@ -239,25 +177,47 @@ bool always() {
   return wanted && std::string(wanted) == "always";
 }
 
+namespace {
+
+// Loops of AVX-512's vectors, as this CPU runs them best.
+void adapt(Products& products) {
+  // Of seven rows the registers hold sums and panels alone, and each product loads its factor: 32 loads for 28 products. A CPU that
+  // multiplies as often as it loads is faster by six.
+  if (!halves_vectors()) products.rows = 6;
+  // Intel's bring hardly more from the second-level cache than a tile reads: panels that fit into the first.
+  if (is_intel()) products.steps = 128;
+}
+
+Kernels found_kernels() {
+  Kernels all = choose(portable_kernels, avx2_kernels, avx512_kernels);
+  if (has_vnni()) {
+    const Kernels& better = choose(portable_kernels, avx2_vnni_kernels, avx512_vnni_kernels);
+    all.bytes = better.bytes, all.narrow_bytes = better.narrow_bytes;
+  }
+  if (has_bf16()) {
+    const Kernels& better = avx512_bf16_kernels;
+    all.bf16 = better.bf16, all.pack_bf16 = better.pack_bf16, all.transpose_bf16 = better.transpose_bf16, all.pixels_bf16 = better.pixels_bf16;
+  }
+  if (simd_level() == SimdLevel::avx512) {
+    for (Products* products : {&all.f32, &all.bf16, &all.bytes, &all.narrow_bytes}) adapt(*products);
+  }
+  if (has_amx()) {
+    const Kernels& better = avx512_amx_kernels;
+    all.bf16 = better.bf16, all.bytes = better.bytes, all.narrow_bytes = better.narrow_bytes;
+  }
+  return all;
+}
+
+}  // namespace
+
 const Kernels& kernels() {
-  static const Kernels found = [] {
-    Kernels all = choose(portable_kernels, avx2_kernels, avx512_kernels);
-    // Of seven rows the registers hold sums and panels alone, and each product loads its factor: 32 loads for 28 products. A CPU that
-    // multiplies as often as it loads is faster by six.
-    if (simd_level() == SimdLevel::avx512 && !halves_vectors()) all.rows = 6;
-    // Intel's bring hardly more from the second-level cache than a tile reads: panels that fit into the first.
-    if (simd_level() == SimdLevel::avx512 && is_intel()) all.steps = 128;
-    if (has_vnni()) {
-      const Kernels& better = choose(portable_kernels, avx2_vnni_kernels, avx512_vnni_kernels);
-      all.multiply_bytes = better.multiply_bytes, all.multiply_narrow_bytes = better.multiply_narrow_bytes;
-    }
-    if (has_bf16()) {
-      const Kernels& better = avx512_bf16_kernels;
-      all.pack_bf16 = better.pack_bf16, all.transpose_bf16 = better.transpose_bf16, all.multiply_bf16 = better.multiply_bf16, all.pixels_bf16 = better.pixels_bf16;
-    }
-    return all;
-  }();
+  static const Kernels found = found_kernels();
   return found;
+}
+
+const Products& products_of(DType dtype, bool narrow) {
+  if (dtype == DType::U8) return narrow ? kernels().narrow_bytes : kernels().bytes;
+  return dtype == DType::F32 ? kernels().f32 : kernels().bf16;
 }
 
 int64_t Panels::steps() const { return parts(inner, per_step(dtype)); }

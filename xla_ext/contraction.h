@@ -2,6 +2,7 @@
 // convolution algorithm", 2019). What a convolution, its gradient of x, a transposed one and a dense layer have in common.
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <vector>
 
@@ -13,6 +14,23 @@ namespace jaxfuse::contraction {
 
 // The loops for this machine.
 const Kernels& kernels();
+// Of rows of this dtype; of u8 by a narrow filter or any.
+const Products& products_of(DType dtype, bool narrow = false);
+
+// While it lives the thread may multiply.
+class Multiplying {
+ public:
+  explicit Multiplying(const Products& products) : products_(products) {
+    if (products_.begin) products_.begin();
+  }
+  ~Multiplying() {
+    if (products_.end) products_.end();
+  }
+  Multiplying(const Multiplying&) = delete;
+
+ private:
+  const Products& products_;
+};
 
 // Whether they multiply bf16 by an instruction of its own.
 bool has_bf16();
@@ -75,8 +93,8 @@ using OfBlock = std::function<void(const Block&)>;  // must not throw
 
 // f(tile, begin, end) for tiles of rows [0, rows) one after the other, each of which fetches its share of the lines.
 template <class F>
-void for_tiles(Tile tile, int64_t rows, F f) {
-  const int64_t tiles = parts(rows, kernels().rows);
+void for_tiles(const Products& products, Tile tile, int64_t rows, F f) {
+  const int64_t tiles = parts(rows, products.rows);
   Shares counts(rows, tiles), fetched(tile.fetched, tiles);
   tile.together = parts(fetched.most(), tile.taps * parts(tile.steps, kLineSteps));
   for (int64_t begin = 0, end; begin < rows; begin = end) {

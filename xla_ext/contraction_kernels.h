@@ -67,39 +67,51 @@ struct Pixels {
   const float* scale = nullptr;      // or null; of sums that are not added in parts
 };
 
+// How a tile's products of one kind of step are computed.
+struct Products {
+  int64_t rows;        // of a tile
+  int64_t fewest;      // rows that are read, and sums that are written, of a tile that has fewer
+  int64_t steps;       // at most, of the panels that stay in the cache while rows meet them
+  int64_t task_bytes;  // of the rows that stay in the second-level cache while they meet panels
+
+  // sums[i·columns + n] = Σ over taps and steps for i < count, added to what is there unless `first`.
+  void (*multiply)(const Tile&, int64_t count, float* sums, bool first);
+  // If it is not null, `multiply` takes rows that lie equally far apart, of several taps only in whole lines, and with zeros behind others.
+  // This copies any rows so, their taps one after the other, `stride` bytes from row to row, and writes up to a line behind.
+  void (*copy)(const Tile&, int64_t count, char* to, int64_t stride) = nullptr;
+  // What a thread calls before the first of these, and after the last; or null.
+  void (*begin)() = nullptr;
+  void (*end)() = nullptr;
+};
+
 struct Kernels {
-  int64_t rows, columns;  // of a tile, whose sums fill the registers
-  int64_t steps;          // at most, of the panels that stay in the cache while rows meet them
+  int64_t columns;  // of a tile, whose sums fill the registers
+  Products f32, bf16;
+  // Of u8 by s8, whose sums are s32. Narrow: what is multiplied into the same half of a lane in two neighbouring steps, four of s8, has
+  // positive ones of 128 at most in all, and negative ones of -128: products of u8 by them may be added in s16.
+  Products bytes, narrow_bytes;
 
   // `inner` elements of each of `count` columns, at most a tile's, as lines of panels; zeros behind the last column of a panel, and
   // behind the last element of a step. Whether all elements are finite.
-  bool (*pack_f32)(const Columns&, int64_t count, int64_t inner, char* to, Layout layout);
-  bool (*pack_bf16)(const Columns&, int64_t count, int64_t inner, char* to, Layout layout);
+  bool (*pack_f32)(const Columns&, int64_t count, int64_t inner, char* to, Layout layout) = nullptr;
+  bool (*pack_bf16)(const Columns&, int64_t count, int64_t inner, char* to, Layout layout) = nullptr;
   // Element c of each position's line becomes element p of row c, rows `stride` bytes apart; `count` is a multiple of kPositions.
-  void (*transpose_f32)(const char* const* positions, int64_t count, int64_t channels, char* to, int64_t stride);
-  void (*transpose_bf16)(const char* const* positions, int64_t count, int64_t channels, char* to, int64_t stride);
-  // sums[i·columns + n] = Σ over taps and steps for i < count, added to what is there unless `first`.
-  void (*multiply_f32)(const Tile&, int64_t count, float* sums, bool first);
-  void (*multiply_bf16)(const Tile&, int64_t count, float* sums, bool first);
-  // The same of u8 by s8, whose sums are s32. `narrow`: what is multiplied into the same half of a lane in two neighbouring steps, four
-  // of s8, has positive ones of 128 at most in all, and negative ones of -128: products of u8 by them may be added in s16.
-  void (*multiply_bytes)(const Tile&, int64_t count, float* sums, bool first);
-  void (*multiply_narrow_bytes)(const Tile&, int64_t count, float* sums, bool first);
-
+  void (*transpose_f32)(const char* const* positions, int64_t count, int64_t channels, char* to, int64_t stride) = nullptr;
+  void (*transpose_bf16)(const char* const* positions, int64_t count, int64_t channels, char* to, int64_t stride) = nullptr;
   // `count` numbers as round(x/step) + zero in u8; and sums of s32, with an offset for each column, as f32 in their place.
-  void (*quantise_f32)(const void* x, int64_t count, float step, int32_t zero, uint8_t* to);
-  void (*quantise_bf16)(const void* x, int64_t count, float step, int32_t zero, uint8_t* to);
-  void (*to_floats)(float* sums, int64_t rows, int64_t stride, int64_t columns, const int32_t* offsets);
+  void (*quantise_f32)(const void* x, int64_t count, float step, int32_t zero, uint8_t* to) = nullptr;
+  void (*quantise_bf16)(const void* x, int64_t count, float step, int32_t zero, uint8_t* to) = nullptr;
+  void (*to_floats)(float* sums, int64_t rows, int64_t stride, int64_t columns, const int32_t* offsets) = nullptr;
 
   // to[i·stride + n] = scale·Σ + bias + residual, within the limits.
-  void (*pixels_f32)(const Pixels&);
-  void (*pixels_bf16)(const Pixels&);
-  void (*pixels_narrow_bytes)(const Pixels&);
-  int64_t pixel_columns;  // that are multiplied together
+  void (*pixels_f32)(const Pixels&) = nullptr;
+  void (*pixels_bf16)(const Pixels&) = nullptr;
+  void (*pixels_narrow_bytes)(const Pixels&) = nullptr;
+  int64_t pixel_columns = 0;  // that are multiplied together
 };
 
 extern const Kernels portable_kernels, avx2_kernels, avx512_kernels;
 // Of these only the functions that more instructions make better; the others are null.
-extern const Kernels avx2_vnni_kernels, avx512_vnni_kernels, avx512_bf16_kernels;
+extern const Kernels avx2_vnni_kernels, avx512_vnni_kernels, avx512_bf16_kernels, avx512_amx_kernels;
 
 }  // namespace jaxfuse::contraction

@@ -2,18 +2,16 @@
 #pragma once
 
 #include "contraction_bytes_loops.h"
+#include "contraction_fetch.h"
 #include "contraction_kernels.h"
 #include "contraction_pixels_loops.h"
 #include "simd_transpose.h"
+#ifdef JAXFUSE_AMX
+#include "contraction_amx_loops.h"
+#endif
 
 namespace jaxfuse::contraction {
 namespace {
-
-// Of a tile, whose sums fill the registers. More rows and fewer columns would, too: but then not every row's pointer is in a register,
-// and rows that lie a power of two apart do not fit together into the first-level cache, which has 8 or 12 lines for them. With AVX2 3 rows
-// by 4 vectors are 7 loads for 12 products; a chunk of so wide panels has fewer steps, to fit into the first-level cache.
-constexpr int64_t kRows = kLanes == 16 ? 7 : kLanes == 8 ? 3 : 6, kColumns = kLanes == 16 ? 64 : kLanes == 8 ? 32 : 16;
-constexpr int64_t kVectors = kColumns / kLanes, kMostSteps = kLanes == 8 ? 128 : 256;
 
 // ---- packing
 
@@ -147,26 +145,6 @@ void transpose_lines(const char* const* positions, int64_t count, int64_t channe
 
 // ---- products
 
-// The lines that are wanted next, a few at a time while a tile is computed.
-class Fetch {
- public:
-  explicit Fetch(const Tile& tile)
-      : panels_(tile.fetch), layout_(tile.layout), left_(tile.fetched), together_(tile.together) {}
-
-  void some() {
-    for (int64_t i = 0; i < together_ && left_ > 0; ++i, --left_, panels_ += layout_.line) {
-#pragma GCC unroll 4
-      for (int64_t n = 0; n < kColumns; n += kPanel) __builtin_prefetch(panels_ + n / kPanel * layout_.panel, 0, 2);
-    }
-  }
-
- private:
-  const char* panels_;
-  const Layout layout_;
-  int64_t left_;
-  const int64_t together_;
-};
-
 template <class Step, int64_t rows, int64_t vectors>
 void multiply(const Tile& tile, float* sums, bool first) {
   Floats total[rows][vectors];
@@ -231,21 +209,23 @@ void multiply_tile(const Tile& tile, int64_t count, float* sums, bool first) {
   multiply<Step, rows, vectors>(tile, sums, first);
 }
 
-#if defined(__AVX512BF16__)  // what only such CPUs do so; the rest is AVX-512's
+template <class Step>
+constexpr Products products = {kRows, 1, kMostSteps, 384 << 10, multiply_tile<Step>};
+
+#if defined(JAXFUSE_AMX)  // what only such CPUs do so; the rest is AVX-512's
+constexpr Kernels kernels = {kColumns, {}, matrix_products<MatricesOfPairs>, matrix_products<MatricesOfBytes>, matrix_products<MatricesOfBytes>};
+#elif defined(__AVX512BF16__)
 constexpr Kernels kernels = {
-    kRows, kColumns, kMostSteps, nullptr, pack<OfPairs>, nullptr, transpose_lines<OfPairs, bf16>, nullptr, multiply_tile<OfPairs>,
-    nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, multiply_pixels<OfPairs>, nullptr, 0,
+    kColumns, {}, products<OfPairs>, {}, {}, nullptr, pack<OfPairs>, nullptr, transpose_lines<OfPairs, bf16>,
+    nullptr, nullptr, nullptr, nullptr, multiply_pixels<OfPairs>,
 };
 #elif defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-constexpr Kernels kernels = {
-    kRows, kColumns, kMostSteps, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, multiply_tile<OfBytes<false>>,
-    multiply_tile<OfBytes<kSaturates>>, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 0,
-};
+constexpr Kernels kernels = {kColumns, {}, {}, products<OfBytes<false>>, products<OfBytes<kSaturates>>};
 #else
 constexpr Kernels kernels = {
-    kRows, kColumns, kMostSteps, pack<OfFloats>, pack<OfPairs>, transpose_lines<OfFloats, float>, transpose_lines<OfPairs, bf16>,
-    multiply_tile<OfFloats>, multiply_tile<OfPairs>, multiply_tile<OfBytes<false>>,
-    multiply_tile<OfBytes<kSaturates>>, quantise<float>, quantise<bf16>, to_floats,
+    kColumns, products<OfFloats>, products<OfPairs>, products<OfBytes<false>>, products<OfBytes<kSaturates>>,
+    pack<OfFloats>, pack<OfPairs>, transpose_lines<OfFloats, float>, transpose_lines<OfPairs, bf16>,
+    quantise<float>, quantise<bf16>, to_floats,
     multiply_pixels<OfFloats>, multiply_pixels<OfPairs>, multiply_pixels<OfBytes<kSaturates>>, kPixelVectors * kLanes,
 };
 #endif

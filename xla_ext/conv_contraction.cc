@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "contraction.h"
+#include "conv_flat_images.h"
 #include "conv_merged_lines.h"
 #include "conv_phases.h"
 #include "conv_pixels.h"
@@ -228,6 +229,7 @@ bool convolve(Forward f, const char* panels, const Int8* int8) {
     epilogue::apply(f.epilogue, f.geometry.out_spec[1], nullptr, f.y().dtype);
     return true;
   }
+  if (FlatImages::takes(f)) return FlatImages(f, panels, int8).run();
   if (!merges_lines(f.geometry, f.w)) return Convolution(f, f.geometry.transposed(), panels, int8).run();
   int64_t &low = f.geometry.padding_low.back(), &high = f.geometry.padding_high.back();
   const bool has_padding = low > 0 || high > 0;
@@ -260,13 +262,17 @@ ByPanels::~ByPanels() = default;
 
 void ByPanels::run(const Forward& f, const char* panels, const Int8* int8) {
   if (f.x.size() == 0 || merges_lines(f.geometry, f.w)) return (void)convolve(f, panels, int8);
-  if (!convolution_ || threads_ != max_threads()) {
+  if (threads_ != max_threads()) {
     threads_ = max_threads();
-    convolution_ = std::make_unique<Convolution>(f, false, panels, int8);
+    if (FlatImages::takes(f)) {
+      flat_ = std::make_unique<FlatImages>(f, panels, int8);
+    } else {
+      convolution_ = std::make_unique<Convolution>(f, false, panels, int8);
+    }
   } else {
-    convolution_->point_to(f, panels);
+    flat_ ? flat_->point_to(f, panels) : convolution_->point_to(f, panels);
   }
-  convolution_->run();
+  flat_ ? flat_->run() : convolution_->run();
 }
 
 contraction::Panels panels(const Geometry& g, const Tensor& w, DType dtype) {

@@ -35,6 +35,7 @@ struct Int8 {
 
 // Convolutions that differ in where their arrays lie. `int8`, which stays where it is: x is u8.
 class Convolution;
+class FlatImages;
 class ByPanels {
  public:
   ByPanels();
@@ -42,7 +43,8 @@ class ByPanels {
   void run(const Forward& f, const char* panels, const Int8* int8 = nullptr);
 
  private:
-  std::unique_ptr<Convolution> convolution_;
+  std::unique_ptr<Convolution> convolution_;  // or
+  std::unique_ptr<FlatImages> flat_;
   int threads_ = 0;  // among which it is cut
 };
 

@@ -53,6 +53,7 @@ struct Problem {
   }
 
   int64_t taps() const { return rows.taps * columns.taps; }
+  const contraction::Products& products() const { return contraction::products_of(bytes == 4 ? DType::F32 : DType::BF16); }
   const char* pixel(int64_t image, int64_t row, int64_t column) const {
     return x + ((image * rows.in + row) * columns.in + column) * inputs * bytes;
   }
@@ -68,14 +69,15 @@ struct Block {
 // the second-level cache.
 struct Cut {
   static constexpr int64_t kSteps = 256, kSums = 64 << 10, kFewTasks = 8, kLongest = 16;
+  int64_t tile;                        // inputs of one
   int64_t inputs, outputs;             // of a task: whole tiles, whole panels
   int64_t input_parts, output_parts;
   int64_t images, rows, columns;       // of a block
   int64_t per_row, per_image, blocks;  // how many there are
   int64_t parts_of_blocks;             // each with sums of its own
 
-  explicit Cut(const Problem& p) {
-    const int64_t tile = kernels().rows, panel = kernels().columns;
+  explicit Cut(const Problem& p) : tile(p.products().rows) {
+    const int64_t panel = kernels().columns;
     const int64_t most_outputs = std::max(panel, (p.taps() == 1 ? 256 : 64) / panel * panel);
     outputs = padded(even(p.outputs, most_outputs), panel), output_parts = parts(p.outputs, outputs);
     inputs = padded(even(p.inputs, std::max(tile, kSums / p.taps() / outputs / tile * tile)), tile), input_parts = parts(p.inputs, inputs);
@@ -95,7 +97,7 @@ struct Cut {
             column, std::min(columns, p.columns.out - column)};
   }
 
-  int64_t tiles(int64_t count) const { return parts(count, kernels().rows); }
+  int64_t tiles(int64_t count) const { return parts(count, tile); }
   // A task's.
   int64_t sums(const Problem& p) const { return p.taps() * inputs * outputs; }
 };
@@ -104,14 +106,16 @@ struct Cut {
 class Task {
  public:
   Task(const Problem& p, const Cut& cut, int64_t number)
-      : p_(p), loops_(kernels()), input_(number % cut.input_parts * cut.inputs), inputs_(std::min(cut.inputs, p.inputs - input_)),
+      : p_(p), loops_(kernels()), products_(p.products()), input_(number % cut.input_parts * cut.inputs), inputs_(std::min(cut.inputs, p.inputs - input_)),
         output_(number / cut.input_parts * cut.outputs), outputs_(std::min(cut.outputs, p.outputs - output_)),
         row_(p.columns.packed(cut.columns)),
         phase_(padded(cut.images * p.rows.phases() * p.rows.packed(cut.rows) * row_, kPositions)),
         stride_(p.columns.phases() * phase_ * p.bytes + 64), zeros_(p.inputs * p.bytes + 64),
         x_(inputs_ * stride_ + 64), g_(cut.images * cut.rows * steps(cut.columns) * loops_.columns * kStepBytes),
-        positions_(p.columns.phases() * phase_) {
+        copy_stride_(padded(cut.images * cut.rows * steps(cut.columns) * kStepBytes, contraction::kLineBytes) + contraction::kLineBytes),
+        copies_(products_.copy ? products_.rows * copy_stride_ : 0), positions_(p.columns.phases() * phase_) {
     std::fill_n(zeros_.data(), p.inputs * p.bytes, 0);
+    for (int64_t i = 0; i < products_.rows; ++i) copied_at_.push_back(copies_.data() + i * copy_stride_);
   }
 
   // Adds the block's products to tiles of sums, or writes them: [panel][tap][tile][row][column].
@@ -121,7 +125,6 @@ class Task {
     const int64_t lines = whole ? 1 : b.lines(), length = whole ? b.lines() * b.columns : b.columns;
     point(b, lines);
     const auto pack = p_.bytes == 4 ? loops_.pack_f32 : loops_.pack_bf16;
-    const auto multiply = p_.bytes == 4 ? loops_.multiply_f32 : loops_.multiply_bf16;
     const int64_t per = kStepBytes / p_.bytes, line_bytes = steps(length) * layout_.line;
     for (int64_t n = 0; n < outputs_; n += loops_.columns) {
       const int64_t count = std::min(loops_.columns, outputs_ - n);
@@ -133,15 +136,23 @@ class Task {
         const int64_t column_tap = tap % p_.columns.taps, row_tap = tap / p_.columns.taps;
         const int64_t offset = p_.columns.phase_of(column_tap) * phase_ + p_.columns.place_of(column_tap) +
                                (p_.rows.phase_of(row_tap) * p_.rows.packed(b.rows) + p_.rows.place_of(row_tap)) * row_;
-        for (int64_t c = 0; c < inputs_; c += loops_.rows, sums += loops_.rows * loops_.columns) {
+        for (int64_t c = 0; c < inputs_; c += products_.rows, sums += products_.rows * loops_.columns) {
           multiply({pointers_.data() + c, nullptr, inputs_, offset * p_.bytes, lines, steps(length), length % per != 0,
-                    count, g_.data(), layout_, nullptr, 0, 0}, std::min(loops_.rows, inputs_ - c), sums, first);
+                    count, g_.data(), layout_, nullptr, 0, 0}, std::min(products_.rows, inputs_ - c), sums, first);
         }
       }
     }
   }
 
  private:
+  void multiply(contraction::Tile tile, int64_t count, float* sums, bool first) {
+    if (products_.copy) {
+      products_.copy(tile, count, copies_.data(), copy_stride_);
+      tile.rows = copied_at_.data(), tile.offset = 0, tile.steps *= tile.taps, tile.taps = 1, tile.odd = false;
+    }
+    products_.multiply(tile, count, sums, first);
+  }
+
   int64_t steps(int64_t length) const { return parts(length * p_.bytes, kStepBytes); }
 
   const char* g_of(const Block& b, int64_t line, int64_t output) const {
@@ -185,10 +196,13 @@ class Task {
 
   const Problem& p_;
   const contraction::Kernels& loops_;
+  const contraction::Products& products_;
   const contraction::Layout layout_ = contraction::side_by_side();
   const int64_t input_, inputs_, output_, outputs_, row_, phase_, stride_;
   const Scratch zeros_, x_, g_;
-  std::vector<const char*> positions_, pointers_;
+  const int64_t copy_stride_;
+  const Scratch copies_;
+  std::vector<const char*> positions_, pointers_, copied_at_;
 };
 
 // dw from the sums of tasks.
@@ -202,13 +216,13 @@ class Written {
 
   // Of one of these, from the sums of `count` parts, of which the first is overwritten.
   void write(int64_t number, int64_t row, float* sums, int64_t count) const {
-    const int64_t tap = row % p_.taps(), first = row / p_.taps() * loops_.rows;
+    const int64_t tap = row % p_.taps(), first = row / p_.taps() * cut_.tile;
     const int64_t input = number % cut_.input_parts * cut_.inputs, inputs = std::min(cut_.inputs, p_.inputs - input);
     const int64_t output = number / cut_.input_parts * cut_.outputs, outputs = std::min(cut_.outputs, p_.outputs - output);
     if (first >= inputs) return;
     for (int64_t n = 0; n < outputs; n += loops_.columns) {
-      const int64_t tile = loops_.rows * loops_.columns, panel = n / loops_.columns;
-      float* const total = sums + ((panel * p_.taps() + tap) * cut_.tiles(inputs) + first / loops_.rows) * tile;
+      const int64_t tile = cut_.tile * loops_.columns, panel = n / loops_.columns;
+      float* const total = sums + ((panel * p_.taps() + tap) * cut_.tiles(inputs) + first / cut_.tile) * tile;
       for (int64_t part = 1; part < count; ++part) {
         const float* const own = total + part * cut_.sums(p_);
         for (int64_t j = 0; j < tile; ++j) total[j] += own[j];
@@ -216,7 +230,7 @@ class Written {
       char* const to = dw_.as<char>() + place(tap, input + first, output + n) * int64_t(ffi::ByteWidth(dw_.dtype));
       const epilogue::Tile written{element_of(dw_.dtype), std::min(loops_.columns, outputs - n), strides_[1], 0, Activation::none, {},
                                    total, loops_.columns, true, nullptr, nullptr, nullptr, false, nullptr, to};
-      epilogue::kernels().apply(written, 0, std::min(loops_.rows, inputs - first));
+      epilogue::kernels().apply(written, 0, std::min(cut_.tile, inputs - first));
     }
   }
 
@@ -267,6 +281,7 @@ void filter_gradient(const Geometry& geometry, const Tensor& x, const Tensor& dw
   const int64_t tasks = cut.input_parts * cut.output_parts, count = cut.parts_of_blocks;
   const auto run = [&](int64_t number, int64_t part, float* sums) {
     Task task(p, cut, number);
+    const contraction::Multiplying multiplying(p.products());
     const int64_t begin = part * cut.blocks / count, end = (part + 1) * cut.blocks / count;
     for (int64_t block = begin; block < end; ++block) task.run(cut.block(p, block), sums, block == begin);
   };

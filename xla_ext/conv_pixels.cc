@@ -55,6 +55,7 @@ bool ByPixels::takes(const Forward& f, bool gated) {
   const Epilogue& e = f.epilogue;
   const int64_t features = e.y.shape.back();
   const bool is_int8 = f.x.dtype == DType::U8;  // whose sums are f32 or bf16 by a scale
+  if (f.x.dtype != DType::F32 && has_amx()) return false;  // whose registers multiply rows
   if (simd_level() == SimdLevel::portable || e.z || e.residual_last || f.x.size() == 0) return false;
   if (is_int8 ? simd_level() != SimdLevel::avx2 : e.y.dtype != f.x.dtype) return false;
   if (e.y.dtype != DType::F32 && !limits_of(e.activation, e.parameters)) return false;

@@ -26,7 +26,7 @@ class Winograd {
  public:
   // By the filter that is transformed and packed, if it is given.
   Winograd(const Forward& f, const char* filter)
-      : f_(f), s_(f.geometry, f.x, f.w, f.y()), loops_(kernels()), products_(contraction::kernels()),
+      : f_(f), s_(f.geometry, f.x, f.w, f.y()), loops_(kernels()), tile_columns_(contraction::kernels().columns), products_(contraction::kernels().f32),
         panels_{s_.channels, s_.features, kPoints, DType::F32}, layout_(filter ? panels_.layout() : contraction::side_by_side()),
         row_(s_.channels + kPadding), filter_(filter), zeros_(s_.channels),
         epilogue_(f.epilogue, {f.y().size() / s_.features, s_.features}) {}
@@ -40,7 +40,7 @@ class Winograd {
   }
 
   bool run() const {
-    const int64_t panels = parts(s_.features, products_.columns), threads = max_threads();
+    const int64_t panels = parts(s_.features, tile_columns_), threads = max_threads();
     if (panels >= threads && s_.tiles * floats_of_tile(parts(panels, threads)) <= kTaskFloats) return run_by_panels(panels, threads);
     const int64_t most = std::max(kTaskFloats / floats_of_tile(panels), products_.rows);
     // As many tasks for each thread.
@@ -65,7 +65,7 @@ class Winograd {
   void transform_filter(bool flipped, char* to) const {
     const Shape strides = f_.geometry.filter_strides(f_.w);
     constexpr int64_t kStep = 32;  // channels
-    const int64_t steps = parts(s_.channels, kStep), columns = products_.columns, point = s_.channels * columns;
+    const int64_t steps = parts(s_.channels, kStep), columns = tile_columns_, point = s_.channels * columns;
     parallel_for(parts(s_.features, columns) * steps, [&](int64_t i) {
       const int64_t feature = i / steps * columns, channel = i % steps * kStep;
       const float* w = f_.w.as<float>() + feature * strides[0] + channel * strides[1];
@@ -76,8 +76,8 @@ class Winograd {
     });
   }
 
-  int64_t floats_of_tile(int64_t panels) const { return kSide * (row_ + (1 + panels) * products_.columns); }
-  int64_t output_bytes(int64_t tiles) const { return kSide * tiles * products_.columns * int64_t(sizeof(float)); }
+  int64_t floats_of_tile(int64_t panels) const { return kSide * (row_ + (1 + panels) * tile_columns_); }
+  int64_t output_bytes(int64_t tiles) const { return kSide * tiles * tile_columns_ * int64_t(sizeof(float)); }
 
   // The lines of points that threads have taken of a panel, and those that are done: one after the other, since its outputs are sums.
   struct alignas(64) Lines {
@@ -114,7 +114,7 @@ class Winograd {
   class Part {
    public:
     Part(const Winograd& w, int64_t first, int64_t count, float* outputs)
-        : w_(w), s_(w.s_), columns_(w.products_.columns), first_(first), count_(count),
+        : w_(w), s_(w.s_), columns_(w.tile_columns_), first_(first), count_(count),
           scratch_(count * w.floats_of_tile(0) * sizeof(float)), points_(scratch_.as<float>()), sums_(points_ + kSide * count * w.row_),
           outputs_(outputs), rows_(count), pixels_(count * kPoints) {
       for (int64_t t = 0; t < count; ++t) {
@@ -168,8 +168,8 @@ class Winograd {
         const char* const at = panels + k * layout.line;
         const contraction::Tile all{rows_.data(), nullptr, count_, (offset + k) * int64_t(sizeof(float)), 1, steps, false,
                                     columns(panel), at, layout, at + steps * layout.line, steps, 0};
-        contraction::for_tiles(all, count_, [&](const contraction::Tile& tile, int64_t begin, int64_t end) {
-          w_.products_.multiply_f32(tile, end - begin, sums + begin * columns_, k == 0);
+        contraction::for_tiles(w_.products_, all, count_, [&](const contraction::Tile& tile, int64_t begin, int64_t end) {
+          w_.products_.multiply(tile, end - begin, sums + begin * columns_, k == 0);
         });
       }
     }
@@ -186,7 +186,8 @@ class Winograd {
   const Forward f_;
   const Sizes s_;
   const Kernels& loops_;
-  const contraction::Kernels& products_;
+  const int64_t tile_columns_;
+  const contraction::Products& products_;
   const contraction::Panels panels_;
   const contraction::Layout layout_;
   const int64_t row_;

@@ -3,6 +3,10 @@
 #ifdef __x86_64__
 #include <cpuid.h>
 #endif
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
@@ -37,6 +41,25 @@ bool cpu_has_vnni() {
   return false;
 }
 
+// The CPU has the instructions, the system saves their registers (XCR0's bits 17 and 18), and this process may have them: which it must ask
+// for, as https://docs.kernel.org/arch/x86/xstate.html says.
+bool cpu_has_amx() {
+#if defined(JAXFUSE_EMULATE_AVX512)
+  return true;
+#elif defined(__x86_64__) && defined(__linux__)
+  constexpr unsigned kOsxsave = 1u << 27, kAmxBf16 = 1u << 22, kAmxTile = 1u << 24, kAmxInt8 = 1u << 25, kAll = kAmxBf16 | kAmxTile | kAmxInt8;
+  unsigned a, b, c, d;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & kOsxsave)) return false;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kAll) != kAll) return false;
+  constexpr unsigned kSaved = 3u << 17;
+  asm("xgetbv" : "=a"(a), "=d"(d) : "c"(0));
+  constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
+  return (a & kSaved) == kSaved && syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
 SimdLevel cpu_level() {
 #ifdef JAXFUSE_EMULATE_AVX512
   return SimdLevel::avx512;
@@ -52,21 +75,23 @@ SimdLevel cpu_level() {
   return SimdLevel::portable;
 }
 
+constexpr const char* kWithAmx = "avx512_amx";
+
 SimdLevel chosen_level() {
   const SimdLevel highest = cpu_level();
   const char* wanted = std::getenv("JAXFUSE_SIMD");
-  if (!wanted) return highest;
+  if (!wanted || (wanted == std::string(kWithAmx) && cpu_has_amx())) return highest;
   for (int level = 0; level <= int(highest); ++level) {
     if (std::string(wanted) == kNames[level]) return SimdLevel(level);
   }
   throw std::runtime_error(std::string("the environment variable JAXFUSE_SIMD is \"") + wanted +
-                              "\", expected portable, avx2 or avx512, and this CPU has " + kNames[int(highest)] +
-                              "; unset it to use that");
+                              "\", expected portable, avx2, avx512 or " + kWithAmx + ", and this CPU has " +
+                           (cpu_has_amx() ? kWithAmx : kNames[int(highest)]) + "; unset it to use that");
 }
 
-std::string described_level(bool vnni) {
+std::string described_level(bool int8) {
   try {
-    return std::string(kNames[int(simd_level())]) + (vnni && has_vnni() ? "_vnni" : "");
+    return std::string(kNames[int(simd_level())]) + (!int8 ? "" : has_amx() ? "_amx" : has_vnni() ? "_vnni" : "");
   } catch (const std::runtime_error& problem) {
     return problem.what();
   }
@@ -85,6 +110,14 @@ SimdLevel simd_level() {
 bool has_vnni() {
   // Asked once: in a virtual machine the instruction that asks may take tens of microseconds.
   static const bool has = cpu_has_vnni();
+  return has;
+}
+
+bool has_amx() {
+  static const bool has = [] {
+    const char* const wanted = std::getenv("JAXFUSE_SIMD");
+    return simd_level() == SimdLevel::avx512 && (!wanted || wanted == std::string(kWithAmx)) && cpu_has_amx();
+  }();
   return has;
 }
 

@@ -52,6 +52,12 @@ def computes_whole_vectors() -> bool:
 
 
 @functools.cache
+def multiplies_matrices() -> bool:
+    """Whether our loops multiply matrices of bfloat16 and of bytes by one instruction (AMX). Not where JAXFUSE_SIMD names a level."""
+    return _info().get("int8", "").endswith("amx")
+
+
+@functools.cache
 def identity() -> dict:
     """What measurements hold for: the machine, and the versions of what was measured."""
     version = "unknown"

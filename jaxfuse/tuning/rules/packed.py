@@ -40,7 +40,7 @@ def fastest(config, x, w, is_dense: bool) -> Packing:
 def packs(dtype) -> bool:
     """Whether packed weights of this dtype were measured here, and found faster for some layers."""
     if has_avx512():
-        return dtype != jnp.bfloat16 or not _has_amx()
+        return dtype != jnp.bfloat16 or not _has_amx() or tuned.multiplies_matrices()
     return _has_avx2(dtype)
 
 
@@ -49,20 +49,20 @@ def wins_expanded(x, activation) -> bool:
     faster ones, unless the activation is more than a clip; with AMX all of them. With AVX2 short lines cost more than they save."""
     is_clip = activation.kind in ("none", "relu", "piecewise_linear")
     if has_avx512():
-        return packs(x.dtype) and (x.dtype != jnp.bfloat16 or not is_clip)
+        return x.dtype != jnp.bfloat16 or not (is_clip or _has_amx())
     return _has_avx2(x.dtype) and private.known(x.shape[2]) >= (28 if is_clip else 7)
 
 
 def wins_packed(dtype, rows: int) -> bool:
     """Whether a dense layer of so many rows, with a packed weight, is faster than what it would be otherwise. Of bf16 all are where the
-    CPU multiplies that, none where it has matrices of it (AMX), else the fewest; of f32 those that XLA's product, which packs the weight at
+    CPU multiplies that, else the fewest; of f32 those that XLA's product, which packs the weight at
     each call, was slower for: on Zen 5 and Intel's CPUs with AMX all. With AVX2 few rows are as fast, and leave no operation to XLA, whose
     threads are others."""
     if not has_avx512():
         return _has_avx2(dtype) and rows <= 8
     multiplies_bf16 = "avx512_core_bf16" in tuned.isa()
     if dtype == jnp.bfloat16:
-        return packs(dtype) and (rows <= 64 or multiplies_bf16)
+        return packs(dtype) and (rows <= 64 or multiplies_bf16 or tuned.multiplies_matrices())
     return rows <= 512 or _has_amx() or multiplies_bf16 and tuned.computes_whole_vectors()
 
 
@@ -90,6 +90,8 @@ def _wins(dtype, channels: int, products: int, features: int, pixels: int) -> tu
     `pixels` of the output: with many of them its layout of the filter costs little. Of few `channels` its kernels are slower with
     AVX-512; with AVX2 ours are, and those of few `features`, which leave most of a tile empty."""
     if has_avx512():
+        if dtype == jnp.bfloat16 and tuned.multiplies_matrices():
+            return products >= 128, False
         wins = products >= 64 and packs(dtype) and (dtype != jnp.bfloat16 or pixels <= 800 or channels < FEW_CHANNELS)
         return wins, wins
     if _has_avx2(dtype):
