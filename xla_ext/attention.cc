@@ -14,27 +14,6 @@ namespace {
 // block, which with its values lies in the second-level cache.
 constexpr int64_t kGroupRows = 2 * kMostRows, kTaskRows = 22 * kMostRows, kBlockKeys = 256, kFewestRows = 4 * kMostRows, kTasks = 16;
 
-struct Forward {
-  Problem problem;
-  Tensor y;
-  Matrix out;
-  float *largest = nullptr, *inverse = nullptr;
-
-  explicit Forward(const Call& call)
-      : problem(call), y(call.result(0, "y")),
-        out(problem.written(call, y, "y_strides", {problem.rows, problem.columns})) {
-    const bool saving = call.results() == 3;
-    call.expect_counts(problem.operands(), saving ? 3 : 1);
-    call.expect_dtype(y, {DType::F32, problem.v.dtype});
-    Shape shape = problem.batch;
-    shape.push_back(problem.rows);
-    for (size_t i = 1; saving && i < 3; ++i) {
-      const Tensor statistic = call.checked(call.result(i, i == 1 ? "largest" : "inverse"), DType::F32, shape);
-      (i == 1 ? largest : inverse) = statistic.as<float>();
-    }
-  }
-};
-
 // Memory for a task.
 struct Memory {
   int64_t keys, key_stride, stride;
@@ -68,20 +47,18 @@ void attend(const Forward& f, int64_t entry, int64_t row, int64_t rows) {
       multiply(product::lines(m.scores, m.key_stride), count, m.v, keys, m.stride, sums, m.stride, key == 0);
     }
   }
-  const int64_t at = entry * p.rows + row;
-  const Matrix y = f.out.entry(p.batch, entry).from(0, row);
-  kernels().finish({m.largest, m.total, m.sums, p.columns, m.stride}, rows, element_of(y.dtype), y.data, y.strides[0],
-                   f.largest ? f.largest + at : nullptr, f.inverse ? f.inverse + at : nullptr);
+  f.finish({m.largest, m.total, m.sums, p.columns, m.stride}, entry, row, rows);
 }
 
 void forward(const Call& call) {
   const Forward f(call);
   const Problem& p = f.problem;
+  const bool matrices = takes_matrices(f);
   const int64_t wanted = std::max(parts(p.rows, kTaskRows), std::min(parts(kTasks, p.entries()), p.rows / kFewestRows));
   const int64_t step = padded(parts(p.rows, wanted), kMostRows), row_parts = parts(p.rows, step);
   for_tasks(p, p.entries() * row_parts, [&](int64_t task) {
     const int64_t row = task % row_parts * step;
-    attend(f, task / row_parts, row, std::min(step, p.rows - row));
+    (matrices ? attend_by_matrices : attend)(f, task / row_parts, row, std::min(step, p.rows - row));
   });
 }
 
@@ -90,6 +67,26 @@ JAXFUSE_HANDLER(jaxfuse_attention_fwd, forward);
 }  // namespace
 
 const Kernels& kernels() { return choose(portable_kernels, avx2_kernels, avx512_kernels); }
+
+Forward::Forward(const Call& call)
+    : problem(call), y(call.result(0, "y")), out(problem.written(call, y, "y_strides", {problem.rows, problem.columns})) {
+  const bool saving = call.results() == 3;
+  call.expect_counts(problem.operands(), saving ? 3 : 1);
+  call.expect_dtype(y, {DType::F32, problem.v.dtype});
+  Shape shape = problem.batch;
+  shape.push_back(problem.rows);
+  for (size_t i = 1; saving && i < 3; ++i) {
+    const Tensor statistic = call.checked(call.result(i, i == 1 ? "largest" : "inverse"), DType::F32, shape);
+    (i == 1 ? largest : inverse) = statistic.as<float>();
+  }
+}
+
+void Forward::finish(const Softmax& state, int64_t entry, int64_t row, int64_t rows) const {
+  const int64_t at = entry * problem.rows + row;
+  const Matrix to = out.entry(problem.batch, entry).from(0, row);
+  kernels().finish(state, rows, element_of(to.dtype), to.data, to.strides[0], largest ? largest + at : nullptr,
+                   inverse ? inverse + at : nullptr);
+}
 
 Problem::Problem(const Call& call)
     : batch(call.int_array("batch")), rows(call.attr<int64_t>("rows")), keys(call.attr<int64_t>("keys")),

@@ -45,6 +45,23 @@ struct Problem {
   Scores scores(int64_t entry, int64_t row, int64_t rows, int64_t key, int64_t keys, float* s, int64_t stride) const;
 };
 
+// A forward call: y, and where they are wanted the largest score of each row and 1/Σe^(score - largest).
+struct Forward {
+  Problem problem;
+  Tensor y;
+  Matrix out;
+  float *largest = nullptr, *inverse = nullptr;
+
+  explicit Forward(const Call& call);
+
+  // What the softmax has made of rows [row, row + rows) of an entry becomes theirs.
+  void finish(const Softmax& state, int64_t entry, int64_t row, int64_t rows) const;
+};
+
+// Where AMX multiplies matrices of bf16: some rows of an entry.
+bool takes_matrices(const Forward& f);
+void attend_by_matrices(const Forward& f, int64_t entry, int64_t row, int64_t rows);
+
 // f(task) for all tasks, on threads unless they are less work than waking these.
 template <class F>
 void for_tasks(const Problem& p, int64_t tasks, F f) {

@@ -47,6 +47,8 @@ struct Kernels {
   // Σ a·b of each row.
   void (*row_products)(Element, const void* a, int64_t a_row, const void* b, int64_t b_row, int64_t rows, int64_t columns,
                        float* sums);
+  // Rows of f32 as sums of two of bf16, of which high has them rounded and low rounds what that leaves.
+  void (*split)(const float* from, int64_t stride, int64_t rows, int64_t columns, void* high, void* low, int64_t to_row);
   // Rows of f32, rounded.
   void (*write)(const float* from, int64_t stride, int64_t rows, int64_t columns, Element, void* to, int64_t to_row);
 };

@@ -127,6 +127,18 @@ void write(const float* from, int64_t stride, int64_t rows, int64_t columns, Ele
   });
 }
 
+// An infinity leaves nothing, and of a NaN it is enough that high is one.
+void split(const float* from, int64_t stride, int64_t rows, int64_t columns, void* high, void* low, int64_t to_row) {
+  for (int64_t i = 0; i < rows; ++i, from += stride) {
+    bf16 *const high_row = static_cast<bf16*>(high) + i * to_row, *const low_row = static_cast<bf16*>(low) + i * to_row;
+    for_vectors(0, columns, [&](int64_t c, auto lanes) {
+      const Floats value = load(from + c, lanes), rounded = round_to<bf16>(value), rest = value - rounded;
+      store(high_row + c, rounded, lanes);
+      store(low_row + c, round_to<bf16>(rest == rest ? rest : Floats{}), lanes);
+    });
+  }
+}
+
 void finish(const Softmax& state, int64_t rows, Element element, void* y, int64_t y_row, float* largest, float* inverse) {
   for (int64_t i = 0; i < rows; ++i) {
     const float factor = 1.0f / state.total[i];
@@ -174,7 +186,7 @@ void row_products(Element element, const void* a, int64_t a_row, const void* b, 
   });
 }
 
-constexpr Kernels kernels = {softmax, finish, gradient, row_products, write};
+constexpr Kernels kernels = {softmax, finish, gradient, row_products, split, write};
 
 }  // namespace
 }  // namespace jaxfuse::attention

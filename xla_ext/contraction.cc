@@ -31,7 +31,8 @@ class Plan {
  public:
   Plan(const Problem& problem, size_t number)
       : p_(problem), number_(number), columns_(kernels().columns), products_(products_of(problem.dtype, problem.filter.narrow)),
-        panels_{p_.inner, p_.columns, int64_t(p_.filter.taps.size()), p_.dtype}, packing_(p_.filter, panels_, p_.filter.panels ? panels_.layout() : side_by_side()),
+        panels_{p_.inner, p_.columns, int64_t(p_.filter.taps.size()), p_.dtype},
+        packing_(p_.filter, panels_, p_.filter.panels ? panels_.layout() : side_by_side()),
         groups_(parts(p_.columns, columns_)) {
     const int64_t taps_apart = products_.copy ? std::max<int64_t>(1, panels_.taps) : 1;  // else they meet the same inputs
     const int64_t row_bytes = std::max<int64_t>(1, p_.inner * int64_t(ffi::ByteWidth(p_.dtype))) * taps_apart;
@@ -196,14 +197,15 @@ Kernels found_kernels() {
   }
   if (has_bf16()) {
     const Kernels& better = avx512_bf16_kernels;
-    all.bf16 = better.bf16, all.pack_bf16 = better.pack_bf16, all.transpose_bf16 = better.transpose_bf16, all.pixels_bf16 = better.pixels_bf16;
+    all.bf16 = better.bf16, all.pack_bf16 = better.pack_bf16;
+    all.transpose_bf16 = better.transpose_bf16, all.pixels_bf16 = better.pixels_bf16;
   }
   if (simd_level() == SimdLevel::avx512) {
     for (Products* products : {&all.f32, &all.bf16, &all.bytes, &all.narrow_bytes}) adapt(*products);
   }
   if (has_amx()) {
     const Kernels& better = avx512_amx_kernels;
-    all.bf16 = better.bf16, all.bytes = better.bytes, all.narrow_bytes = better.narrow_bytes;
+    all.bf16 = better.bf16, all.bytes = better.bytes, all.narrow_bytes = better.narrow_bytes, all.multiply_pairs = better.multiply_pairs;
   }
   return all;
 }

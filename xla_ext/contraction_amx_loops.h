@@ -106,22 +106,29 @@ struct Number {
   static constexpr int value = n;
 };
 
+// A tile's sums, `stride` from row to row.
+struct Sums {
+  float* data;
+  int64_t stride;
+  bool are_first;  // else they are added to what is there
+};
+
 // f for each register of sums, by its number, and where its sums lie.
 template <bool both_rows, bool both_panels, class F>
-[[gnu::always_inline]] inline void for_sums(float* sums, const Rows& rows, F f) {
-  float* const second = sums + rows.second * kColumns;
-  f(Number<0>{}, sums);
-  if constexpr (both_panels) f(Number<1>{}, sums + kPanel);
+[[gnu::always_inline]] inline void for_sums(float* first, float* second, F f) {
+  f(Number<0>{}, first);
+  if constexpr (both_panels) f(Number<1>{}, first + kPanel);
   if constexpr (both_rows) f(Number<2>{}, second);
   if constexpr (both_rows && both_panels) f(Number<3>{}, second + kPanel);
 }
 
 // Rows by panels number `panel` and the one behind it.
 template <class Step, bool both_rows, bool both_panels>
-void multiply_panels(const Tile& tile, const Rows& rows, const LastLines& last, int64_t panel, Fetch& fetch, float* sums, bool first) {
-  const auto with_sums = [&](auto f) { for_sums<both_rows, both_panels>(sums + panel * kPanel, rows, f); };
-  const int64_t stride = kColumns * int64_t(sizeof(float)), whole = tile.steps / kLineSteps;  // blocks
-  with_sums([&](auto n, float* at) { first ? amx::zero<n.value>() : amx::load<n.value>(at, stride); });
+void multiply_panels(const Tile& tile, const Rows& rows, const LastLines& last, int64_t panel, Fetch& fetch, const Sums& sums) {
+  float* const first = sums.data + panel * kPanel;
+  const auto with_sums = [&](auto f) { for_sums<both_rows, both_panels>(first, first + rows.second * sums.stride, f); };
+  const int64_t stride = sums.stride * int64_t(sizeof(float)), whole = tile.steps / kLineSteps;  // blocks
+  with_sums([&](auto n, float* at) { sums.are_first ? amx::zero<n.value>() : amx::load<n.value>(at, stride); });
   const char* lines = tile.panels + panel * tile.layout.panel;
   for (int64_t tap = 0; tap < tile.taps; ++tap) {
     const char* at = tile.rows[tap * tile.row_step] + tile.offset;
@@ -135,7 +142,7 @@ void multiply_panels(const Tile& tile, const Rows& rows, const LastLines& last, 
 }
 
 template <class Step>
-void multiply_matrices(const Tile& tile, int64_t count, float* sums, bool first) {
+void multiply_matrices(const Tile& tile, int64_t count, const Sums& sums) {
   const Rows rows(tile, count);
   const LastLines last(tile);
   Fetch fetch(tile);
@@ -143,13 +150,22 @@ void multiply_matrices(const Tile& tile, int64_t count, float* sums, bool first)
     const bool both_rows = count > amx::kLines, both_panels = tile.columns > (panel + 1) * kPanel;
     const auto multiply = both_rows ? (both_panels ? multiply_panels<Step, true, true> : multiply_panels<Step, true, false>)
                                     : (both_panels ? multiply_panels<Step, false, true> : multiply_panels<Step, false, false>);
-    multiply(tile, rows, last, panel, fetch, sums, first);
+    multiply(tile, rows, last, panel, fetch, sums);
   }
 }
 
 template <class Step>
+void multiply_for_tile(const Tile& tile, int64_t count, float* sums, bool first) {
+  multiply_matrices<Step>(tile, count, {sums, kColumns, first});
+}
+
+inline void multiply_pairs(const Tile& tile, int64_t count, float* sums, int64_t stride, bool first) {
+  multiply_matrices<MatricesOfPairs>(tile, count, {sums, stride, first});
+}
+
+template <class Step>
 constexpr Products matrix_products = {
-    2 * amx::kLines, amx::kLines, 256, 1 << 20, multiply_matrices<Step>, copy_rows<Step>, amx::begin, amx::end,
+    2 * amx::kLines, amx::kLines, 256, 1 << 20, multiply_for_tile<Step>, copy_rows<Step>, amx::begin, amx::end,
 };
 
 }  // namespace

@@ -108,6 +108,9 @@ struct Kernels {
   void (*pixels_bf16)(const Pixels&) = nullptr;
   void (*pixels_narrow_bytes)(const Pixels&) = nullptr;
   int64_t pixel_columns = 0;  // that are multiplied together
+
+  // As bf16.multiply, with sums `stride` from row to row; null where that does not multiply matrices.
+  void (*multiply_pairs)(const Tile&, int64_t count, float* sums, int64_t stride, bool first) = nullptr;
 };
 
 extern const Kernels portable_kernels, avx2_kernels, avx512_kernels;

@@ -213,7 +213,11 @@ template <class Step>
 constexpr Products products = {kRows, 1, kMostSteps, 384 << 10, multiply_tile<Step>};
 
 #if defined(JAXFUSE_AMX)  // what only such CPUs do so; the rest is AVX-512's
-constexpr Kernels kernels = {kColumns, {}, matrix_products<MatricesOfPairs>, matrix_products<MatricesOfBytes>, matrix_products<MatricesOfBytes>};
+constexpr Kernels kernels = [] {
+  Kernels all{kColumns, {}, matrix_products<MatricesOfPairs>, matrix_products<MatricesOfBytes>, matrix_products<MatricesOfBytes>};
+  all.multiply_pairs = multiply_pairs;
+  return all;
+}();
 #elif defined(__AVX512BF16__)
 constexpr Kernels kernels = {
     kColumns, {}, products<OfPairs>, {}, {}, nullptr, pack<OfPairs>, nullptr, transpose_lines<OfPairs, bf16>,

@@ -12,8 +12,9 @@ namespace jaxfuse::conv::contracted {
 bool FlatImages::takes(const Forward& f) {
   const Geometry& g = f.geometry;
   const contraction::Products& products = contraction::products_of(f.x.dtype);
-  if (!products.copy || g.groups > 1 || g.transposed() || g.strided() || g.spatial_rank() > 2 || g.filter_swapped || g.taps(f.w) == 1) return false;
-  if (merges_lines(g, f.w) || f.x.shape.back() * int64_t(ffi::ByteWidth(f.x.dtype)) % contraction::kLineBytes != 0) return false;
+  const bool has_one_step = !g.transposed() && !g.strided() && g.spatial_rank() <= 2;
+  if (!products.copy || !has_one_step || g.groups > 1 || g.filter_swapped || g.taps(f.w) == 1 || merges_lines(g, f.w)) return false;
+  if (f.x.shape.back() * int64_t(ffi::ByteWidth(f.x.dtype)) % contraction::kLineBytes != 0) return false;
   for (int64_t i = 0; i < 2; ++i) {
     const Axis a = axis(f, i);
     if (a.low < 0 || a.high < 0 || a.outputs > a.extent() || 2 * a.outputs < a.extent()) return false;
@@ -29,20 +30,24 @@ FlatImages::Axis FlatImages::axis(const Forward& f, int64_t from_last) {
 }
 
 FlatImages::FlatImages(const Forward& f, const char* panels, const Int8* int8)
-    : f_(f), int8_(int8), images_(f.x.shape[0]), features_(f.y().shape.back()), pixel_(f.x.shape.back() * int64_t(ffi::ByteWidth(f.x.dtype))),
-      lines_(axis(f, 1)), pixels_(axis(f, 0)), epilogue_(f.epilogue, {f.y().size() / features_, features_}) {
+    : f_(f), int8_(int8), images_(f.x.shape[0]), features_(f.y().shape.back()),
+      pixel_(f.x.shape.back() * int64_t(ffi::ByteWidth(f.x.dtype))), lines_(axis(f, 1)), pixels_(axis(f, 0)),
+      epilogue_(f.epilogue, {f.y().size() / features_, features_}) {
   contraction::Filter filter = contracted::filter(f.geometry, f.w);
   filter.panels = panels, filter.narrow = int8 && int8->narrow;
   // Behind the last output of the last image nothing is wanted.
   const int64_t rows = pixels() - (lines_.extent() - lines_.outputs) * pixels_.extent() - (pixels_.extent() - pixels_.outputs);
-  problems_.push_back({rows, f.x.shape.back(), features_, f.x.dtype, filter, [this](int64_t first, int64_t count, const char** at, int64_t step) {
-    for (int64_t tap = 0; tap < lines_.taps * pixels_.taps; ++tap, at += step) {
-      const int64_t line = tap / pixels_.taps * lines_.dilation, place = tap % pixels_.taps * pixels_.dilation;
-      const char* const from = flat_ + (first + line * pixels_.extent() + place) * pixel_;
-      for (int64_t i = 0; i < count; ++i) at[i] = from + i * pixel_;
-    }
-  }});
+  problems_.push_back({rows, f.x.shape.back(), features_, f.x.dtype, filter,
+                       [this](int64_t first, int64_t count, const char** at, int64_t step) { point(first, count, at, step); }});
   plans_.emplace(problems_);
+}
+
+void FlatImages::point(int64_t first, int64_t count, const char** at, int64_t step) const {
+  for (int64_t tap = 0; tap < lines_.taps * pixels_.taps; ++tap, at += step) {
+    const int64_t line = tap / pixels_.taps * lines_.dilation, place = tap % pixels_.taps * pixels_.dilation;
+    const char* const from = flat_ + (first + line * pixels_.extent() + place) * pixel_;
+    for (int64_t i = 0; i < count; ++i) at[i] = from + i * pixel_;
+  }
 }
 
 void FlatImages::point_to(const Forward& f, const char* panels) {
@@ -84,7 +89,8 @@ void FlatImages::finish(const contraction::Block& b) const {
     const int64_t wanted = std::min(run, pixels_.outputs - column);
     if (wanted <= 0 || number >= lines_.outputs) continue;
     const int64_t pixel = (line / lines_.extent() * lines_.outputs + number) * pixels_.outputs + column;
-    epilogue::kernels().apply(epilogue_.tile(b.sums + row * b.stride, DType::F32, b.stride, pixel * features_ + b.column, b.column, b.columns), 0, wanted);
+    const int64_t offset = pixel * features_ + b.column;
+    epilogue::kernels().apply(epilogue_.tile(b.sums + row * b.stride, DType::F32, b.stride, offset, b.column, b.columns), 0, wanted);
   }
 }
 

@@ -35,6 +35,7 @@ class FlatImages {
 
   int64_t pixels() const { return images_ * lines_.extent() * pixels_.extent(); }
   int64_t before() const { return lines_.low * pixels_.extent() + pixels_.low; }  // pixels of zeros before the first
+  void point(int64_t first, int64_t count, const char** at, int64_t step) const;
   void fill(char* to) const;
   void finish(const contraction::Block& block) const;
 

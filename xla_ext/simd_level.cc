@@ -47,7 +47,8 @@ bool cpu_has_amx() {
 #if defined(JAXFUSE_EMULATE_AVX512)
   return true;
 #elif defined(__x86_64__) && defined(__linux__)
-  constexpr unsigned kOsxsave = 1u << 27, kAmxBf16 = 1u << 22, kAmxTile = 1u << 24, kAmxInt8 = 1u << 25, kAll = kAmxBf16 | kAmxTile | kAmxInt8;
+  constexpr unsigned kOsxsave = 1u << 27, kAmxBf16 = 1u << 22, kAmxTile = 1u << 24, kAmxInt8 = 1u << 25;
+  constexpr unsigned kAll = kAmxBf16 | kAmxTile | kAmxInt8;
   unsigned a, b, c, d;
   if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & kOsxsave)) return false;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kAll) != kAll) return false;

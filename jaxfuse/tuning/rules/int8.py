@@ -4,8 +4,9 @@ from jaxfuse.runtime import ffi
 from jaxfuse.tuning import tuned
 
 # For each way of summing products of bytes, as `form` names them, the products from which on int8 was measured to be faster.
-# Of ResNet-50's and BERT's 25 layers, of which the smallest has 2,048,000 products, all take less time with AMX (an Intel Xeon:
-# 0.11 to 0.58), with AVX512-VNNI (Emerald Rapids: 0.18 to 0.78) and with AVX2 (Zen 3: 0.46 to 0.95). Where vectors are computed half by half (Zen 1) all but two take more, up to 3.4.
+# Of ResNet-50's and BERT's 25 layers, of which the smallest has 2,048,000 products, all take less time with AMX (an Intel Xeon: 0.11 to
+# 0.58), with AVX512-VNNI (Emerald Rapids: 0.18 to 0.78) and with AVX2 (Zen 3: 0.46 to 0.95). Where vectors are computed half by half
+# (Zen 1) all but two take more, up to 3.4.
 SMALLEST = {"avx2": 2_000_000, "avx512_vnni": 2_000_000, "avx512_amx": 2_000_000}
 
 
