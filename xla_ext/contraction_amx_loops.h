@@ -145,7 +145,7 @@ template <class Step>
 void multiply_matrices(const Tile& tile, int64_t count, const Sums& sums) {
   const Rows rows(tile, count);
   const LastLines last(tile);
-  Fetch fetch(tile);
+  Fetch fetch(tile, (tile.columns + 2 * kPanel - 1) / (2 * kPanel));
   for (int64_t panel = 0; panel * kPanel < tile.columns; panel += 2) {
     const bool both_rows = count > amx::kLines, both_panels = tile.columns > (panel + 1) * kPanel;
     const auto multiply = both_rows ? (both_panels ? multiply_panels<Step, true, true> : multiply_panels<Step, true, false>)

@@ -16,8 +16,9 @@ constexpr int64_t kVectors = kColumns / kLanes, kMostSteps = kLanes == 8 ? 128 :
 // The lines that are wanted next, a few at a time while a tile is computed.
 class Fetch {
  public:
-  explicit Fetch(const Tile& tile)
-      : panels_(tile.fetch), layout_(tile.layout), left_(tile.fetched), together_(tile.together) {}
+  // `passes`: how often the tile's steps are gone through.
+  explicit Fetch(const Tile& tile, int64_t passes = 1)
+      : panels_(tile.fetch), layout_(tile.layout), left_(tile.fetched), together_((tile.together + passes - 1) / passes) {}
 
   void some() {
     for (int64_t i = 0; i < together_ && left_ > 0; ++i, --left_, panels_ += layout_.line) {
