@@ -34,6 +34,8 @@ MORE = {  # tiles that are not full, in rows, in columns, in steps of a pair; mo
     "padded more on one side": Case((2, 8, 11, 32), (2, 3, 32, 70), padding=[(0, 1), (2, 0)]),
     "holes, as large": Case((2, 12, 10, 64), (3, 3, 64, 33), padding=(2, 2), dilation=2),
     "line as long": Case((3, 31, 32), (5, 32, 24), padding=(2, 2)),
+    "parts of rows": Case((2, 5, 7, 544), (1, 1, 544, 20)),
+    "parts of taps": Case((1, 5, 7, 544), (1, 3, 544, 20), padding=[(0, 0), (1, 1)]),
     "fewer rows than a register": Case((1, 3, 5, 34), (1, 1, 34, 18)),
     "few channels, features first": Case((2, 12, 12, 3), (32, 7, 7, 3), strides=2, padding=(3, 3), layout=("NHWC", "OHWI", "NHWC")),
 }
@@ -54,9 +56,13 @@ def check_transposed(x_shape, w_shape, strides, dtype):
     assert error < (1e-6 if dtype == F32 else 8e-3), (x_shape, error)
 
 
+def config_of(case):
+    return ConvConfig(case.strides, tuple(case.padding), case.dilation, case.groups, *case.specs, (1,) * len(case.strides))
+
+
 def check_packed(case, dtype):
     """By a packed filter, and by one that is transformed too, as by the filter itself; with infinities in x too."""
-    config = ConvConfig(case.strides, tuple(case.padding), case.dilation, case.groups, *case.specs, (1,) * len(case.strides))
+    config = config_of(case)
     x, w = random(case.x, dtype), random_filter(case, dtype)
     if packed.refuse(config, x, w):
         return
@@ -71,6 +77,20 @@ def check_packed(case, dtype):
             assert np.max(np.abs(y - wanted), where=np.isfinite(wanted), initial=0) <= (2e-6 if dtype == F32 else 8e-3) * scale
 
 
+def check_neighbours(case, dtype):
+    """A NaN reaches the outputs that read it, and no others."""
+    pixel = [-1] * len(case.x)
+    pixel[case.specs.lhs_spec[0]], pixel[case.specs.lhs_spec[1]] = 0, slice(None)
+    x, w = random(case.x, dtype).at[tuple(pixel)].set(jnp.nan), random_filter(case, dtype)
+    known = convolved(case, jnp.ones(case.w, F32), jnp.isnan(x).astype(F32)) > 0
+    np.testing.assert_array_equal(np.isnan(np.float64(forward(case, x, w))), known)
+    config = config_of(case)
+    if not packed.refuse(config, x, w):
+        made = packed.config_of(config, x, w, False)
+        y = jax.jit(functools.partial(packed.OP, made))(x, *packed.pack(made, w))[0]
+        np.testing.assert_array_equal(np.isnan(np.float64(y)), known)
+
+
 def check_float32_filter():
     """One that meets bfloat16 is rounded as a cast rounds it, and to the same y."""
     for case in (CASES["3x3"], CASES["1x1, odd"], MORE["long"], MORE["odd everything"]):
@@ -79,7 +99,8 @@ def check_float32_filter():
 
 
 def convolved(case, w, x):
-    return jax.lax.conv_general_dilated(x, w, case.strides, case.padding, rhs_dilation=case.dilation, dimension_numbers=case.specs)
+    return jax.lax.conv_general_dilated(
+        x, w, case.strides, case.padding, rhs_dilation=case.dilation, dimension_numbers=case.specs, feature_group_count=case.groups)
 
 
 def check_filters_that_are_not_finite():
@@ -136,6 +157,7 @@ def run_all() -> int:
             check_forward(case, dtype)
             check_backward(case, dtype)
             check_packed(case, dtype)
+            check_neighbours(case, dtype)
             count += 1
         for shapes in TRANSPOSED:
             check_transposed(*shapes, dtype)

@@ -16,11 +16,12 @@ struct Chunk {
   int64_t tap, taps, first, inner;  // elements [first, first + inner) of each of the taps
 };
 
+// All but a row's last have whole lines of the cache of it.
 inline std::vector<Chunk> chunks_of(const Panels& p, int64_t per) {
   std::vector<Chunk> chunks;
   const int64_t steps = p.steps(), most = products_of(p.dtype).steps;
   const int64_t together = p.taps ? even(p.taps, std::max<int64_t>(1, most / steps)) : 1;
-  const int64_t inner = together > 1 ? p.inner : even(steps, most) * per;
+  const int64_t inner = together > 1 ? p.inner : padded(even(steps, most), kLineSteps) * per;
   for (int64_t tap = 0; tap < p.taps; tap += together) {
     for (int64_t first = 0; first < p.inner; first += inner) {
       chunks.push_back({tap, std::min(together, p.taps - tap), first, std::min(inner, p.inner - first)});
