@@ -60,7 +60,7 @@ CASES = {
     "over many pixels": (convolved(), "float32", (1, 40, 40, 16), (3, 3, 16, 8), (ONEDNN, ONEDNN), (ONEDNN, BOTH)),
     "dilated, over many pixels": (
         convolved(rhs_dilation=(2, 2)), "float32", (1, 40, 40, 16), (3, 3, 16, 8), (ONEDNN, BOTH), (ONEDNN, BOTH)),
-    "one place": (convolved(), "float32", IMAGES, (1, 1, 32, 16), (ONEDNN, ONEDNN), (ONEDNN, ONEDNN)),
+    "one place": (convolved(), "float32", IMAGES, (1, 1, 32, 16), (ONEDNN, ONEDNN), (NATIVE, BOTH)),
     "one place, bf16": (convolved(), "bfloat16", IMAGES, (1, 1, 32, 16), (ONEDNN, ONEDNN), (NATIVE, NATIVE)),
     "transposed": (convolved(1, [(2, 2)] * 2, lhs_dilation=(2, 2)), "float32", IMAGES, (3, 3, 32, 16), (ONEDNN, ONEDNN), (ONEDNN, BOTH)),
     "depthwise": (convolved(feature_group_count=32), "float32", IMAGES, (3, 3, 1, 32), (ONEDNN, ONEDNN), (ONEDNN, ONEDNN)),

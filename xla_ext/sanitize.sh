@@ -3,7 +3,8 @@
 #     xla_ext/sanitize.sh address,undefined
 #     xla_ext/sanitize.sh thread -k concurrency        # what follows goes to pytest
 #     xla_ext/sanitize.sh address --complete           # all cases: hours; without it a share of them, another with --salt WORD
-#     xla_ext/sanitize.sh emulated                     # no sanitizer: the loops for AVX-512 on a processor without it
+#     xla_ext/sanitize.sh emulated                     # no sanitizer: the loops for AVX-512 and AMX on a processor without them
+#     xla_ext/sanitize.sh emulated,address,undefined   # those with sanitizers, which do not see what AMX's instructions read
 #     xla_ext/sanitize.sh absent                       # no sanitizer: without oneDNN, as where its packages do not exist
 #     AARCH64_ROOT=FOLDER xla_ext/sanitize.sh aarch64  # no sanitizer: for Arm, run by qemu; xla_ext/aarch64_root.sh makes FOLDER
 # In a virtual environment with `pip install '.[test]'` and what pyproject.toml's [build-system] requires, cmake and ninja. For Arm
@@ -21,8 +22,9 @@ case $kinds in
     read -ra flags < <(cd "$source" && python -m tools.aarch64) ;;
   emulated) flags=(-DJAXFUSE_EMULATE_AVX512=ON) ;;
   absent) flags=(-DJAXFUSE_ONEDNN=OFF) ;;
-  *) flags=(-DCMAKE_BUILD_TYPE=Sanitize "-DCMAKE_CXX_FLAGS=-O1 -g -fno-omit-frame-pointer -fsanitize=$kinds") ;;
+  *) flags=(-DCMAKE_BUILD_TYPE=Sanitize "-DCMAKE_CXX_FLAGS=-O1 -g -fno-omit-frame-pointer -fsanitize=${kinds#emulated,}") ;;
 esac
+[[ $kinds != emulated,* ]] || flags+=(-DJAXFUSE_EMULATE_AVX512=ON)
 cmake -G Ninja -S "$source" -B "$build" -DJAXFUSE_CUDA=off -DPython_EXECUTABLE="$(command -v python)" \
   -Dpybind11_DIR="$(python -m pybind11 --cmakedir)" "${flags[@]}"
 cmake --build "$build"
@@ -47,7 +49,7 @@ export TSAN_OPTIONS=report_signal_unsafe=0:ignore_noninstrumented_modules=1
 # The pool by itself is a program. The thread sanitizer has a thread of its own, and ends where a process with threads forks. The
 # address sanitizer's memory may be locked for ever in the child of a process that forks while another thread allocates.
 case $kinds in
-  aarch64|emulated|absent) ;;
+  aarch64|emulated*|absent) ;;
   thread) own="not forks and not only_the_team_wakes" ;;
   *) own="thread_pool and not primitives" ;;
 esac
