@@ -70,15 +70,24 @@ def test_the_cpu_is_asked_for_what_the_compiler_may_use():
     for option in sum(map(options, BEYOND_PORTABLE), []):
         name = option.removeprefix("-m")
         asked_as = f'"{name}"', f"bit_{name.upper()}", f"k{name.title().replace('-', '')}"
-        assert option.startswith("-mno-") or any(known in asked for known in asked_as), option
+        assert option.startswith(("-mno-", "-D")) or any(known in asked for known in asked_as), option
 
 
 @needs_x86
-@pytest.mark.parametrize("isa", ["avx2", "portable"])
+@pytest.mark.parametrize("isa", ["avx2", "portable", "avx512"])
 def test_compiler_flags_of_the_users_own(isa):
     """CXXFLAGS="-march=native" on a machine with AVX-512 leaves each file its own instruction set."""
     subprocess.run([COMPILER, *FLAGS, "-march=skylake-avx512", *options(isa), f"-I{ROOT / 'xla_ext'}", "-fsyntax-only",
                     "-x", "c++", "-"], input=compiled_loops("product", isa), text=True, check=True)
+
+
+@needs_x86
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
+def test_flags_of_a_newer_processor_leave_tables_whole(isa):
+    """Instructions for bytes, bf16 and matrices have tables of their own, in part."""
+    whole = "static_assert(jaxfuse::contraction::kernels.f32.multiply && jaxfuse::contraction::kernels.pack_bf16);"
+    subprocess.run([COMPILER, *FLAGS, "-march=sapphirerapids", *options(isa), f"-I{ROOT / 'xla_ext'}", "-fsyntax-only", "-x", "c++", "-"],
+                   input=compiled_loops("contraction", isa) + whole, text=True, check=True)
 
 
 @needs_x86

@@ -218,12 +218,12 @@ constexpr Kernels kernels = [] {
   all.multiply_pairs = multiply_pairs;
   return all;
 }();
-#elif defined(__AVX512BF16__)
+#elif defined(JAXFUSE_BF16)
 constexpr Kernels kernels = {
     kColumns, {}, products<OfPairs>, {}, {}, nullptr, pack<OfPairs>, nullptr, transpose_lines<OfPairs, bf16>,
     nullptr, nullptr, nullptr, nullptr, multiply_pixels<OfPairs>,
 };
-#elif defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#elif defined(JAXFUSE_BYTES)
 constexpr Kernels kernels = {kColumns, {}, {}, products<OfBytes<false>>, products<OfBytes<kSaturates>>};
 #else
 constexpr Kernels kernels = {
