@@ -55,9 +55,8 @@ def wins_expanded(x, activation) -> bool:
 
 def wins_packed(dtype, rows: int) -> bool:
     """Whether a dense layer of so many rows, with a packed weight, is faster than what it would be otherwise. Of bf16 all are where the
-    CPU multiplies that, else the fewest; of f32 those that XLA's product, which packs the weight at
-    each call, was slower for: on Zen 5 and Intel's CPUs with AMX all. With AVX2 few rows are as fast, and leave no operation to XLA, whose
-    threads are others."""
+    CPU multiplies that, else the fewest; of f32 those that XLA's product, which packs the weight at each call, was slower for: on Zen 5 and
+    Intel's CPUs with AMX all. With AVX2 few rows are as fast, and leave no operation to XLA, whose threads are others."""
     if not has_avx512():
         return _has_avx2(dtype) and rows <= 8
     multiplies_bf16 = "avx512_core_bf16" in tuned.isa()
