@@ -10,9 +10,8 @@
 namespace jaxfuse::attention {
 namespace {
 
-// Rows of a tile whose scores lie in the first-level cache with the panel of keys that they are multiplied with; rows of a task; keys of a
-// block, which with its values lies in the second-level cache.
-constexpr int64_t kGroupRows = 2 * kMostRows, kTaskRows = 22 * kMostRows, kBlockKeys = 256, kFewestRows = 4 * kMostRows, kTasks = 16;
+// Rows of a tile whose scores lie in the first-level cache with the panel of keys that they are multiplied with; rows of a task.
+constexpr int64_t kGroupRows = 2 * kMostRows, kTaskRows = 22 * kMostRows, kFewestRows = 4 * kMostRows, kTasks = 16;
 
 // Memory for a task.
 struct Memory {

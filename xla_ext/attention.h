@@ -18,6 +18,8 @@ const Kernels& kernels();
 
 using product::kColumns, product::kMostRows, product::Lines, product::lines_of, product::multiply, product::pack_columns;
 
+constexpr int64_t kBlockKeys = 256;  // which with their values lie in the second-level cache
+
 // Columns whose panels are written whole.
 inline int64_t whole_panels(int64_t columns) { return padded(columns, kColumns); }
 

@@ -12,7 +12,7 @@ namespace {
 
 using contraction::kLineBytes, contraction::kPanel, contraction::kStepBytes;
 
-constexpr int64_t kBlockKeys = 256, kElement = 2;
+constexpr int64_t kElement = 2;
 
 int64_t steps(int64_t elements) { return parts(elements * kElement, kStepBytes); }
 int64_t line_bytes(int64_t elements) { return padded(elements * kElement, kLineBytes); }

@@ -86,6 +86,12 @@ struct Block {
   int64_t stride;
 };
 
+// A tile whose rows were copied as its products read them: they begin `offset` bytes behind `rows`.
+inline Tile of_copies(Tile tile, const char* const* rows, int64_t offset) {
+  tile.rows = rows, tile.offset = offset, tile.steps *= tile.taps, tile.taps = 1, tile.odd = false;
+  return tile;
+}
+
 // x as u8, round(x/step) + zero within 0 to 255, on threads.
 void quantise(const Tensor& x, float step, int32_t zero, uint8_t* to);
 

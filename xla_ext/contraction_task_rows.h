@@ -28,9 +28,7 @@ class TaskRows {
   Tile copied(const Tile& tile, const Chunk& chunk, int64_t row, int64_t count, bool first) const {
     const int64_t place = is_kept_ ? (&chunk - packing_.chunks().data()) * chunk_bytes_ : 0, at = is_kept_ ? row : 0;
     if (first) products_.copy(tile, count, copies_.data() + at * stride_ + place, stride_);
-    Tile even = tile;
-    even.rows = copied_at_.data() + at, even.offset = place, even.steps *= tile.taps, even.taps = 1, even.odd = false;
-    return even;
+    return of_copies(tile, copied_at_.data() + at, place);
   }
 
  private:

@@ -148,7 +148,7 @@ class Task {
   void multiply(contraction::Tile tile, int64_t count, float* sums, bool first) {
     if (products_.copy) {
       products_.copy(tile, count, copies_.data(), copy_stride_);
-      tile.rows = copied_at_.data(), tile.offset = 0, tile.steps *= tile.taps, tile.taps = 1, tile.odd = false;
+      tile = contraction::of_copies(tile, copied_at_.data(), 0);
     }
     products_.multiply(tile, count, sums, first);
   }

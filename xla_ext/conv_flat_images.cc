@@ -30,7 +30,7 @@ FlatImages::Axis FlatImages::axis(const Forward& f, int64_t from_last) {
 }
 
 FlatImages::FlatImages(const Forward& f, const char* panels, const Int8* int8)
-    : f_(f), int8_(int8), images_(f.x.shape[0]), features_(f.y().shape.back()),
+    : x_(f.x), int8_(int8), images_(f.x.shape[0]), features_(f.y().shape.back()),
       pixel_(f.x.shape.back() * int64_t(ffi::ByteWidth(f.x.dtype))), lines_(axis(f, 1)), pixels_(axis(f, 0)),
       epilogue_(f.epilogue, {f.y().size() / features_, features_}) {
   contraction::Filter filter = contracted::filter(f.geometry, f.w);
@@ -52,13 +52,12 @@ void FlatImages::point(int64_t first, int64_t count, const char** at, int64_t st
 
 void FlatImages::point_to(const Forward& f, const char* panels) {
   epilogue_.point_to(f.epilogue);
-  f_.x = f.x;
+  x_ = f.x;
   problems_[0].filter.panels = panels;
 }
 
 bool FlatImages::run() {
-  const int64_t behind = lines_.high * pixels_.extent() + pixels_.high;
-  const Scratch flat((before() + pixels() + behind) * pixel_);
+  const Scratch flat((before() + pixels() + behind()) * pixel_);
   fill(flat.data());
   flat_ = flat.data();
   const bool finite = plans_->multiply([&](const contraction::Block& b) { finish(b); }, [](const contraction::Block&) {});
@@ -70,12 +69,12 @@ void FlatImages::fill(char* to) const {
   const int64_t line = pixels_.inputs * pixel_, step = pixels_.extent() * pixel_, per_image = lines_.extent();
   std::memset(to, zero, before() * pixel_);
   char* const first = to + before() * pixel_;
-  std::memset(first + pixels() * pixel_, zero, (lines_.high * pixels_.extent() + pixels_.high) * pixel_);
+  std::memset(first + pixels() * pixel_, zero, behind() * pixel_);
   parallel_for(images_ * per_image, [&](int64_t i) {
     char* const at = first + i * step;
     const int64_t number = i % per_image;
     if (number >= lines_.inputs) return (void)std::memset(at, zero, step);
-    std::memcpy(at, f_.x.as<char>() + (i / per_image * lines_.inputs + number) * line, line);
+    std::memcpy(at, x_.as<char>() + (i / per_image * lines_.inputs + number) * line, line);
     std::memset(at + line, zero, step - line);
   });
 }

@@ -35,11 +35,12 @@ class FlatImages {
 
   int64_t pixels() const { return images_ * lines_.extent() * pixels_.extent(); }
   int64_t before() const { return lines_.low * pixels_.extent() + pixels_.low; }  // pixels of zeros before the first
+  int64_t behind() const { return lines_.high * pixels_.extent() + pixels_.high; }  // and after the last
   void point(int64_t first, int64_t count, const char** at, int64_t step) const;
   void fill(char* to) const;
   void finish(const contraction::Block& block) const;
 
-  Forward f_;
+  Tensor x_;
   const Int8* const int8_;
   const int64_t images_, features_, pixel_;  // pixel_: bytes
   const Axis lines_, pixels_;

@@ -78,6 +78,8 @@ SimdLevel cpu_level() {
 
 constexpr const char* kWithAmx = "avx512_amx";
 
+bool leaves_amx_in(const char* wanted) { return !wanted || wanted == std::string(kWithAmx); }
+
 SimdLevel chosen_level() {
   const SimdLevel highest = cpu_level();
   const char* wanted = std::getenv("JAXFUSE_SIMD");
@@ -115,10 +117,7 @@ bool has_vnni() {
 }
 
 bool has_amx() {
-  static const bool has = [] {
-    const char* const wanted = std::getenv("JAXFUSE_SIMD");
-    return simd_level() == SimdLevel::avx512 && (!wanted || wanted == std::string(kWithAmx)) && cpu_has_amx();
-  }();
+  static const bool has = simd_level() == SimdLevel::avx512 && leaves_amx_in(std::getenv("JAXFUSE_SIMD")) && cpu_has_amx();
   return has;
 }
 
