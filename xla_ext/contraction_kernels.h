@@ -45,12 +45,17 @@ struct Tile {
 
 constexpr int64_t kMostPixelSteps = 256;  // of a sum that is not added in parts
 
+// Lines of the cache that are wanted soon, to be fetched into the second level.
+struct Lines {
+  const char* first;
+  int64_t count;
+};
+
 // Neighbouring pixels, `pixel` bytes apart, each a row of `steps` for every tap, `tap` bytes apart: they meet columns
 // [column, column + columns) of the panels. `columns` is at most the table's `pixel_columns`, and `column` a multiple of half of them: of
 // all, if `columns` is more than half.
 struct Pixels {
-  const char* x;
-  int64_t pixel, count, taps, tap, steps;
+  int64_t count, pixel, taps, tap, steps;
   bool odd;  // as of a tile
   const char* panels;
   int64_t panel;  // bytes from a panel to the next
@@ -58,11 +63,7 @@ struct Pixels {
   const float* bias;  // of these columns, or null
   float low, high;    // limits of what a sum becomes; NaN stays NaN
   Element element;    // of what the sums become, and of the residual; of longer sums than kMostPixelSteps, which have one tap, f32
-  void* to;
-  const void* residual;  // of these columns, or null
   int64_t stride;     // from a pixel's elements of both to the next's
-  const char* fetch;  // what is wanted soon, to be fetched into the second-level cache
-  int64_t fetched;    // lines of it
   const int32_t* offsets = nullptr;  // of u8, of these columns: (Σ + offset)·scale + bias + residual
   const float* scale = nullptr;      // or null; of sums that are not added in parts
 };
@@ -84,6 +85,10 @@ struct Products {
   void (*end)() = nullptr;
 };
 
+// The first pixel is at x; its columns of the residual, or null, and of what the sums become. All of that comes in registers: of what was
+// just written to memory a copy by whole vectors waits for every store before it.
+using MultiplyPixels = void(const Pixels&, const char* x, char* to, const char* residual, Lines fetched);
+
 struct Kernels {
   int64_t columns;  // of a tile, whose sums fill the registers
   Products f32, bf16;
@@ -104,9 +109,9 @@ struct Kernels {
   void (*to_floats)(float* sums, int64_t rows, int64_t stride, int64_t columns, const int32_t* offsets) = nullptr;
 
   // to[i·stride + n] = scale·Σ + bias + residual, within the limits.
-  void (*pixels_f32)(const Pixels&) = nullptr;
-  void (*pixels_bf16)(const Pixels&) = nullptr;
-  void (*pixels_narrow_bytes)(const Pixels&) = nullptr;
+  MultiplyPixels* pixels_f32 = nullptr;
+  MultiplyPixels* pixels_bf16 = nullptr;
+  MultiplyPixels* pixels_narrow_bytes = nullptr;
   int64_t pixel_columns = 0;  // that are multiplied together
 
   // As bf16.multiply, with sums `stride` from row to row; null where that does not multiply matrices.

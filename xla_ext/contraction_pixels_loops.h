@@ -33,15 +33,15 @@ struct Vectors {
   }
 };
 
-constexpr int64_t kStepsOfFetch = kLanes == 8 ? 16 : 4;  // before which lines are fetched
+constexpr int64_t kStepsOfFetch = 16;  // before which lines are fetched
 
 // total += the products of a tap's steps.
 template <class Step, int64_t count, int64_t vectors>
-[[gnu::always_inline]] inline void add_products(Floats (&total)[count][vectors], const Pixels& p, int64_t tap, const char* fetch, int64_t together) {
+[[gnu::always_inline]] inline void add_products(Floats (&total)[count][vectors], const Pixels& p, const char* first, int64_t tap, Lines fetched) {
   const char* x[count];
 #pragma GCC unroll 16
   for (int64_t i = 0; i < count; ++i) {
-    x[i] = p.x + tap * p.tap + i * p.pixel;
+    x[i] = first + tap * p.tap + i * p.pixel;
     if constexpr (kLanes == 8) asm("" : "+r"(x[i]));  // in a register, and not reckoned anew at every step
   }
   const char* panels[vectors];
@@ -62,7 +62,7 @@ template <class Step, int64_t count, int64_t vectors>
   const bool odd = Step::kElements > 1 && p.odd;
   const int64_t whole = p.steps - odd;
   for (int64_t begin = 0; begin < whole; begin += kStepsOfFetch) {
-    for (int64_t i = 0; i < together; ++i, fetch += kLineBytes) __builtin_prefetch(fetch, 0, 2);
+    for (int64_t i = 0; i < fetched.count; ++i, fetched.first += kLineBytes) __builtin_prefetch(fetched.first, 0, 2);
     const int64_t end = begin + kStepsOfFetch < whole ? begin + kStepsOfFetch : whole;
     for_steps<Step, count + 1 >= pixels_of(vectors) ? kStepsOfFetch : 1>(begin, end, [&](int64_t s) {
       add_step(s, [](const char* at) { return Step::load_step(at); });
@@ -93,11 +93,11 @@ template <class Step, int64_t count, int64_t vectors, class Lanes>
 }
 
 template <class T, int64_t count, int64_t vectors, class Lanes>
-[[gnu::always_inline]] inline void finish(Floats (&total)[count][vectors], const Pixels& p, Vectors<vectors, Lanes> columns) {
+[[gnu::always_inline]] inline void finish(Floats (&total)[count][vectors], const Pixels& p, char* y, const char* other, Vectors<vectors, Lanes> columns) {
   const float low = p.low, high = p.high;
   const int64_t stride = p.stride;
-  T* const to = static_cast<T*>(p.to);
-  if (const T* const residual = static_cast<const T*>(p.residual)) {
+  T* const to = reinterpret_cast<T*>(y);
+  if (const T* const residual = reinterpret_cast<const T*>(other)) {
 #pragma GCC unroll 16
     for (int64_t i = 0; i < count; ++i) {
 #pragma GCC unroll 4
@@ -111,12 +111,12 @@ template <class T, int64_t count, int64_t vectors, class Lanes>
   }
 }
 
+// A tile. `fetched` are as many lines as are fetched before kStepsOfFetch steps.
 template <class Step, int64_t count, int64_t vectors, class Lanes>
-[[gnu::always_inline]] inline void multiply_pixels(const Pixels& p, Lanes last) {
+[[gnu::always_inline]] inline void multiply_tile(const Pixels& p, const char* x, char* to, const char* residual, Lines fetched, Lanes last) {
   const Vectors<vectors, Lanes> columns{last};
   const int64_t bytes = bytes_of<Step>(p.element);
-  if (p.residual) {
-    const char* const residual = static_cast<const char*>(p.residual);
+  if (residual) {
 #pragma GCC unroll 16
     for (int64_t i = 0; i < count; ++i) {
       __builtin_prefetch(residual + i * p.stride * bytes);
@@ -130,82 +130,76 @@ template <class Step, int64_t count, int64_t vectors, class Lanes>
 #pragma GCC unroll 16
     for (int64_t i = 0; i < count; ++i) total[i][j] = first;
   }
-  for (int64_t tap = 0; tap < p.taps; ++tap) add_products<Step>(total, p, tap, p.fetch, tap == 0 ? p.fetched : 0);
+  for (int64_t tap = 0; tap < p.taps; ++tap, fetched.count = 0) add_products<Step>(total, p, x, tap, fetched);
   if (Step::kIsExact || p.scale) scale<Step>(total, p, columns);
-  Step::kElements == 1 || p.element == Element::f32 ? finish<float>(total, p, columns) : finish<bf16>(total, p, columns);
+  Step::kElements == 1 || p.element == Element::f32 ? finish<float>(total, p, to, residual, columns) : finish<bf16>(total, p, to, residual, columns);
 }
 
-// From a tile of `count` pixels, which fetched so many lines, to the next.
-template <class Step>
-[[gnu::always_inline]] inline void move_on(Pixels& p, int64_t count, int64_t lines) {
-  const int64_t bytes = count * p.stride * bytes_of<Step>(p.element);
-  p.x += count * p.pixel, p.to = static_cast<char*>(p.to) + bytes, p.fetch += lines * kLineBytes;
-  if (p.residual) p.residual = static_cast<const char*>(p.residual) + bytes;
-}
-
-// Tiles of `count` pixels, the first `n` ones of p: what they share is looked up once. Each fetches its share of the lines.
+// `n` tiles of `count` pixels, each of which fetches so many lines.
 template <class Step, int64_t count, int64_t vectors, class Lanes>
-[[gnu::noinline]] Pixels multiply_tiles(Pixels p, int64_t n, Shares& fetched, Lanes last) {
+[[gnu::noinline]] void multiply_tiles(const Pixels& given, const char* x, char* to, const char* residual, Lines fetched, int64_t n, Lanes last) {
+  Pixels p = given;  // whose numbers no store changes
+  p.panels += p.column / kPanel * p.panel + p.column % kPanel * int64_t(sizeof(float));
+  const int64_t bytes = count * p.stride * bytes_of<Step>(p.element);
+  const int64_t together = fetched.count ? (fetched.count * kStepsOfFetch + p.steps - 1) / p.steps : 0;
   for (; n > 0; --n) {
-    multiply_pixels<Step, count, vectors>(p, last);
-    move_on<Step>(p, count, fetched.next());
+    multiply_tile<Step, count, vectors>(p, x, to, residual, {fetched.first, together}, last);
+    x += count * p.pixel, to += bytes, fetched.first += fetched.count * kLineBytes;
+    if (residual) residual += bytes;
   }
-  return p;
 }
 
 // The same of tiles of `given` pixels, at most `count`.
 template <class Step, int64_t vectors, class Lanes, int64_t count = pixels_of(vectors)>
-Pixels multiply_tiles(int64_t given, const Pixels& p, int64_t n, Shares& fetched, Lanes last) {
+void multiply_tiles(int64_t given, const Pixels& p, const char* x, char* to, const char* residual, Lines fetched, int64_t n, Lanes last) {
   if constexpr (count > 1) {
-    if (given < count) return multiply_tiles<Step, vectors, Lanes, count - 1>(given, p, n, fetched, last);
+    if (given < count) return multiply_tiles<Step, vectors, Lanes, count - 1>(given, p, x, to, residual, fetched, n, last);
   }
-  return multiply_tiles<Step, count, vectors>(p, n, fetched, last);
+  multiply_tiles<Step, count, vectors>(p, x, to, residual, fetched, n, last);
 }
 
 // Sums of more steps than are added one after the other: what the sums of the steps before became is the residual of the next. They are
 // of one tap, and of f32. Tile by tile, what the parts of one give stays in the first-level cache.
 template <class Step, int64_t vectors, class Lanes>
-Pixels multiply_in_parts(int64_t count, const Pixels& first, int64_t n, Shares& fetched, Lanes last) {
-  Shares none(0, 1);
-  Pixels all = first;
+void multiply_in_parts(int64_t count, const Pixels& all, const char* x, char* to, const char* residual, Lines fetched, int64_t n, Lanes last) {
+  const int64_t bytes = count * all.stride * int64_t(sizeof(float));
   for (; n > 0; --n) {
-    Pixels p = all;
     for (int64_t begin = 0; begin < all.steps; begin += kMostPixelSteps) {
+      Pixels p = all;
       p.steps = all.steps - begin < kMostPixelSteps ? all.steps - begin : kMostPixelSteps;
-      p.x = all.x + begin * kStepBytes, p.panels = all.panels + begin * kLineBytes;
-      if (begin > 0) p.bias = nullptr, p.residual = p.to, p.fetched = 0;
-      const bool is_last = begin + p.steps == all.steps;
-      p.low = is_last ? all.low : -__builtin_inff(), p.high = is_last ? all.high : __builtin_inff();
-      multiply_tiles<Step, vectors>(count, p, 1, none, last);
+      p.panels += begin * kLineBytes;
+      if (begin > 0) p.bias = nullptr;
+      if (begin + p.steps < all.steps) p.low = -__builtin_inff(), p.high = __builtin_inff();
+      const Lines own{fetched.first, begin == 0 ? fetched.count : 0};
+      multiply_tiles<Step, vectors>(count, p, x + begin * kStepBytes, to, begin == 0 ? residual : to, own, 1, last);
     }
-    move_on<Step>(all, count, fetched.next());
+    x += count * all.pixel, to += bytes, fetched.first += fetched.count * kLineBytes;
+    if (residual) residual += bytes;
   }
-  return all;
 }
 
 template <class Step, int64_t vectors, class Lanes>
-void multiply_all_pixels(Pixels p, Lanes last) {
+void multiply_all_pixels(const Pixels& p, const char* x, char* to, const char* residual, Lines fetched, Lanes last) {
   if (p.count == 0) return;
   constexpr int64_t kPixels = pixels_of(vectors);
   const int64_t tiles = (p.count + kPixels - 1) / kPixels, least = p.count / tiles, larger = p.count % tiles;  // tiles of one pixel more
   const bool is_long = !Step::kIsExact && p.steps > kMostPixelSteps;
-  const int64_t steps = is_long ? kMostPixelSteps : p.steps;
-  Shares fetched(p.fetched, tiles);
-  p.fetched = (fetched.most() * kStepsOfFetch + steps - 1) / steps;  // of a tile: lines with kStepsOfFetch steps
-  p.panels += p.column / kPanel * p.panel + p.column % kPanel * int64_t(sizeof(float));
   const auto multiply = is_long ? multiply_in_parts<Step, vectors, Lanes> : multiply_tiles<Step, vectors, Lanes>;
-  p = multiply(least + 1, p, larger, fetched, last);
-  multiply(least, p, tiles - larger, fetched, last);
+  fetched.count = (fetched.count + tiles - 1) / tiles;
+  if (larger > 0) multiply(least + 1, p, x, to, residual, fetched, larger, last);
+  const int64_t done = larger * (least + 1), bytes = done * p.stride * bytes_of<Step>(p.element);
+  fetched.first += larger * fetched.count * kLineBytes;
+  multiply(least, p, x + done * p.pixel, to + bytes, residual ? residual + bytes : nullptr, fetched, tiles - larger, last);
 }
 
 // Of as many vectors as have the columns.
 template <class Step, int64_t vectors = kPixelVectors>
-void multiply_pixels(const Pixels& p) {
+void multiply_pixels(const Pixels& p, const char* x, char* to, const char* residual, Lines fetched) {
   if constexpr (vectors > 1) {
-    if (p.columns <= (vectors - 1) * kLanes) return multiply_pixels<Step, vectors - 1>(p);
+    if (p.columns <= (vectors - 1) * kLanes) return multiply_pixels<Step, vectors - 1>(p, x, to, residual, fetched);
   }
-  if (p.columns == vectors * kLanes) return multiply_all_pixels<Step, vectors>(p, Whole{});
-  multiply_all_pixels<Step, vectors>(p, First{p.columns - (vectors - 1) * kLanes});
+  if (p.columns == vectors * kLanes) return multiply_all_pixels<Step, vectors>(p, x, to, residual, fetched, Whole{});
+  multiply_all_pixels<Step, vectors>(p, x, to, residual, fetched, First{p.columns - (vectors - 1) * kLanes});
 }
 
 }  // namespace

@@ -164,6 +164,7 @@ class Strip {
       by_lines_ = false, step_ = step(), width_ = width();
       load_filter();
     }
+    expansion_ = expansion();
     for (int64_t i = 0; i < d_.kept(); ++i) {
       float *const line = ring_ + i * width_ * step_, *const behind = line + (low() + d_.pixels().in) * step_;
       std::fill_n(line, low() * step_, 0.0f);
@@ -201,6 +202,14 @@ class Strip {
     return finite;
   }
 
+  // Of a line.
+  contraction::Pixels expansion() const {
+    const contraction::Panels& p = d_.panels;
+    const Limits limits = d_.expansion.limits.value_or(Limits{-kInfinity, kInfinity});
+    return {d_.pixels().in, p.inner * int64_t(ffi::ByteWidth(p.dtype)), 1, 0, p.steps(), p.dtype == DType::BF16 && p.inner % 2 != 0,
+            d_.packed, p.bytes(), channels_.begin, channels_.count, d_.expansion.bias(channels_.begin), limits.low, limits.high, Element::f32, step_};
+  }
+
   int64_t step() const { return by_lines_ ? depthwise::kernels().line_step : channels_.count; }
   int64_t low() const { return by_lines_ ? d_.pixels().padding_low : 0; }
   int64_t width() const {
@@ -212,19 +221,16 @@ class Strip {
 
   void expand(int64_t line) const {
     const contraction::Panels& p = d_.panels;
-    const int64_t pixels = d_.pixels().in, pixel = p.inner * int64_t(ffi::ByteWidth(p.dtype));
-    const char* const x = d_.x.as<char>() + (image_ * d_.lines().in + line) * pixels * pixel;
+    const char* const x = d_.x.as<char>() + (image_ * d_.lines().in + line) * expansion_.count * expansion_.pixel;
     float* const to = at(line) + low() * step_;
-    const auto multiply = p.dtype == DType::F32 ? contraction::kernels().pixels_f32 : contraction::kernels().pixels_bf16;
-    const std::optional<Limits> limits = d_.expansion.limits;
     // Of the next channels' panels this line's share, if they are others.
     const int64_t panels = next_.begin == channels_.begin ? 0 : parts(next_.count, contraction::kPanel), lines = end_ - first_;
     const int64_t wanted = panels * p.bytes() / contraction::kLineBytes, before = (line - first_) * wanted / lines;
     const int64_t fetched = (line - first_ + 1) * wanted / lines - before;
     const char* const fetch = d_.packed + next_.begin / contraction::kPanel * p.bytes() + before * contraction::kLineBytes;
-    multiply({x, pixel, pixels, 1, 0, p.steps(), p.dtype == DType::BF16 && p.inner % 2 != 0, d_.packed, p.bytes(), channels_.begin, channels_.count,
-              d_.expansion.bias(channels_.begin), limits ? limits->low : -kInfinity, limits ? limits->high : kInfinity, Element::f32, to, nullptr, step_, fetch, fetched});
-    if (!limits) d_.expansion.activate(to, (pixels - 1) * step_ + channels_.count);
+    const auto multiply = p.dtype == DType::F32 ? contraction::kernels().pixels_f32 : contraction::kernels().pixels_bf16;
+    multiply(expansion_, x, reinterpret_cast<char*>(to), nullptr, {fetch, fetched});
+    if (!d_.expansion.limits) d_.expansion.activate(to, (expansion_.count - 1) * step_ + channels_.count);
   }
 
   void convolve(int64_t line) {
@@ -264,6 +270,7 @@ class Strip {
   int64_t step_, width_;  // from pixel to pixel, and from tap to tap; pixels of a line
   const Scratch scratch_;
   float *const w_, *const ring_, *const sums_;
+  contraction::Pixels expansion_;
   std::vector<depthwise::Row> rows_;
   int64_t first_ = 0, end_ = 0;  // lines of the image that are read
 };

@@ -133,11 +133,11 @@ void ByPixels::multiply(const Forward& f, const char* x, const char* panels, con
     const int64_t wanted = std::min(next + loops.pixel_columns, part.last) - next;
     const int64_t lines = parts(wanted, contraction::kPanel) * panel / contraction::kLineBytes;
     const char* const fetch = panels + (next - part.first) / contraction::kPanel * panel;
+    const contraction::Pixels pixels{run, in_.pixel, in_.taps, in_.tap, panels_.steps(), odd, panels, panel, column - part.first, next - column, bias,
+                                     limits.low, limits.high, element_of(f.y().dtype), features_, offsets ? offsets + column : nullptr, scale};
     for (int64_t row = part.row; row < part.row + part.rows; row += run) {
       const int64_t offset = (row * features_ + column) * bytes;
-      multiply({x + in_.place(row), in_.pixel, run, in_.taps, in_.tap, panels_.steps(), odd, panels, panel, column - part.first,
-                next - column, bias, limits.low, limits.high, element_of(f.y().dtype), y + offset,
-                residual ? residual + offset : nullptr, features_, fetch, row == part.row ? lines : 0, offsets ? offsets + column : nullptr, scale});
+      multiply(pixels, x + in_.place(row), y + offset, residual ? residual + offset : nullptr, {fetch, row == part.row ? lines : 0});
     }
   }
 }
