@@ -21,6 +21,8 @@ namespace {
 // level, or with AVX-512 on AMD's CPUs, and with AMX, of the second. Its sums are then added to the total: that keeps them short. The rows
 // of a task, and their sums, stay in the second-level cache.
 constexpr int64_t kFewestRows = 28, kMostRows = 336, kFewestOfThread = 12;
+constexpr int64_t kManyRows = 126;         // for which the panels may come from the third-level cache: of longer rows a task meets parts
+constexpr int64_t kMostSums = 384 << 10;  // bytes of them that wait for the next part
 constexpr int64_t kRowsTogether = 26;  // whose sums are finished together, at least: they are in the first-level cache
 constexpr int64_t kRowsAhead = 6;      // behind a tile, whose outputs are expected with its own
 
@@ -36,11 +38,14 @@ class Plan {
         groups_(parts(p_.columns, columns_)) {
     const int64_t taps_apart = products_.copy ? std::max<int64_t>(1, panels_.taps) : 1;  // else they meet the same inputs
     const int64_t row_bytes = std::max<int64_t>(1, p_.inner * int64_t(ffi::ByteWidth(p_.dtype))) * taps_apart;
-    const int64_t rows = std::clamp(products_.task_bytes / row_bytes, kFewestRows, kMostRows);
+    const int64_t chunks = packing_.chunks().size();
+    row_parts_ = std::clamp<int64_t>(row_bytes * std::min(p_.rows, kManyRows) / products_.task_bytes, 1, std::max<int64_t>(1, chunks));
+    const int64_t rows = std::clamp(products_.task_bytes * row_parts_ / row_bytes, kFewestRows, kMostRows);
     const int64_t most_rows = std::max(rows / products_.rows * products_.rows, products_.rows);
     const int64_t wanted = wanted_tasks(p_.rows * p_.columns * p_.inner * panels_.taps);
     row_blocks_ = parts(p_.rows, most_rows);
     task_groups_ = parts(groups_, std::min(groups_, parts(wanted, row_blocks_)));
+    if (row_parts_ > 1) task_groups_ = std::clamp<int64_t>(kMostSums / (most_rows * columns_ * int64_t(sizeof(float))), 1, task_groups_);
     column_parts_ = parts(groups_, task_groups_);
     // Panels that are packed already cost other tasks only that they read them.
     if (p_.filter.panels && tasks() < wanted) {
@@ -59,36 +64,40 @@ class Plan {
   bool run(int64_t task, const OfBlock& finish, const OfBlock& expect) const {
     const int64_t row_block = task / column_parts_, row = row_block * p_.rows / row_blocks_;
     const int64_t rows = (row_block + 1) * p_.rows / row_blocks_ - row;
-    const int64_t pointers = panels_.taps * rows * sizeof(char*), sums_bytes = std::max(rows, products_.fewest) * columns_ * sizeof(float);
-    const int64_t own_panels = whole() ? 0 : chunk_bytes();
+    const int64_t first = task % column_parts_ * task_groups_, end = std::min(groups_, first + task_groups_);
+    const int64_t pointers = panels_.taps * rows * sizeof(char*), group_sums = std::max(rows, products_.fewest) * columns_;
+    const int64_t own_panels = whole() ? 0 : chunk_bytes(), sums_bytes = (row_parts_ > 1 ? end - first : 1) * group_sums * sizeof(float);
     const Scratch scratch(own_panels + sums_bytes + pointers);
-    float* const sums = reinterpret_cast<float*>(scratch.data() + own_panels);
+    float* const all_sums = reinterpret_cast<float*>(scratch.data() + own_panels);
     const char** const at = reinterpret_cast<const char**>(scratch.data() + own_panels + sums_bytes);
     p_.point(row, rows, at, rows);
     bool finite = true;
     const Multiplying multiplying(products_);
-    const int64_t first = task % column_parts_ * task_groups_, end = std::min(groups_, first + task_groups_);
     const TaskRows task_rows(products_, packing_, at, rows, end - first);
-    for (int64_t group = first; group < end; ++group) {
-      const int64_t column = group * columns_, columns = std::min(columns_, p_.columns - column);
-      const auto block = [&](int64_t begin, int64_t end) {
-        return Block{number_, row + begin, end - begin, column, columns, sums + begin * columns_, columns_};
-      };
-      for (const Chunk& chunk : packing_.chunks()) {
-        Tile tile = tile_of(chunk, columns);
-        if (whole()) {
-          point_to(tile, group, chunk);
-        } else {
-          finite &= packing_.pack(group, chunk, scratch.data());
-          tile.panels = scratch.data();
+    for (int64_t part = 0; part < row_parts_; ++part) {
+      for (int64_t group = first; group < end; ++group) {
+        const int64_t column = group * columns_, columns = std::min(columns_, p_.columns - column);
+        float* const sums = all_sums + (row_parts_ > 1 ? group - first : 0) * group_sums;
+        const auto block = [&](int64_t begin, int64_t end) {
+          return Block{number_, row + begin, end - begin, column, columns, sums + begin * columns_, columns_};
+        };
+        for (const Chunk& chunk : packing_.part(part, row_parts_)) {
+          Tile tile = tile_of(chunk, columns);
+          if (whole()) {
+            tile.panels = panels_of(group, chunk), tile.fetch = next_panels(part, group, first, end, chunk);
+            if (tile.fetch) tile.fetched = packing_.lines(packing_.chunks()[0]);
+          } else {
+            finite &= packing_.pack(group, chunk, scratch.data());
+            tile.panels = scratch.data();
+          }
+          tile.rows = task_rows.at(chunk), tile.row_step = rows;
+          const bool last = &chunk == &packing_.chunks().back();
+          multiply(tile, chunk, task_rows, rows, sums, group == first,
+                   [&](int64_t begin, int64_t end) { if (last) expect(block(begin, end)); },
+                   [&](int64_t begin, int64_t end) { if (last) finish(block(begin, end)); });
         }
-        tile.rows = task_rows.at(chunk), tile.row_step = rows;
-        const bool last = &chunk == &packing_.chunks().back();
-        multiply(tile, chunk, task_rows, rows, sums, group == first,
-                 [&](int64_t begin, int64_t end) { if (last) expect(block(begin, end)); },
-                 [&](int64_t begin, int64_t end) { if (last) finish(block(begin, end)); });
+        if (packing_.chunks().empty()) std::fill_n(sums, rows * columns_, 0.0f), finish(block(0, rows));
       }
-      if (packing_.chunks().empty()) std::fill_n(sums, rows * columns_, 0.0f), finish(block(0, rows));
     }
     return finite;
   }
@@ -110,13 +119,16 @@ class Plan {
             chunk.inner % per != 0, columns, nullptr, packing_.layout(), nullptr, 0, 0};
   }
 
-  // The chunk's panels, and those that come next, where all are packed.
-  void point_to(Tile& tile, int64_t group, const Chunk& chunk) const {
-    tile.panels = whole() + packing_.place(group) + packing_.place(chunk);
-    const bool last = &chunk == &packing_.chunks().back();
-    if (last && group + 1 == groups_) return;
-    tile.fetch = last ? whole() + packing_.place(group + 1) : tile.panels + packing_.lines(chunk) * packing_.layout().line;
-    tile.fetched = packing_.lines(packing_.chunks()[0]);
+  const char* panels_of(int64_t group, const Chunk& chunk) const { return whole() + packing_.place(group) + packing_.place(chunk); }
+
+  // The panels that a task's rows meet after these, where all are packed: what follows them of this part of the rows, the same part of the
+  // next group, the first group's next part, or what another task may begin with.
+  const char* next_panels(int64_t part, int64_t group, int64_t first, int64_t end, const Chunk& chunk) const {
+    const Chunks own = packing_.part(part, row_parts_);
+    if (&chunk + 1 != own.end()) return panels_of(group, *(&chunk + 1));
+    if (group + 1 < end) return panels_of(group + 1, *own.begin());
+    if (part + 1 < row_parts_) return panels_of(first, *own.end());
+    return end < groups_ ? panels_of(end, packing_.chunks()[0]) : nullptr;
   }
 
   // Rows by the chunk, tile by tile. `expect` and `finish` are told which rows are next, and which are done.
@@ -144,7 +156,7 @@ class Plan {
   const Panels panels_;
   const Packing packing_;
   const int64_t groups_;  // of panels that a tile meets
-  int64_t row_blocks_, task_groups_, column_parts_;
+  int64_t row_parts_, row_blocks_, task_groups_, column_parts_;
   std::unique_ptr<Scratch> packed_;
 };
 

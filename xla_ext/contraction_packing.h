@@ -16,6 +16,14 @@ struct Chunk {
   int64_t tap, taps, first, inner;  // elements [first, first + inner) of each of the taps
 };
 
+// Neighbouring ones, which all panels of a task meet before the next do.
+struct Chunks {
+  const Chunk *first, *last;  // behind the last one
+
+  const Chunk* begin() const { return first; }
+  const Chunk* end() const { return last; }
+};
+
 // All but a row's last have whole lines of the cache of it.
 inline std::vector<Chunk> chunks_of(const Panels& p, int64_t per) {
   std::vector<Chunk> chunks;
@@ -37,6 +45,11 @@ class Packing {
       : f_(filter), panels_(panels), layout_(layout), per_(per_step(panels.dtype)), chunks_(chunks_of(panels, per_)) {}
 
   const std::vector<Chunk>& chunks() const { return chunks_; }
+  // Part i of `count` of them.
+  Chunks part(int64_t i, int64_t count) const {
+    const int64_t all = chunks_.size();
+    return {chunks_.data() + i * all / count, chunks_.data() + (i + 1) * all / count};
+  }
   int64_t lines(const Chunk& chunk) const { return chunk.taps * parts(chunk.inner, per_); }
   const Layout& layout() const { return layout_; }
 
