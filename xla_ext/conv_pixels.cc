@@ -63,7 +63,9 @@ bool ByPixels::takes(const Forward& f, bool gated) {
   if (e.y.size() < kFewestRows * features) return false;
   const bool is_long = panels.taps * panels.steps() > contraction::kMostPixelSteps;
   if (gated && takes_factors(f)) return !(is_long && e.scale);  // x is not copied
-  if (is_long) return false;
+  // Intel's CPUs compute many features sooner by the contraction's tiles, which load less for each product.
+  const bool is_wide = simd_level() == SimdLevel::avx512 && is_intel() && features > 2 * contraction::kernels().pixel_columns;
+  if (is_long || is_wide) return false;
   if (!g.is_pointwise(f.w)) return g.spatial_rank() == 2 && contracted::merges_lines(g, f.w);
   // Of a large x rows should not be read again for a few columns more; with AVX-512 a y that the caches do not hold is written sooner by
   // wider tiles.
