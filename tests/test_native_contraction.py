@@ -34,6 +34,7 @@ MORE = {  # tiles that are not full, in rows, in columns, in steps of a pair; mo
     "padded more on one side": Case((2, 8, 11, 32), (2, 3, 32, 70), padding=[(0, 1), (2, 0)]),
     "holes, as large": Case((2, 12, 10, 64), (3, 3, 64, 33), padding=(2, 2), dilation=2),
     "line as long": Case((3, 31, 32), (5, 32, 24), padding=(2, 2)),
+    "rows longer than a task's": Case((2, 7, 9, 9000), (1, 1, 9000, 72)),
     "parts of rows": Case((2, 5, 7, 544), (1, 1, 544, 20)),
     "parts of taps": Case((1, 5, 7, 544), (1, 3, 544, 20), padding=[(0, 0), (1, 1)]),
     "fewer rows than a register": Case((1, 3, 5, 34), (1, 1, 34, 18)),
@@ -140,6 +141,26 @@ def check_threads():
         jax.tree.map(np.testing.assert_array_equal, result, found[i % (2 * len(cases))])
 
 
+def check_dense():
+    """A layer and its gradients, by a weight whose columns or whose rows lie side by side."""
+    def layer(x, w, b):
+        return jax.nn.gelu(x @ w + b)
+
+    def layer_of_rows(x, w, b):
+        return jax.nn.gelu(x @ w.T + b)
+
+    for rows, inner, columns in ((1, 5, 7), (33, 70, 200), (130, 3072, 65), (1100, 20, 130)):
+        x, w, b = random((rows, inner)), random((inner, columns), seed=1) / np.sqrt(inner), random((columns,), seed=2)
+        for function, weight in ((layer, w), (layer_of_rows, w.T)):
+            fused = jaxfuse.fuse(function, policy="always")
+            near = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6 * np.sqrt(inner))
+            near(jax.jit(fused)(x, weight, b), function(x, weight, b))
+            losses = [lambda *args, f=f: jnp.sum(f(*args) ** 2) / rows for f in (fused, function)]
+            jax.tree.map(near, *(jax.jit(jax.grad(loss, (0, 1, 2)))(x, weight, b) for loss in losses))
+            found = np.isnan(fused(x.at[-1, 3].set(jnp.nan), weight, b))
+            assert found[-1].all() and not found[:-1].any()
+
+
 def is_computed(case) -> bool:
     """In other layouts than the contraction's by oneDNN."""
     last = len(case.x) - 1
@@ -164,6 +185,7 @@ def run_all() -> int:
     check_float32_filter()
     check_filters_that_are_not_finite()
     check_threads()
+    check_dense()
     return count
 
 

@@ -21,10 +21,10 @@ namespace {
 // level, or with AVX-512 on AMD's CPUs, and with AMX, of the second. Its sums are then added to the total: that keeps them short. The rows
 // of a task, and their sums, stay in the second-level cache.
 constexpr int64_t kFewestRows = 28, kMostRows = 336, kFewestOfThread = 12;
-constexpr int64_t kManyRows = 126;         // for which the panels may come from the third-level cache: of longer rows a task meets parts
+constexpr int64_t kManyRows = 126;        // are worth the panels' way from the third-level cache: rows that are too long for that are met in parts
 constexpr int64_t kMostSums = 384 << 10;  // bytes of them that wait for the next part
-constexpr int64_t kRowsTogether = 26;  // whose sums are finished together, at least: they are in the first-level cache
-constexpr int64_t kRowsAhead = 6;      // behind a tile, whose outputs are expected with its own
+constexpr int64_t kRowsTogether = 26;     // whose sums are finished together, at least: they are in the first-level cache
+constexpr int64_t kRowsAhead = 6;         // behind a tile, whose outputs are expected with its own
 
 }  // namespace
 
@@ -38,8 +38,8 @@ class Plan {
         groups_(parts(p_.columns, columns_)) {
     const int64_t taps_apart = products_.copy ? std::max<int64_t>(1, panels_.taps) : 1;  // else they meet the same inputs
     const int64_t row_bytes = std::max<int64_t>(1, p_.inner * int64_t(ffi::ByteWidth(p_.dtype))) * taps_apart;
-    const int64_t chunks = packing_.chunks().size();
-    row_parts_ = std::clamp<int64_t>(row_bytes * std::min(p_.rows, kManyRows) / products_.task_bytes, 1, std::max<int64_t>(1, chunks));
+    const int64_t most_parts = panels_.taps == 1 ? std::max<int64_t>(1, packing_.chunks().size()) : 1;  // taps meet the same inputs
+    row_parts_ = std::clamp<int64_t>(row_bytes * std::min(p_.rows, kManyRows) / products_.task_bytes, 1, most_parts);
     const int64_t rows = std::clamp(products_.task_bytes * row_parts_ / row_bytes, kFewestRows, kMostRows);
     const int64_t most_rows = std::max(rows / products_.rows * products_.rows, products_.rows);
     const int64_t wanted = wanted_tasks(p_.rows * p_.columns * p_.inner * panels_.taps);
@@ -156,7 +156,8 @@ class Plan {
   const Panels panels_;
   const Packing packing_;
   const int64_t groups_;  // of panels that a tile meets
-  int64_t row_parts_, row_blocks_, task_groups_, column_parts_;
+  int64_t row_parts_;     // each is met by all of a task's panels before the next
+  int64_t row_blocks_, task_groups_, column_parts_;
   std::unique_ptr<Scratch> packed_;
 };
 

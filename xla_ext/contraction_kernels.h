@@ -85,8 +85,8 @@ struct Products {
   void (*end)() = nullptr;
 };
 
-// The first pixel is at x; its columns of the residual, or null, and of what the sums become. All of that comes in registers: of what was
-// just written to memory a copy by whole vectors waits for every store before it.
+// The first pixel is at x, its columns of what the sums become at `to`, and those of the residual at `residual`, or null. What differs from
+// line to line comes in registers: of numbers that were just written to memory a copy by whole vectors waits for every store before it.
 using MultiplyPixels = void(const Pixels&, const char* x, char* to, const char* residual, Lines fetched);
 
 struct Kernels {

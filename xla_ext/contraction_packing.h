@@ -16,7 +16,7 @@ struct Chunk {
   int64_t tap, taps, first, inner;  // elements [first, first + inner) of each of the taps
 };
 
-// Neighbouring ones, which all panels of a task meet before the next do.
+// Neighbouring ones.
 struct Chunks {
   const Chunk *first, *last;  // behind the last one
 
@@ -45,7 +45,7 @@ class Packing {
       : f_(filter), panels_(panels), layout_(layout), per_(per_step(panels.dtype)), chunks_(chunks_of(panels, per_)) {}
 
   const std::vector<Chunk>& chunks() const { return chunks_; }
-  // Part i of `count` of them.
+  // Part i of `count`.
   Chunks part(int64_t i, int64_t count) const {
     const int64_t all = chunks_.size();
     return {chunks_.data() + i * all / count, chunks_.data() + (i + 1) * all / count};

@@ -202,7 +202,7 @@ class Strip {
     return finite;
   }
 
-  // Of a line.
+  // What every line of the expanded image is computed by.
   contraction::Pixels expansion() const {
     const contraction::Panels& p = d_.panels;
     const Limits limits = d_.expansion.limits.value_or(Limits{-kInfinity, kInfinity});

@@ -4,7 +4,9 @@
 #include <algorithm>
 
 #include "activation_attr.h"
+#include "contraction.h"
 #include "scratch.h"
+#include "simd_level.h"
 
 namespace jaxfuse::dense {
 namespace {
@@ -72,7 +74,33 @@ void run_in_blocks(const Forward& f) {
   }
 }
 
-bool is_onednns(const Forward& f) { return by_onednn({f.x.dtype, f.w.dtype}); }
+// Whether the contraction computes it: of f32, with the elements of x's rows, and of rows or columns of w, side by side. Measured on an Intel
+// Xeon, where oneDNN takes up to twice as long for many columns, and ours longer for few rows and long sums (benchmarks/README.md).
+bool contracts(const Forward& f) {
+  constexpr int64_t kManyRows = 1024, kManyColumns = 128;
+  const Sizes& s = f.sizes;
+  if (f.x.dtype != DType::F32 || !s.batch.empty() || s.x_strides[1] != 1 || (s.w_strides[0] != 1 && s.w_strides[1] != 1)) return false;
+  if (contraction::always()) return true;
+  const bool is_measured = simd_level() == SimdLevel::avx512 && is_intel() && s.w_strides[1] == 1;
+  return is_measured && s.columns >= kManyColumns && (s.columns >= 2 * s.inner || s.rows >= kManyRows);
+}
+
+void contract(const Forward& f) {
+  const Sizes& s = f.sizes;
+  const epilogue::Tiles tiles(f.epilogue, {s.rows, s.columns});
+  const auto rows = [&](int64_t first, int64_t count, const char** at, int64_t) {
+    for (int64_t i = 0; i < count; ++i) at[i] = f.x.as<char>() + (first + i) * s.x_strides[0] * int64_t(sizeof(float));
+  };
+  const std::vector<contraction::Problem> problems{
+      {s.rows, s.inner, s.columns, DType::F32, {f.w.data, DType::F32, {0}, s.w_strides[0], s.w_strides[1]}, rows}};
+  const auto tile = [&](const contraction::Block& b) {
+    return tiles.tile(b.sums, DType::F32, b.stride, b.row * s.columns + b.column, b.column, b.columns);
+  };
+  contraction::Plans(problems).multiply([&](const auto& b) { epilogue::kernels().apply(tile(b), 0, b.rows); },
+                                        [&](const auto& b) { epilogue::fetch(tile(b), b.rows); });
+}
+
+bool is_onednns(const Forward& f) { return !contracts(f) && by_onednn({f.x.dtype, f.w.dtype}); }
 
 unsigned libraries(const Call& call) { return is_onednns(checked(call)) ? kOneDNN : kNative; }
 
@@ -80,6 +108,7 @@ void dense_fwd(const Call& call) {
   const Forward f = checked(call);
   const Sizes& s = f.sizes;
   const Epilogue& e = f.epilogue;
+  if (contracts(f)) return contract(f);
   if (!is_onednns(f)) return multiply(s.batch, s.rows, s.inner, s.columns, s.x(f.x), s.w(f.w), e);
   e.is_identity() ? product(f, 0, s.output()[0], s.y(e.y)) : run_in_blocks(f);
 }
