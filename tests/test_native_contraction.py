@@ -153,6 +153,7 @@ def check_dense():
         x, w, b = random((rows, inner)), random((inner, columns), seed=1) / np.sqrt(inner), random((columns,), seed=2)
         for function, weight in ((layer, w), (layer_of_rows, w.T)):
             fused = jaxfuse.fuse(function, policy="always")
+            assert [site.kernel for site in jaxfuse.explain(function, x, weight, b, policy="always").sites] == ["native"]
             near = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6 * np.sqrt(inner))
             near(jax.jit(fused)(x, weight, b), function(x, weight, b))
             losses = [lambda *args, f=f: jnp.sum(f(*args) ** 2) / rows for f in (fused, function)]

@@ -66,7 +66,8 @@ class Plan {
     const int64_t rows = (row_block + 1) * p_.rows / row_blocks_ - row;
     const int64_t first = task % column_parts_ * task_groups_, end = std::min(groups_, first + task_groups_);
     const int64_t pointers = panels_.taps * rows * sizeof(char*), group_sums = std::max(rows, products_.fewest) * columns_;
-    const int64_t own_panels = whole() ? 0 : chunk_bytes(), sums_bytes = (row_parts_ > 1 ? end - first : 1) * group_sums * sizeof(float);
+    const int64_t kept_groups = row_parts_ > 1 ? end - first : 1;  // whose sums wait for the next part
+    const int64_t own_panels = whole() ? 0 : chunk_bytes(), sums_bytes = kept_groups * group_sums * sizeof(float);
     const Scratch scratch(own_panels + sums_bytes + pointers);
     float* const all_sums = reinterpret_cast<float*>(scratch.data() + own_panels);
     const char** const at = reinterpret_cast<const char**>(scratch.data() + own_panels + sums_bytes);
@@ -77,7 +78,7 @@ class Plan {
     for (int64_t part = 0; part < row_parts_; ++part) {
       for (int64_t group = first; group < end; ++group) {
         const int64_t column = group * columns_, columns = std::min(columns_, p_.columns - column);
-        float* const sums = all_sums + (row_parts_ > 1 ? group - first : 0) * group_sums;
+        float* const sums = all_sums + (group - first) % kept_groups * group_sums;
         const auto block = [&](int64_t begin, int64_t end) {
           return Block{number_, row + begin, end - begin, column, columns, sums + begin * columns_, columns_};
         };

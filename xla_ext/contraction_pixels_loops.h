@@ -135,17 +135,23 @@ template <class Step, int64_t count, int64_t vectors, class Lanes>
   Step::kElements == 1 || p.element == Element::f32 ? finish<float>(total, p, to, residual, columns) : finish<bf16>(total, p, to, residual, columns);
 }
 
+// Past so many pixels, which fetched so many lines.
+template <class Step>
+[[gnu::always_inline]] inline void move_on(const Pixels& p, int64_t pixels, int64_t lines, const char*& x, char*& to, const char*& residual, Lines& fetched) {
+  const int64_t bytes = pixels * p.stride * bytes_of<Step>(p.element);
+  x += pixels * p.pixel, to += bytes, fetched.first += lines * kLineBytes;
+  if (residual) residual += bytes;
+}
+
 // `n` tiles of `count` pixels, each of which fetches so many lines.
 template <class Step, int64_t count, int64_t vectors, class Lanes>
 [[gnu::noinline]] void multiply_tiles(const Pixels& given, const char* x, char* to, const char* residual, Lines fetched, int64_t n, Lanes last) {
   Pixels p = given;  // whose numbers no store changes
   p.panels += p.column / kPanel * p.panel + p.column % kPanel * int64_t(sizeof(float));
-  const int64_t bytes = count * p.stride * bytes_of<Step>(p.element);
   const int64_t together = fetched.count ? (fetched.count * kStepsOfFetch + p.steps - 1) / p.steps : 0;
   for (; n > 0; --n) {
     multiply_tile<Step, count, vectors>(p, x, to, residual, {fetched.first, together}, last);
-    x += count * p.pixel, to += bytes, fetched.first += fetched.count * kLineBytes;
-    if (residual) residual += bytes;
+    move_on<Step>(p, count, fetched.count, x, to, residual, fetched);
   }
 }
 
@@ -162,7 +168,6 @@ void multiply_tiles(int64_t given, const Pixels& p, const char* x, char* to, con
 // of one tap, and of f32. Tile by tile, what the parts of one give stays in the first-level cache.
 template <class Step, int64_t vectors, class Lanes>
 void multiply_in_parts(int64_t count, const Pixels& all, const char* x, char* to, const char* residual, Lines fetched, int64_t n, Lanes last) {
-  const int64_t bytes = count * all.stride * int64_t(sizeof(float));
   for (; n > 0; --n) {
     for (int64_t begin = 0; begin < all.steps; begin += kMostPixelSteps) {
       Pixels p = all;
@@ -173,8 +178,7 @@ void multiply_in_parts(int64_t count, const Pixels& all, const char* x, char* to
       const Lines own{fetched.first, begin == 0 ? fetched.count : 0};
       multiply_tiles<Step, vectors>(count, p, x + begin * kStepBytes, to, begin == 0 ? residual : to, own, 1, last);
     }
-    x += count * all.pixel, to += bytes, fetched.first += fetched.count * kLineBytes;
-    if (residual) residual += bytes;
+    move_on<Step>(all, count, fetched.count, x, to, residual, fetched);
   }
 }
 
@@ -187,9 +191,8 @@ void multiply_all_pixels(const Pixels& p, const char* x, char* to, const char* r
   const auto multiply = is_long ? multiply_in_parts<Step, vectors, Lanes> : multiply_tiles<Step, vectors, Lanes>;
   fetched.count = (fetched.count + tiles - 1) / tiles;
   if (larger > 0) multiply(least + 1, p, x, to, residual, fetched, larger, last);
-  const int64_t done = larger * (least + 1), bytes = done * p.stride * bytes_of<Step>(p.element);
-  fetched.first += larger * fetched.count * kLineBytes;
-  multiply(least, p, x + done * p.pixel, to + bytes, residual ? residual + bytes : nullptr, fetched, tiles - larger, last);
+  move_on<Step>(p, larger * (least + 1), larger * fetched.count, x, to, residual, fetched);
+  multiply(least, p, x, to, residual, fetched, tiles - larger, last);
 }
 
 // Of as many vectors as have the columns.

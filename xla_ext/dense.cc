@@ -74,6 +74,12 @@ void run_in_blocks(const Forward& f) {
   }
 }
 
+// The part of the output that a block of sums, whose rows begin behind the first `before`, becomes.
+template <class Block>
+epilogue::Tile tile_of(const epilogue::Tiles& tiles, const Block& b, int64_t before, int64_t columns) {
+  return tiles.tile(b.sums, DType::F32, b.stride, (before + b.row) * columns + b.column, b.column, b.columns);
+}
+
 // Whether the contraction computes it: of f32, with the elements of x's rows, and of rows or columns of w, side by side. Measured on an Intel
 // Xeon, where oneDNN takes up to twice as long for many columns, and ours longer for few rows and long sums (benchmarks/README.md).
 bool contracts(const Forward& f) {
@@ -93,24 +99,30 @@ void contract(const Forward& f) {
   };
   const std::vector<contraction::Problem> problems{
       {s.rows, s.inner, s.columns, DType::F32, {f.w.data, DType::F32, {0}, s.w_strides[0], s.w_strides[1]}, rows}};
-  const auto tile = [&](const contraction::Block& b) {
-    return tiles.tile(b.sums, DType::F32, b.stride, b.row * s.columns + b.column, b.column, b.columns);
-  };
+  const auto tile = [&](const contraction::Block& b) { return tile_of(tiles, b, 0, s.columns); };
   contraction::Plans(problems).multiply([&](const auto& b) { epilogue::kernels().apply(tile(b), 0, b.rows); },
                                         [&](const auto& b) { epilogue::fetch(tile(b), b.rows); });
 }
 
-bool is_onednns(const Forward& f) { return !contracts(f) && by_onednn({f.x.dtype, f.w.dtype}); }
+// What computes the products: the contraction, the loops of product.h, both ours, or oneDNN.
+enum class Way { contraction, product, onednn };
 
-unsigned libraries(const Call& call) { return is_onednns(checked(call)) ? kOneDNN : kNative; }
+Way way(const Forward& f) {
+  if (contracts(f)) return Way::contraction;
+  return by_onednn({f.x.dtype, f.w.dtype}) ? Way::onednn : Way::product;
+}
+
+unsigned libraries(const Call& call) { return way(checked(call)) == Way::onednn ? kOneDNN : kNative; }
 
 void dense_fwd(const Call& call) {
   const Forward f = checked(call);
   const Sizes& s = f.sizes;
   const Epilogue& e = f.epilogue;
-  if (contracts(f)) return contract(f);
-  if (!is_onednns(f)) return multiply(s.batch, s.rows, s.inner, s.columns, s.x(f.x), s.w(f.w), e);
-  e.is_identity() ? product(f, 0, s.output()[0], s.y(e.y)) : run_in_blocks(f);
+  switch (way(f)) {
+    case Way::contraction: return contract(f);
+    case Way::product: return multiply(s.batch, s.rows, s.inner, s.columns, s.x(f.x), s.w(f.w), e);
+    case Way::onednn: return e.is_identity() ? product(f, 0, s.output()[0], s.y(e.y)) : run_in_blocks(f);
+  }
 }
 
 JAXFUSE_HANDLER(jaxfuse_dense_fwd, dense_fwd);
@@ -143,9 +155,7 @@ void multiply(const Shape& batch, int64_t rows, int64_t inner, int64_t columns, 
               const Epilogue& epilogue) {
   const epilogue::Tiles tiles(epilogue, {size_of(batch) * rows, columns});
   product::multiply(batch, rows, inner, columns, x, w, [&](const product::Block& block) {
-    const int64_t offset = (block.entry * rows + block.row) * columns + block.column;
-    const epilogue::Tile tile = tiles.tile(block.sums, DType::F32, block.stride, offset, block.column, block.columns);
-    epilogue::kernels().apply(tile, 0, block.rows);
+    epilogue::kernels().apply(tile_of(tiles, block, block.entry * rows, columns), 0, block.rows);
   });
 }
 
