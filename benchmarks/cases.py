@@ -186,7 +186,7 @@ MODELS = {
     "vit_s16": Model("ViT-S/16", "vit_s16", 22_050_664),
     "bert_base": Model("BERT-base, 128 tokens", "bert_base", 110_249_704, size=128, vocabulary=30522),
 }
-TRAINED = ("resnet50", "mobilenet_v2")
+TRAINED = ("resnet50", "mobilenet_v2", "convnext_tiny", "vit_s16")
 # Stages: expansion, features, blocks, stride of the first.
 MOBILENET_V2 = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
 # The same, and the size of the depthwise filters.

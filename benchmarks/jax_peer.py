@@ -101,7 +101,7 @@ class JaxPeer:
             return Prepared(lambda: jax.block_until_ready(frozen(given)), lambda logits: {"logits": logits}, None)
         if case.task == "inference":
             return self._compiled(self.fuse(model.apply), [variables, given], lambda logits: {"logits": logits})
-        params, batch_stats = variables["params"], variables["batch_stats"]
+        params, batch_stats = variables["params"], variables.get("batch_stats", {})
         state = models.TrainState(params, batch_stats, jax.tree.map(jnp.zeros_like, params))
         train_step = models.make_train_step(model, self.fuse)
 

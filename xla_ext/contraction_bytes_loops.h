@@ -50,7 +50,7 @@ constexpr bool kSaturates = true;
 template <bool narrow>
 struct OfBytes {
   static constexpr int64_t kElements = 4, kTogether = narrow && kSaturates ? 2 : 1;
-  static constexpr bool kIsExact = true;
+  static constexpr bool kIsExact = true, kIsOneInstruction = false;
 
   static Floats load_step(const char* at) {
     uint32_t bits;

@@ -1,6 +1,8 @@
 // Products of neighbouring pixels, for what stays in the first-level cache: bias and clip meet the sums in registers.
 #pragma once
 
+#include <utility>
+
 #include "contraction_kernels.h"
 #include "contraction_steps.h"
 #include "cut.h"
@@ -8,10 +10,15 @@
 namespace jaxfuse::contraction {
 namespace {
 
-// Sums of twelve pixels by two vectors of columns, or of three by four: each factor is loaded once for two products, or four. Of fewer
-// vectors with AVX2 as many pixels more, for a product takes as long as eight begin.
+// Sums of fourteen pixels by two vectors of columns, or of three by four: each factor is loaded once for two products, or four. Images are
+// mostly 7, 14, 28, 56 or 112 pixels wide. Products of several instructions leave registers for twelve. Of fewer vectors with AVX2 as many
+// pixels more, for a product takes as long as eight begin.
 constexpr int64_t kPixelVectors = kLanes == 8 ? 4 : 2;
-constexpr int64_t pixels_of(int64_t vectors) { return kLanes == 16 ? 12 : kLanes == 4 ? 6 : vectors == 1 ? 8 : 12 / vectors; }
+template <class Step>
+constexpr int64_t pixels_of(int64_t vectors) {
+  if (kLanes == 16) return Step::kIsOneInstruction ? 14 : 12;
+  return kLanes == 4 ? 6 : vectors == 1 ? 8 : 12 / vectors;
+}
 
 template <class Step>
 int64_t bytes_of(Element element) {
@@ -33,21 +40,54 @@ struct Vectors {
   }
 };
 
-constexpr int64_t kStepsOfFetch = 16;  // before which lines are fetched
+constexpr int64_t kStepsOfFetch = 16;    // before which lines are fetched
+constexpr int64_t kPixelsOfPointer = 3;  // that lie at once or twice the distance of two
 
-// total += the products of a tap's steps.
+inline void fetch(Lines& lines) {
+  for (int64_t i = 0; i < lines.count; ++i, lines.first += kLineBytes) __builtin_prefetch(lines.first, 0, 2);
+}
+
+// Behind the next `bytes`; and not reckoned from another pointer, for which the compiler would keep each in a register by itself.
+template <int64_t bytes>
+[[gnu::always_inline]] inline void move(const char*& pointer) {
+  pointer += bytes;
+  asm("" : "+r"(pointer));
+}
+
+// total += the products of a tap's steps. An address may be a pointer's and once or twice the distance of two pixels: there are not enough
+// registers for each pixel's pointer, and what else there is none for would be read from memory for every product.
+template <class Step, int64_t count, int64_t vectors, int64_t... i>
+[[gnu::always_inline]] inline void add_products(Floats (&total)[count][vectors], const Pixels& p, const char* first, Lines fetched,
+                                                const char* panels, std::integer_sequence<int64_t, i...>) {
+  const int64_t pixel = p.pixel, panel = p.panel;
+  const char* x[] = {first + i * kPixelsOfPointer * pixel...};
+  const auto columns = [&](int64_t j) { return load(reinterpret_cast<const float*>(panels + j * kLanes / kPanel * panel) + j * kLanes % kPanel); };
+  const bool odd = Step::kElements > 1 && p.odd;
+  for (int64_t left = p.steps - odd; left > 0; left -= kStepsOfFetch) {
+    fetch(fetched);
+    const char* const behind = panels + (left < kStepsOfFetch ? left : kStepsOfFetch) * kLineBytes;
+    while (panels < behind) {
+      multiply_step<Step>(total, [&](int64_t j) { return Step::load_step(x[j / kPixelsOfPointer] + j % kPixelsOfPointer * pixel); }, columns);
+      move<kLineBytes>(panels);
+      (move<kStepBytes>(x[i]), ...);
+    }
+  }
+  if (odd) multiply_step<Step>(total, [&](int64_t j) { return Step::load_last(x[j / kPixelsOfPointer] + j % kPixelsOfPointer * pixel); }, columns);
+}
+
+// The same where a pixel has a register for its pointer, if there are few.
 template <class Step, int64_t count, int64_t vectors>
-[[gnu::always_inline]] inline void add_products(Floats (&total)[count][vectors], const Pixels& p, const char* first, int64_t tap, Lines fetched) {
+[[gnu::always_inline]] inline void add_products(Floats (&total)[count][vectors], const Pixels& p, const char* first, Lines fetched, const char* panel) {
   const char* x[count];
 #pragma GCC unroll 16
   for (int64_t i = 0; i < count; ++i) {
-    x[i] = first + tap * p.tap + i * p.pixel;
+    x[i] = first + i * p.pixel;
     if constexpr (kLanes == 8) asm("" : "+r"(x[i]));  // in a register, and not reckoned anew at every step
   }
   const char* panels[vectors];
 #pragma GCC unroll 4
   for (int64_t j = 0; j < vectors; ++j) {
-    panels[j] = p.panels + tap * p.steps * kLineBytes + j * kLanes / kPanel * p.panel + j * kLanes % kPanel * int64_t(sizeof(float));
+    panels[j] = panel + j * kLanes / kPanel * p.panel + j * kLanes % kPanel * int64_t(sizeof(float));
   }
   const auto columns = [&](int64_t s, int64_t j) { return load(reinterpret_cast<const float*>(panels[j] + s * kLineBytes)); };
   const auto add_step = [&](int64_t s, auto load_x) {
@@ -62,9 +102,9 @@ template <class Step, int64_t count, int64_t vectors>
   const bool odd = Step::kElements > 1 && p.odd;
   const int64_t whole = p.steps - odd;
   for (int64_t begin = 0; begin < whole; begin += kStepsOfFetch) {
-    for (int64_t i = 0; i < fetched.count; ++i, fetched.first += kLineBytes) __builtin_prefetch(fetched.first, 0, 2);
+    fetch(fetched);
     const int64_t end = begin + kStepsOfFetch < whole ? begin + kStepsOfFetch : whole;
-    for_steps<Step, count + 1 >= pixels_of(vectors) ? kStepsOfFetch : 1>(begin, end, [&](int64_t s) {
+    for_steps<Step, count + 1 >= pixels_of<Step>(vectors) ? kStepsOfFetch : 1>(begin, end, [&](int64_t s) {
       add_step(s, [](const char* at) { return Step::load_step(at); });
     }, add_two);
   }
@@ -130,7 +170,14 @@ template <class Step, int64_t count, int64_t vectors, class Lanes>
 #pragma GCC unroll 16
     for (int64_t i = 0; i < count; ++i) total[i][j] = first;
   }
-  for (int64_t tap = 0; tap < p.taps; ++tap, fetched.count = 0) add_products<Step>(total, p, x, tap, fetched);
+  for (int64_t tap = 0; tap < p.taps; ++tap, fetched.count = 0) {
+    const char *const pixels = x + tap * p.tap, *const panels = p.panels + tap * p.steps * kLineBytes;
+    if constexpr (kLanes == 16 && Step::kTogether == 1) {
+      add_products<Step>(total, p, pixels, fetched, panels, std::make_integer_sequence<int64_t, (count + kPixelsOfPointer - 1) / kPixelsOfPointer>());
+    } else {
+      add_products<Step>(total, p, pixels, fetched, panels);
+    }
+  }
   if (Step::kIsExact || p.scale) scale<Step>(total, p, columns);
   Step::kElements == 1 || p.element == Element::f32 ? finish<float>(total, p, to, residual, columns) : finish<bf16>(total, p, to, residual, columns);
 }
@@ -156,7 +203,7 @@ template <class Step, int64_t count, int64_t vectors, class Lanes>
 }
 
 // The same of tiles of `given` pixels, at most `count`.
-template <class Step, int64_t vectors, class Lanes, int64_t count = pixels_of(vectors)>
+template <class Step, int64_t vectors, class Lanes, int64_t count = pixels_of<Step>(vectors)>
 void multiply_tiles(int64_t given, const Pixels& p, const char* x, char* to, const char* residual, Lines fetched, int64_t n, Lanes last) {
   if constexpr (count > 1) {
     if (given < count) return multiply_tiles<Step, vectors, Lanes, count - 1>(given, p, x, to, residual, fetched, n, last);
@@ -185,7 +232,7 @@ void multiply_in_parts(int64_t count, const Pixels& all, const char* x, char* to
 template <class Step, int64_t vectors, class Lanes>
 void multiply_all_pixels(const Pixels& p, const char* x, char* to, const char* residual, Lines fetched, Lanes last) {
   if (p.count == 0) return;
-  constexpr int64_t kPixels = pixels_of(vectors);
+  constexpr int64_t kPixels = pixels_of<Step>(vectors);
   const int64_t tiles = (p.count + kPixels - 1) / kPixels, least = p.count / tiles, larger = p.count % tiles;  // tiles of one pixel more
   const bool is_long = !Step::kIsExact && p.steps > kMostPixelSteps;
   const auto multiply = is_long ? multiply_in_parts<Step, vectors, Lanes> : multiply_tiles<Step, vectors, Lanes>;

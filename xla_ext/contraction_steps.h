@@ -10,6 +10,7 @@ namespace {
 struct OfFloats {
   static constexpr int64_t kElements = 1, kTogether = 1;
   static constexpr bool kIsExact = false;  // exact sums are s32
+  static constexpr bool kIsOneInstruction = true;
 
   static Floats join(Floats value, Floats) { return value; }
   static Floats load_step(const char* at) { return broadcast(*reinterpret_cast<const float*>(at)); }
@@ -21,6 +22,11 @@ struct OfFloats {
 struct OfPairs {
   static constexpr int64_t kElements = 2, kTogether = 1;
   static constexpr bool kIsExact = false;
+#ifdef __AVX512BF16__
+  static constexpr bool kIsOneInstruction = true;
+#else
+  static constexpr bool kIsOneInstruction = false;
+#endif
 
   static Floats join(Floats even, Floats odd) {
 #ifdef __AVX512BF16__
