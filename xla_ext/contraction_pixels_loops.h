@@ -40,8 +40,8 @@ struct Vectors {
   }
 };
 
-constexpr int64_t kStepsOfFetch = 16;    // before which lines are fetched
-constexpr int64_t kPixelsOfPointer = 3;  // that lie at once or twice the distance of two
+constexpr int64_t kStepsOfFetch = 16;  // before which lines are fetched
+constexpr int64_t kOfPointer = 3;      // pixels that are found by it, and once or twice the distance of two
 
 inline void fetch(Lines& lines) {
   for (int64_t i = 0; i < lines.count; ++i, lines.first += kLineBytes) __builtin_prefetch(lines.first, 0, 2);
@@ -60,24 +60,27 @@ template <class Step, int64_t count, int64_t vectors, int64_t... i>
 [[gnu::always_inline]] inline void add_products(Floats (&total)[count][vectors], const Pixels& p, const char* first, Lines fetched,
                                                 const char* panels, std::integer_sequence<int64_t, i...>) {
   const int64_t pixel = p.pixel, panel = p.panel;
-  const char* x[] = {first + i * kPixelsOfPointer * pixel...};
-  const auto columns = [&](int64_t j) { return load(reinterpret_cast<const float*>(panels + j * kLanes / kPanel * panel) + j * kLanes % kPanel); };
+  const char* x[] = {first + i * kOfPointer * pixel...};
+  const auto columns = [&](int64_t j) {
+    return load(reinterpret_cast<const float*>(panels + j * kLanes / kPanel * panel) + j * kLanes % kPanel);
+  };
   const bool odd = Step::kElements > 1 && p.odd;
   for (int64_t left = p.steps - odd; left > 0; left -= kStepsOfFetch) {
     fetch(fetched);
     const char* const behind = panels + (left < kStepsOfFetch ? left : kStepsOfFetch) * kLineBytes;
     while (panels < behind) {
-      multiply_step<Step>(total, [&](int64_t j) { return Step::load_step(x[j / kPixelsOfPointer] + j % kPixelsOfPointer * pixel); }, columns);
+      multiply_step<Step>(total, [&](int64_t n) { return Step::load_step(x[n / kOfPointer] + n % kOfPointer * pixel); }, columns);
       move<kLineBytes>(panels);
       (move<kStepBytes>(x[i]), ...);
     }
   }
-  if (odd) multiply_step<Step>(total, [&](int64_t j) { return Step::load_last(x[j / kPixelsOfPointer] + j % kPixelsOfPointer * pixel); }, columns);
+  if (odd) multiply_step<Step>(total, [&](int64_t n) { return Step::load_last(x[n / kOfPointer] + n % kOfPointer * pixel); }, columns);
 }
 
 // The same where a pixel has a register for its pointer, if there are few.
 template <class Step, int64_t count, int64_t vectors>
-[[gnu::always_inline]] inline void add_products(Floats (&total)[count][vectors], const Pixels& p, const char* first, Lines fetched, const char* panel) {
+[[gnu::always_inline]] inline void add_products(Floats (&total)[count][vectors], const Pixels& p, const char* first, Lines fetched,
+                                                const char* panel) {
   const char* x[count];
 #pragma GCC unroll 16
   for (int64_t i = 0; i < count; ++i) {
@@ -173,7 +176,7 @@ template <class Step, int64_t count, int64_t vectors, class Lanes>
   for (int64_t tap = 0; tap < p.taps; ++tap, fetched.count = 0) {
     const char *const pixels = x + tap * p.tap, *const panels = p.panels + tap * p.steps * kLineBytes;
     if constexpr (kLanes == 16 && Step::kTogether == 1) {
-      add_products<Step>(total, p, pixels, fetched, panels, std::make_integer_sequence<int64_t, (count + kPixelsOfPointer - 1) / kPixelsOfPointer>());
+      add_products<Step>(total, p, pixels, fetched, panels, std::make_integer_sequence<int64_t, (count + kOfPointer - 1) / kOfPointer>());
     } else {
       add_products<Step>(total, p, pixels, fetched, panels);
     }

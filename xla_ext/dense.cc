@@ -4,9 +4,7 @@
 #include <algorithm>
 
 #include "activation_attr.h"
-#include "contraction.h"
 #include "scratch.h"
-#include "simd_level.h"
 
 namespace jaxfuse::dense {
 namespace {
@@ -80,28 +78,22 @@ epilogue::Tile tile_of(const epilogue::Tiles& tiles, const Block& b, int64_t bef
   return tiles.tile(b.sums, DType::F32, b.stride, (before + b.row) * columns + b.column, b.column, b.columns);
 }
 
-// Whether the contraction computes it: of f32, with the elements of x's rows, and of rows or columns of w, side by side. Measured on an Intel
-// Xeon, where oneDNN takes up to twice as long for many columns, and ours longer for few rows and long sums (benchmarks/README.md).
+// Whether the contraction computes it: for many columns oneDNN takes up to twice as long, and ours longer for few rows and long sums
+// (benchmarks/README.md).
 bool contracts(const Forward& f) {
   constexpr int64_t kManyRows = 1024, kManyColumns = 128;
   const Sizes& s = f.sizes;
-  if (f.x.dtype != DType::F32 || !s.batch.empty() || s.x_strides[1] != 1 || (s.w_strides[0] != 1 && s.w_strides[1] != 1)) return false;
+  if (!s.batch.empty() || !can_contract(s.x(f.x), s.w(f.w))) return false;
   if (contraction::always()) return true;
-  const bool is_measured = simd_level() == SimdLevel::avx512 && is_intel() && s.w_strides[1] == 1;
-  return is_measured && s.columns >= kManyColumns && (s.columns >= 2 * s.inner || s.rows >= kManyRows);
+  return is_contraction_measured() && s.w_strides[1] == 1 && s.columns >= kManyColumns && (s.columns >= 2 * s.inner || s.rows >= kManyRows);
 }
 
-void contract(const Forward& f) {
+void by_contraction(const Forward& f) {
   const Sizes& s = f.sizes;
   const epilogue::Tiles tiles(f.epilogue, {s.rows, s.columns});
-  const auto rows = [&](int64_t first, int64_t count, const char** at, int64_t) {
-    for (int64_t i = 0; i < count; ++i) at[i] = f.x.as<char>() + (first + i) * s.x_strides[0] * int64_t(sizeof(float));
-  };
-  const std::vector<contraction::Problem> problems{
-      {s.rows, s.inner, s.columns, DType::F32, {f.w.data, DType::F32, {0}, s.w_strides[0], s.w_strides[1]}, rows}};
   const auto tile = [&](const contraction::Block& b) { return tile_of(tiles, b, 0, s.columns); };
-  contraction::Plans(problems).multiply([&](const auto& b) { epilogue::kernels().apply(tile(b), 0, b.rows); },
-                                        [&](const auto& b) { epilogue::fetch(tile(b), b.rows); });
+  contract(s.rows, s.inner, s.columns, s.x(f.x), s.w(f.w), [&](const auto& b) { epilogue::kernels().apply(tile(b), 0, b.rows); },
+           [&](const auto& b) { epilogue::fetch(tile(b), b.rows); });
 }
 
 // What computes the products: the contraction, the loops of product.h, both ours, or oneDNN.
@@ -119,7 +111,7 @@ void dense_fwd(const Call& call) {
   const Sizes& s = f.sizes;
   const Epilogue& e = f.epilogue;
   switch (way(f)) {
-    case Way::contraction: return contract(f);
+    case Way::contraction: return by_contraction(f);
     case Way::product: return multiply(s.batch, s.rows, s.inner, s.columns, s.x(f.x), s.w(f.w), e);
     case Way::onednn: return e.is_identity() ? product(f, 0, s.output()[0], s.y(e.y)) : run_in_blocks(f);
   }

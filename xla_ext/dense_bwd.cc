@@ -64,17 +64,27 @@ Backward checked(const Call& call) {
   return b;
 }
 
+// Whether the contraction computes dw: for many columns oneDNN takes up to twice as long (benchmarks/README.md).
+bool contracts_dw(const Backward& b) {
+  constexpr int64_t kManyColumns = 2560;
+  const Sizes& s = b.sizes;
+  if (!s.batch.empty() || s.w_strides[1] != 1 || !can_contract(s.x(*b.x), s.y(b.dy))) return false;
+  return contraction::always() || (is_contraction_measured() && s.columns >= kManyColumns);
+}
+
 // dx and dw from g.
 void products(const Backward& b, const Tensor& g) {
   const Sizes& s = b.sizes;
   if (b.dx) matmul(s.batch, s.rows, s.columns, s.inner, s.y(g), s.w(*b.w).transposed(), s.x(*b.dx));
-  if (b.dw) matmul(s.batch, s.inner, s.rows, s.columns, s.x(*b.x).transposed(), s.y(g), s.w(*b.dw));
+  if (!b.dw) return;
+  if (contracts_dw(b)) return contract_transposed(s.inner, s.rows, s.columns, s.x(*b.x), s.y(g), s.w(*b.dw));
+  matmul(s.batch, s.inner, s.rows, s.columns, s.x(*b.x).transposed(), s.y(g), s.w(*b.dw));
 }
 
 unsigned libraries(const Call& call) {
   const Backward b = checked(call);
   const DType dtype = b.x ? b.x->dtype : b.w ? b.w->dtype : b.dy.dtype;
-  return (b.dx || b.dw) && by_onednn({b.dy.dtype, dtype}) ? kOneDNN : kNative;
+  return (b.dx || (b.dw && !contracts_dw(b))) && by_onednn({b.dy.dtype, dtype}) ? kOneDNN : kNative;
 }
 
 void dense_bwd(const Call& call) {
