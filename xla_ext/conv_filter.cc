@@ -164,15 +164,17 @@ class Task {
     }
     const int64_t taps_beside = p_.row_as_features ? columns.taps : 1, inputs = taps_beside * inputs_;
     float* const own = sums + (plane_ * p_.groups + group_) * p_.taps() * p_.inputs * p_.outputs;
-    for (int64_t o = 0; o < outputs_; o += kOutputs) {
+    for (int64_t o = 0, together; o < outputs_; o += together) {
+      together = outputs_ - o < product::kernels().columns ? kOutputs : product::kernels().columns;
       for (int64_t i = 0; i < inputs; i += product::kernels().rows) {
         for (int64_t tap = 0; tap < p_.taps(); tap += taps_beside) {
           const int64_t at = tap / columns.taps * rows.dilation * width_ + tap % columns.taps * columns.dilation;
           const int64_t feature = p_.row_as_features ? i : i / product::kernels().rows * x_panel_;
           const product::Panels packed{x_ + at * p_.panel() + feature, g_ + o / kOutputs * g_panel_, offsets_.data(),
-                                       int64_t(offsets_.size()), block.columns, columns.output_step() * p_.panel(), g_size(), 1, narrow_};
+                                       int64_t(offsets_.size()), block.columns, columns.output_step() * p_.panel(), g_size(), 1,
+                                       narrow_ ? kOutputs / 2 : together, g_panel_};
           float* to = own + (tap * p_.inputs + input_ + i) * p_.outputs + output_ + o;
-          add_tile(packed, to, std::min(product::kernels().rows, inputs - i), std::min(kOutputs, outputs_ - o), first);
+          add_tile(packed, to, std::min(product::kernels().rows, inputs - i), std::min(together, outputs_ - o), first);
         }
       }
     }
@@ -228,7 +230,7 @@ class Task {
   int64_t g_size() const { return narrow_ ? kOutputs / 2 : kOutputs; }  // of a panel
 
   void add_tile(const product::Panels& packed, float* to, int64_t inputs, int64_t outputs, bool first) const {
-    if (outputs == kOutputs) return product::kernels().outer_products(packed, inputs, to, p_.outputs, first);
+    if (outputs % kOutputs == 0) return product::kernels().outer_products(packed, inputs, to, p_.outputs, first);
     float tile[product::kMostRows * kOutputs];
     product::kernels().outer_products(packed, inputs, tile, kOutputs, true);
     for (int64_t i = 0; i < inputs; ++i) {

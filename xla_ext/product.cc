@@ -201,8 +201,10 @@ void multiply(const Lines& a, int64_t rows, const float* panels, int64_t inner, 
   const int64_t tile = kernels().rows;
   for (int64_t begin = 0; begin < rows; begin += kBlockRows) {
     const int64_t end = std::min(rows, begin + kBlockRows);
-    for (int64_t c = 0; c < columns; c += kColumns) {
-      Panels packed{a.from(begin).data, panels + c * inner, &kLine, 1, inner, a.step, kColumns, a.row, columns - c <= kColumns / 2};
+    for (int64_t c = 0, together; c < columns; c += together) {
+      together = columns - c > kernels().columns - kColumns / 2 ? kernels().columns : kColumns;
+      const int64_t wanted = std::min(together, columns - c);
+      Panels packed{a.from(begin).data, panels + c * inner, &kLine, 1, inner, a.step, kColumns, a.row, wanted, kColumns * inner};
       for (int64_t r = begin; r < end; r += tile, packed.a += a.tile) {
         kernels().outer_products(packed, std::min(tile, end - r), sums + r * stride + c, stride, first);
       }

@@ -18,21 +18,22 @@ struct Vectors {
 };
 
 // Steps along panels. Line l of b begins at b + l·steps·b_step, and is multiplied with what lies from a + lines[l] on, a_step
-// further with each of its `steps`. From one row of a to the next it is a_row: 1 where they are packed.
+// further with each of its `steps`. From one row of a to the next it is a_row: 1 where they are packed; and b_panel from one panel of b to
+// the next.
 struct Panels {
   const float *a, *b;
   const int64_t* lines;
   int64_t count, steps, a_step, b_step, a_row = 1;
-  bool half = false;  // only the first half of the columns is wanted
+  int64_t columns = kColumns, b_panel = 0;  // at most a tile's; whole panels are computed, or the half of one that has them
 };
 
 struct Kernels {
-  int64_t rows;  // of a tile, whose sums fill the registers
+  int64_t rows, columns;  // of a tile, whose sums fill the registers
   // `inner` elements of each of `count` vectors in panels of `rows` or of kColumns: element k of vector v goes to
   // to[(v / size·inner + k)·size + v % size]; the last panel is filled up with zeros.
   void (*pack_rows)(const Vectors&, int64_t count, int64_t inner, float* to);
   void (*pack_columns)(const Vectors&, int64_t count, int64_t inner, float* to);
-  // sums[i·stride + j] = Σ a_i·b_j over all steps, i < rows, j < kColumns (or half as many), added to what is there unless `first`.
+  // sums[i·stride + j] = Σ a_i·b_j over all steps, i < rows, added to what is there unless `first`.
   void (*outer_products)(const Panels&, int64_t rows, float* sums, int64_t stride, bool first);
 };
 

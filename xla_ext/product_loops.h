@@ -7,7 +7,7 @@
 namespace jaxfuse::product {
 namespace {
 
-constexpr int64_t kRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;
+constexpr int64_t kRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4, kTileColumns = kLanes == 16 ? 2 * kColumns : kColumns;
 static_assert(kMostRows % kRows == 0 && (kRows <= kLanes || kRows % kLanes == 0));  // in panels, and in the blocks of a panel
 
 inline float wide(float x) { return x; }
@@ -88,17 +88,18 @@ void pack(const Vectors& vectors, int64_t count, int64_t inner, float* to) {
 
 template <bool packed>
 void outer_products(const Panels& panels, int64_t rows, float* sums, int64_t stride, bool first) {
-  constexpr int64_t kVectors = kColumns / kLanes;
-  if (!panels.half) return outer_products<kRows, packed, kVectors>(panels, rows, sums, stride, first, Whole{});
+  constexpr int64_t kVectors = kColumns / kLanes, kHalf = kColumns / 2;
+  if (panels.columns > kColumns) return outer_products<kRows, packed, kTileColumns / kLanes, true>(panels, rows, sums, stride, first, Whole{});
+  if (panels.columns > kHalf) return outer_products<kRows, packed, kVectors>(panels, rows, sums, stride, first, Whole{});
   if constexpr (kVectors > 1) {
     outer_products<kRows, packed, kVectors / 2>(panels, rows, sums, stride, first, Whole{});
   } else {
-    outer_products<kRows, packed, 1>(panels, rows, sums, stride, first, First{kColumns / 2});
+    outer_products<kRows, packed, 1>(panels, rows, sums, stride, first, First{kHalf});
   }
 }
 
 constexpr Kernels kernels = {
-    kRows,
+    kRows, kTileColumns,
     pack<kRows>,
     pack<kColumns>,
     [](const Panels& panels, int64_t rows, float* sums, int64_t stride, bool first) {
