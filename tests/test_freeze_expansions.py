@@ -128,6 +128,15 @@ def test_geometries(dtype, inputs, channels, kernel, image, geometry, expansions
     check(weights(inputs, channels, kernel, dtype=dtype), (2, *image, inputs), expansions, 1, **geometry)
 
 
+@pytest.mark.parametrize("channels", [32, 24, 13])
+def test_lines_of_every_width(channels, expansions):
+    """Tiles of as many pixels as fit, and the one that is left."""
+    widths = *range(1, 16), 27, 28, 29, 43
+    for width in widths:
+        check(weights(9, channels, (3, 3)), (1, 3, width, 9), expansions, 1)
+        expansions.clear()
+
+
 def test_without_biases(expansions):
     w, _, depthwise, _ = weights(16, 32, (3, 3))
     check([w, 0.0, depthwise, 0.0], (1, 7, 7, 16), expansions, 1)

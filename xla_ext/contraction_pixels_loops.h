@@ -41,21 +41,21 @@ struct Vectors {
 };
 
 constexpr int64_t kStepsOfFetch = 16;  // before which lines are fetched
-constexpr int64_t kOfPointer = 3;      // pixels that are found by it, and once or twice the distance of two
+constexpr int64_t kOfPointer = 3;      // pixels that are found by one: at it, and at once and twice the distance of two pixels
 
 inline void fetch(Lines& lines) {
   for (int64_t i = 0; i < lines.count; ++i, lines.first += kLineBytes) __builtin_prefetch(lines.first, 0, 2);
 }
 
-// Behind the next `bytes`; and not reckoned from another pointer, for which the compiler would keep each in a register by itself.
+// Past the next `bytes`, in a register: the compiler, which knows the distances, would keep a pointer for each pixel.
 template <int64_t bytes>
-[[gnu::always_inline]] inline void move(const char*& pointer) {
+[[gnu::always_inline]] inline void advance(const char*& pointer) {
   pointer += bytes;
   asm("" : "+r"(pointer));
 }
 
-// total += the products of a tap's steps. An address may be a pointer's and once or twice the distance of two pixels: there are not enough
-// registers for each pixel's pointer, and what else there is none for would be read from memory for every product.
+// total += the products of a tap's steps. With a pointer for each pixel there were no registers left: a panel's numbers would be read from the
+// stack for every product.
 template <class Step, int64_t count, int64_t vectors, int64_t... i>
 [[gnu::always_inline]] inline void add_products(Floats (&total)[count][vectors], const Pixels& p, const char* first, Lines fetched,
                                                 const char* panels, std::integer_sequence<int64_t, i...>) {
@@ -70,14 +70,14 @@ template <class Step, int64_t count, int64_t vectors, int64_t... i>
     const char* const behind = panels + (left < kStepsOfFetch ? left : kStepsOfFetch) * kLineBytes;
     while (panels < behind) {
       multiply_step<Step>(total, [&](int64_t n) { return Step::load_step(x[n / kOfPointer] + n % kOfPointer * pixel); }, columns);
-      move<kLineBytes>(panels);
-      (move<kStepBytes>(x[i]), ...);
+      advance<kLineBytes>(panels);
+      (advance<kStepBytes>(x[i]), ...);
     }
   }
   if (odd) multiply_step<Step>(total, [&](int64_t n) { return Step::load_last(x[n / kOfPointer] + n % kOfPointer * pixel); }, columns);
 }
 
-// The same where a pixel has a register for its pointer, if there are few.
+// The same with a pointer for each pixel, where they are few or two steps are taken at once.
 template <class Step, int64_t count, int64_t vectors>
 [[gnu::always_inline]] inline void add_products(Floats (&total)[count][vectors], const Pixels& p, const char* first, Lines fetched,
                                                 const char* panel) {

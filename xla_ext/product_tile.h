@@ -25,7 +25,9 @@ void outer_products(const Panels& panels, float* sums, int64_t stride, bool firs
     for (int64_t s = 0; s < panels.steps; ++s, a += panels.a_step, b += panels.b_step) {
       Floats v[kVectors];
 #pragma GCC unroll 8
-      for (int64_t j = 0; j < kVectors; ++j) v[j] = load(b + (apart ? j * kLanes / kColumns * panels.b_panel + j * kLanes % kColumns : j * kLanes), lanes);
+      for (int64_t j = 0; j < kVectors; ++j) {
+        v[j] = load(b + (apart ? j * kLanes / kColumns * panels.b_panel + j * kLanes % kColumns : j * kLanes), lanes);
+      }
 #pragma GCC unroll 16
       for (int64_t i = 0; i < rows; ++i) {
         const Floats factor = broadcast(a[i * a_row]);
