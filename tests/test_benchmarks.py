@@ -234,7 +234,7 @@ def test_memory_of_a_process_that_loads_a_network():
 
 
 def test_tokens_are_of_the_vocabulary_and_images_are_not():
-    (bert,), (vit,) = cases.select(["bert_base.b8.bf16"]), cases.select(["vit_s16.b8.bf16"])
+    (bert,), (vit,) = cases.select(["bert_base.b8.bf16"]), cases.select(["vit_s16.b8.bf16.inference"])
     tokens, images = inputs.network(bert), inputs.network(vit)
     assert tokens.shape == (8, 128) and tokens.dtype == np.int32 and 0 <= tokens.min() and 20000 < tokens.max() < bert.shape.vocabulary
     assert images.shape == (8, 224, 224, 3) and images.dtype == np.float32
