@@ -138,7 +138,9 @@ def explain(fn: Callable, *args, policy: str = "measured", platform: str | None 
             except Exception as error:
                 return build.untraceable(versions.unread("this program", error), "")
             decider.selection.warn_of_strangers(program.found)
-            return build.whole(program, _name(fn), policy, measure)
+            report = build.whole(program, _name(fn), policy, measure)
+            packed = getattr(fn, "packed_layers", None) if platforms.current() == "cpu" else None
+            return build.with_packed(report, packed(*args, **kwargs)) if packed else report
         return _untraceable(failure, kwargs)
 
 

@@ -50,6 +50,7 @@ def test_normalisations_become_part_of_the_weights(frozen):
     assert [line.split(" took in ")[1].split(" at ")[0] for line in frozen.folds(X)] == ["bias and scale", "bias and scale"]
     report = jaxfuse.explain(frozen, X, policy="always")
     assert [site.pattern for site in report.fused] == ["conv+bias+relu"] * 2 + ["global_average_pool", "dense+bias"]
+    assert {site.kernel for site in report.fused} == {"native"}, "what has a packed weight goes by our own loops"
     text = str(jax.make_jaxpr(frozen)(X))
     assert "rsqrt" not in text, "what depends on the constants alone is computed once"
 

@@ -97,6 +97,12 @@ class Frozen:
         made, arrays = self._of(args, kwargs)
         return made.plain([self._plain(name) for name in made.program.constants], arrays)
 
+    def packed_layers(self, *args, **kwargs) -> set[tuple]:
+        """Shapes and dtypes of what layers read that go by packed weights, in the program for these arguments, ((x), (w)) each as (shape,
+        dtype): our own loops compute them, and `jaxfuse.explain` says so."""
+        made, _ = self._of(args, kwargs)
+        return made.fused.layers
+
     def int8_sites(self, *args, **kwargs) -> list[Int8Site]:
         """The layers with constant weights in the program for these arguments: which are int8, the error of each, and why the others
         are not. Empty unless int8 was asked for."""

@@ -127,6 +127,12 @@ class Packed:
             if before and name and (found := choose.expansion(before, name, node, self._filters.get(before))):
                 yield node, (before, found)
 
+    @property
+    def layers(self) -> set[tuple]:
+        """Of the layers that our own loops compute by packed weights, and of depthwise convolutions with these: shapes and dtypes of what
+        they read."""
+        return {tuple((tuple(v.shape), str(v.dtype)) for v in node.inputs[:2]) for node in (*self._filters, *self._expansions)}
+
     def __call__(self, constants: Sequence, arguments: Sequence) -> list:
         arrays = dict(zip(self.names, constants))
         emissions = {node.out: self._emission(node, found, arrays) for node, found in self._filters.items()}

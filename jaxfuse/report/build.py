@@ -1,6 +1,7 @@
 """Reports of plans."""
 
 import dataclasses
+from collections.abc import Collection
 
 from jaxfuse.program.plan import Plan
 from jaxfuse.program.site import Match, Refusal, UnfusedStep
@@ -26,6 +27,16 @@ def whole(plan: Plan, name: str, policy: str, measure: bool) -> FusionReport:
         clock = Clock(platform)
         found = [dataclasses.replace(s, times=clock.times(place, row)) for s, row, (place, _) in zip(found, plan.found, places)]
     return dataclasses.replace(_report(plan, found), program=listing.program(name, platform, policy))
+
+
+def with_packed(report: FusionReport, layers: Collection[tuple]) -> FusionReport:
+    """The report of a frozen function, of whose sites these, by shapes and dtypes of x and w, have packed weights: they go by our own
+    loops."""
+    def own(site: Site) -> Site:
+        is_packed = tuple(zip(site.shapes[:2], site.dtypes[:2])) in layers
+        return dataclasses.replace(site, kernel="native") if is_packed and not site.times else site
+
+    return dataclasses.replace(report, fused=tuple(map(own, report.fused)))
 
 
 def untraceable(words: str, source: str) -> FusionReport:
