@@ -139,7 +139,7 @@ def explain(fn: Callable, *args, policy: str = "measured", platform: str | None 
                 return build.untraceable(versions.unread("this program", error), "")
             decider.selection.warn_of_strangers(program.found)
             report = build.whole(program, _name(fn), policy, measure)
-            packed = getattr(fn, "packed_layers", None) if platforms.current() == "cpu" else None
+            packed = getattr(fn, "packed_layers", None)
             return build.with_packed(report, packed(*args, **kwargs)) if packed else report
         return _untraceable(failure, kwargs)
 

@@ -98,8 +98,8 @@ class Frozen:
         return made.plain([self._plain(name) for name in made.program.constants], arrays)
 
     def packed_layers(self, *args, **kwargs) -> set[tuple]:
-        """Shapes and dtypes of what layers read that go by packed weights, in the program for these arguments, ((x), (w)) each as (shape,
-        dtype): our own loops compute them, and `jaxfuse.explain` says so."""
+        """For each layer with a packed weight, in the program for these arguments: (shape, dtype) of what it reads and of its weight. Our
+        own loops compute these layers, and `jaxfuse.explain` says so."""
         made, _ = self._of(args, kwargs)
         return made.fused.layers
 

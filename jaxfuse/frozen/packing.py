@@ -129,8 +129,7 @@ class Packed:
 
     @property
     def layers(self) -> set[tuple]:
-        """Of the layers that our own loops compute by packed weights, and of depthwise convolutions with these: shapes and dtypes of what
-        they read."""
+        """(shape, dtype) of x and of w, for each layer with a packed weight and each depthwise convolution that is computed with one."""
         return {tuple((tuple(v.shape), str(v.dtype)) for v in node.inputs[:2]) for node in (*self._filters, *self._expansions)}
 
     def __call__(self, constants: Sequence, arguments: Sequence) -> list:

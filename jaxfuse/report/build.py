@@ -30,8 +30,8 @@ def whole(plan: Plan, name: str, policy: str, measure: bool) -> FusionReport:
 
 
 def with_packed(report: FusionReport, layers: Collection[tuple]) -> FusionReport:
-    """The report of a frozen function, of whose sites these, by shapes and dtypes of x and w, have packed weights: they go by our own
-    loops."""
+    """The report of a frozen function, whose `layers` with packed weights, known by shape and dtype of x and w, go by our own loops. A
+    layer like one of them whose weight is no constant is not told from it."""
     def own(site: Site) -> Site:
         is_packed = tuple(zip(site.shapes[:2], site.dtypes[:2])) in layers
         return dataclasses.replace(site, kernel="native") if is_packed and not site.times else site
